@@ -21,7 +21,7 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Contents, Facts, Sizes, agreed, commit, save, stage
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, commit, run_collectively, save, stage
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 
@@ -118,7 +118,7 @@ def sharded(layout: str, rank: int, world_size: int) -> Contents:
         state["of rank 0"] = {"tensor": torch.arange(4)}
     return Contents(
         weights=mine,
-        facts=Facts("Sharding", "32-true", {"step": 2}),
+        metadata=CheckpointMetadata("Sharding", "32-true", {"step": 2}),
         optimizers=[{"state": adam, "param_groups": [group]}],
         state=state,
         rank_state={"rank": rank, "generator": torch.full((3,), rank)},
@@ -182,7 +182,7 @@ def _read(path: str, layout: str) -> None:
     checkpoint = load(path)
     wanted = {name: held(name, value, layout, rank, world_size) for name, value in truth().items()}
     regions = {name: one.region for name, one in wanted.items() if isinstance(one, ParameterShard)}
-    weights = agreed(control(), "loading", lambda: checkpoint.weights().staged(regions))
+    weights = run_collectively(control(), "loading", lambda: checkpoint.weights().staged(regions))
     state = checkpoint.optimizer_state(0, regions)["state"]
     for name, expected in wanted.items():
         for found in (weights[name], state[name]["exp_avg"] if name in state else weights[name]):
@@ -234,10 +234,10 @@ def _refused(path: str, harm: str) -> str:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        ("name", "model: tiny: .* on rank 0, lacks on 1"),
-        ("dtype", r"model: whole: torch.float32 of shape \(40, 40\) on rank 0, torch.float64 .* on 1"),
-        ("form", r"model: row: .*, sharded on rank 0, torch.float32 of shape \(1, 700\) on 1"),
-        ("gap", "of 'cube', 210 elements, the ranks hold 126"),
+        ("name", "model: tiny: .* on rank 0, missing on rank 1"),
+        ("dtype", r"model: whole: torch.float32 of shape \(40, 40\) on rank 0, torch.float64 .* on rank 1"),
+        ("form", r"model: row: .*, sharded on rank 0, torch.float32 of shape \(1, 700\) on rank 1"),
+        ("gap", "'cube' has 210 elements, and the ranks contribute 126"),
         ("path", "different paths: rank 0 to .*/c', rank 1 to .*/c-of-rank-1'"),
         ("value", "'generator', a object"),
     ],
@@ -312,7 +312,7 @@ def test_what_lives_in_one_process_is_for_one_rank(tmp_path: Path) -> None:
     # F-09
     for error in on_ranks(_in_memory, 2):
         assert "and rank 0 sees nothing" in error
-        assert "all ranks must write to the same place" in error
+        assert "all ranks must write to the same storage" in error
 
 
 def _damaged_for_one(path: str) -> str:
@@ -322,7 +322,7 @@ def _damaged_for_one(path: str) -> str:
     try:
         # Rank 0 reads a file that is whole, rank 1 one that is not.
         name = "embedding.weight" if rank == 0 else "buffer"
-        agreed(talk, "The checkpoint cannot be loaded", lambda: checkpoint.weights().sources()[name].read())
+        run_collectively(talk, "The checkpoint cannot be loaded", lambda: checkpoint.weights().sources()[name].read())
     except CheckpointError as error:
         return str(error)
     return f"loaded {region}"

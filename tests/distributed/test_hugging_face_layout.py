@@ -272,14 +272,14 @@ def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path)
     fit.fit(Plain(), DataLoader(torch.zeros(4, 3)))  # type: ignore[arg-type]
     fit.save_checkpoint(plain)
     for call, said in [
-        (lambda out: convert(plain, out, to="hf"), "not known which model .* has the configuration of none"),
+        (lambda out: convert(plain, out, to="hf"), "not known which model .* has no model configuration"),
         (lambda out: convert(plain, out, to="hf", prefix="head."), "has no configuration of 'head.'"),
         (lambda out: convert(plain, out, to="hf", prefix="tail", config={"model_type": "llama"}), "begin with 'tail.'"),
         (lambda out: convert(by_one_process, out, to="hf", prefix="modle."), "Did you mean 'model'"),
         (lambda out: convert(by_one_process, out, to="hf", config=tmp_path / "none.json"), "cannot be read"),
-        (lambda out: convert(by_one_process, out, to="hf", max_shard_size="much"), "no size of a file"),
+        (lambda out: convert(by_one_process, out, to="hf", max_shard_size="much"), "not a file size"),
         (lambda out: convert(by_one_process, out, to="hugging face"), "convert.to='hugging face'"),
-        (lambda out: convert(by_one_process, "", to="hf"), "names no folder"),
+        (lambda out: convert(by_one_process, "", to="hf"), "does not name a folder"),
         (lambda out: convert(by_one_process, out), "--to hf"),
     ]:
         with pytest.raises(CheckpointError, match=said):
@@ -315,5 +315,5 @@ def test_a_checkpoint_keeps_no_configuration_of_others(tmp_path: Path) -> None: 
     fit = quiet(limit_train_batches=0)
     fit.fit(Odd(), DataLoader(torch.zeros(4, 3)))  # type: ignore[arg-type]
     fit.save_checkpoint(tmp_path / "c")
-    assert load(tmp_path / "c").manifest.facts.pretrained == {}
+    assert load(tmp_path / "c").manifest.metadata.pretrained == {}
     assert "pretrained" in json.loads((tmp_path / "c" / "manifest.json").read_text())

@@ -82,7 +82,7 @@ def test_into_a_module(tmp_path: Path, stage: int) -> None:
     assert load(tmp_path / "c").weights_only
     (step,) = (path for path in (tmp_path / "zero").iterdir() if path.is_dir())
     next(step.glob("*_1_mp_rank_00_optim_states.pt")).unlink()
-    with pytest.raises(CheckpointError, match=r"1 of 2 \*_optim_states.pt are there"):
+    with pytest.raises(CheckpointError, match=r"1 of 2 \*_optim_states.pt exist"):
         convert(tmp_path / "zero", tmp_path / "again")
 
 
@@ -90,6 +90,6 @@ def test_a_step_that_leads_out_is_refused(tmp_path: Path) -> None:
     # F-04
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "latest").write_text("../other")
-    with pytest.raises(CheckpointError, match=r"'\.\./other', which is no folder in it"):
+    with pytest.raises(CheckpointError, match=r"'\.\./other', which is not a folder in it"):
         convert(tmp_path / "zero", tmp_path / "c")
     assert os.listdir(tmp_path) == ["zero"]

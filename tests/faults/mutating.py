@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint._format.checksums import sums_of
+from drivetrain.checkpoint._format.checksums import checksums_of
 
 
 def _nested(levels: int) -> Any:
@@ -136,7 +136,7 @@ class Mutator:
         else:
             document = json.loads(self._whole["manifest.json"])
             del document["crc32"]
-            sums = sums_of(content)
+            sums = checksums_of(content)
             document["files"][name] = {"size": sums.size, "crc32": sums.text()}
             body = _dumps(document, indent=1).encode().removesuffix(b"\n}")
         sealed = body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._format import Contents, Facts, save
-from drivetrain.checkpoint._format.local_storage import LocalPlace
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
+from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.launchers.function_launcher import PRELOAD
 
 
@@ -22,7 +22,7 @@ def numbered(number: int) -> Contents:
     """A checkpoint that tells which one it is, in every file, and takes a while to write."""
     return Contents(
         weights={f"layer{index}": torch.full((40_000,), float(number)) for index in range(4)},
-        facts=Facts(progress={"number": number}),
+        metadata=CheckpointMetadata(progress={"number": number}),
         optimizers=[{"state": {"layer0": {"exp_avg": torch.full((40_000,), float(number))}}, "param_groups": []}],
         state={"number": number},
         rank_state={"number": torch.tensor(number)},
@@ -34,7 +34,7 @@ def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
     if not exchanging:
         import drivetrain.checkpoint._format.local_storage as module
 
-        module.exchange = lambda one, other: False  # type: ignore[attr-defined]
+        module.exchange = lambda first, second: False  # type: ignore[attr-defined]
     number = 0
     while True:
         save(path, numbered(number), LocalControl())
@@ -53,7 +53,7 @@ def save_some(pipe: Connection, path: str, count: int) -> None:
 
 def begin_and_wait(pipe: Connection, path: str) -> None:
     """Be in the middle of a save."""
-    place = LocalPlace.begin(path)
+    place = LocalStorage.begin(path)
     with place.open("model.safetensors") as stream:
         stream.write(b"half of it")
     pipe.send("begun")

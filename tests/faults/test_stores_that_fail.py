@@ -21,7 +21,7 @@ from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain.checkpoint import verify
 from drivetrain.checkpoint._discovery import newest
-from drivetrain.checkpoint._format import Contents, Facts, Sizes, object_storage, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, object_storage, save
 from drivetrain.testing import FaultyStore, requires_linux, run_distributed
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
@@ -42,7 +42,7 @@ def contents(number: int, rank: int, ranks: int) -> Contents:
     )
     return Contents(
         weights={"a": shard, "b": torch.full((_ELEMENTS,), float(number))},
-        facts=Facts(progress={"number": number}, lineage=(("run", number),)),
+        metadata=CheckpointMetadata(progress={"number": number}, lineage=(("run", number),)),
         optimizers=[{"state": {"b": {"sum": torch.full((_ELEMENTS,), float(number))}}, "param_groups": []}],
         state={"number": number},
         rank_state={"number": torch.tensor(number)},

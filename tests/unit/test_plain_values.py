@@ -16,7 +16,7 @@ from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.shards import Box, Span
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
 from drivetrain.checkpoint._format.tensor_file import Spec
-from drivetrain.checkpoint._format.write_handshake import Greeting, Outcome
+from drivetrain.checkpoint._format.write_handshake import WriteRequest, WriteResult
 
 
 class _Named(NamedTuple):
@@ -75,19 +75,19 @@ def test_a_pickle_is_no_text() -> None:
         decode(pickle.dumps([1]))
 
 
-def _sent(said: tuple[Any, ...]) -> Any:
-    again = decode(encode(said))
-    assert again == said
+def _sent(plain_values: tuple[Any, ...]) -> Any:
+    again = decode(encode(plain_values))
+    assert again == plain_values
     return again
 
 
 def test_what_ranks_say_as_they_save_is_plain() -> None:
     regions: list[Mapping[str, Any]] = [{"w": Box((0, 2), (3, 4)), "v": None}, {"m": Span(3, 9), "scalar": Box((), ())}]
     state = [Spec("generator", torch.uint8, (5056,)), Spec("half", torch.bfloat16, ())]
-    greeting = Greeting("/runs/x", {"folder": "y"}, ["digest"], regions, state, "sha256")
-    assert Greeting.decode(_sent(greeting.said())) == greeting
-    outcome = Outcome(
+    request = WriteRequest("/runs/x", {"folder": "y"}, ["digest"], regions, state, "sha256")
+    assert WriteRequest.decode(_sent(request.plain_values())) == request
+    result = WriteResult(
         {"model.safetensors": FileRecord(8, "00000000", "ab" * 32)},
         [("weights", Part(None, ("model.safetensors",))), ("rank", Part("rank-0.json", ("a", "b"), "index"))],
     )
-    assert Outcome.decode(_sent(outcome.said())) == outcome
+    assert WriteResult.decode(_sent(result.plain_values())) == result

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._engine.saved_state_schema import check_progress, check_state
-from drivetrain.checkpoint._weights_fit import Misfit
+from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
     """
     weights = checkpoint.weights()
     saved = {**dict.fromkeys(weights), **weights.sources()}
-    Misfit.between(own, saved).settle(
+    WeightMismatch.compare(own, saved).raise_or_warn(
         f"The weights of {checkpoint.path!r}",
         module,
         strict,

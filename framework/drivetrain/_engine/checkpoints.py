@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.run_checkpoint import RunCheckpoint
     from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
     from drivetrain._loops.trainables import Trainables
-    from drivetrain.checkpoint._format import Checkpoint, Facts
+    from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata
 
 logger = logging.getLogger("drivetrain")
 
@@ -132,7 +132,7 @@ class RunCheckpoints:
             return order_seed(seed, control)
 
         from drivetrain._engine.checkpoint_compatibility import check_resumable
-        from drivetrain.checkpoint._format import agreed, load
+        from drivetrain.checkpoint._format import load, run_collectively
 
         def opened() -> Checkpoint:
             checkpoint = load(path)
@@ -140,12 +140,12 @@ class RunCheckpoints:
                 check_resumable(checkpoint, seed)
             return checkpoint
 
-        self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
+        self.opened = run_collectively(control, f"The checkpoint {path!r} cannot be opened", opened)
         assert self.opened is not None
         if fitting:
-            facts = self.opened.manifest.facts
-            self._ancestors, self._parent = facts.lineage, facts.identifier
-            core.folder.note_start(facts, path, beginning.parent, beginning.went_on)
+            metadata = self.opened.manifest.metadata
+            self._ancestors, self._parent = metadata.lineage, metadata.identifier
+            core.folder.note_start(metadata, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def check_what_is_left(self) -> None:
@@ -202,8 +202,8 @@ class RunCheckpoints:
             return
         from drivetrain._engine.resume_compatibility import class_name, data_facts
 
-        facts = data_facts(stage_data.train, stage_data.loaders)
-        self._memory.components |= {"module": class_name(core.module), "data": facts}
+        metadata = data_facts(stage_data.train, stage_data.loaders)
+        self._memory.components |= {"module": class_name(core.module), "data": metadata}
         self._compare()
 
     def _compare(self) -> None:
@@ -301,10 +301,12 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be opened, or, raised later from the loop, is damaged.
         """
-        from drivetrain.checkpoint._format import agreed, load
+        from drivetrain.checkpoint._format import load, run_collectively
 
         core = self._core
-        checkpoint = agreed(core.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path))
+        checkpoint = run_collectively(
+            core.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path)
+        )
 
         def back() -> None:
             self.finish()
@@ -361,7 +363,7 @@ class RunCheckpoints:
                         )
 
     def _rehearse(self, weights_only: bool) -> None:
-        from drivetrain.checkpoint._format import agreed, check_facts, stage
+        from drivetrain.checkpoint._format import check_metadata, run_collectively, stage
 
         control, checkpoint = self._core.strategy.control, self._contents()
         contents = checkpoint.contents(weights_only, rehearsing=True)
@@ -370,9 +372,9 @@ class RunCheckpoints:
         def formed() -> None:
             if staged.problem is not None:
                 raise staged.problem
-            check_facts(contents.facts)
+            check_metadata(contents.metadata)
 
-        agreed(control, "The state of this run cannot be saved", formed)
+        run_collectively(control, "The state of this run cannot be saved", formed)
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, now or at the end of the current window. Collective.
@@ -425,7 +427,7 @@ class RunCheckpoints:
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only, trainable_only)
         contents.digest = digest
-        facts = contents.facts = self._with_lineage(contents.facts, identifier or os.urandom(16).hex())
+        metadata = contents.metadata = self._with_lineage(contents.metadata, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and core.trainer.loggers:
             from drivetrain._engine.run_loggers import flush_loggers
 
@@ -435,7 +437,7 @@ class RunCheckpoints:
             self.written = path
             then()
             if strategy.rank == 0:
-                core.folder.note_checkpoint(path, facts)
+                core.folder.note_checkpoint(path, metadata)
 
         if strategy.module is None:
             # After the run every rank holds the whole state, and the ranks no longer communicate.
@@ -457,8 +459,8 @@ class RunCheckpoints:
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, whole)
 
-    def _with_lineage(self, facts: Facts, identifier: str) -> Facts:
-        """Return ``facts`` with the lineage of the next checkpoint, which becomes the parent of the one after it."""
+    def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
+        """Return ``metadata`` with the lineage of the next checkpoint, which becomes the parent of the one after it."""
         parent, self._parent = self._parent, identifier
         self._count += 1
         lineage = (*self._ancestors, (self._run, self._count))
@@ -466,7 +468,7 @@ class RunCheckpoints:
 
         folder, module = self._core.folder, class_path(type(self._core.module))
         run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
-        return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
+        return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
         """Save the state of a failed run as of its last step; only in runs of one process."""

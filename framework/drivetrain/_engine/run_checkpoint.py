@@ -21,8 +21,8 @@ from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
-from drivetrain.checkpoint._base_weights import base_sums, check_base
-from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
+from drivetrain.checkpoint._base_weights import base_checksums, check_base
+from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, run_collectively
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.errors import listed
@@ -73,7 +73,7 @@ class RunCheckpoint:
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),
-            facts=Facts(
+            metadata=CheckpointMetadata(
                 strategy=type(strategy).__name__,
                 precision=strategy.precision.name,
                 progress=core.progress.state_dict(),
@@ -109,13 +109,13 @@ class RunCheckpoint:
         base = {name for name in parameters if name in weights and name not in memory.trained}
         if unknown := base - memory.base.keys():
             control = self._strategy.control if self._running else LocalControl()
-            memory.base |= base_sums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
+            memory.base |= base_checksums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
         tied = contents.aliases
         base |= {name for name, first in tied.items() if first in base}
         contents.weights = {name: value for name, value in weights.items() if name not in base}
         contents.aliases = {name: first for name, first in tied.items() if name not in base}
-        contents.facts = replace(
-            contents.facts, base={name: memory.base[tied.get(name, name)] for name in sorted(base)}
+        contents.metadata = replace(
+            contents.metadata, base={name: memory.base[tied.get(name, name)] for name in sorted(base)}
         )
 
     def _weights(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class RunCheckpoint:
         self._load_into_hooks(checkpoint, state, tensors)
 
     def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
-        base = checkpoint.manifest.facts.base
+        base = checkpoint.manifest.metadata.base
         if base:  # the module's own values, which `_check_base` has compared
             own: Mapping[str, Any] = self._strategy.model_state()
             weights = {**{name: self._strategy.shard_of(own[name]) for name in base}, **weights}
@@ -360,17 +360,17 @@ class RunCheckpoint:
 
     def _check_base(self, checkpoint: Checkpoint) -> None:
         """Refuse a ``trainable_only`` checkpoint whose base weights are not the module's. Collective."""
-        base = checkpoint.manifest.facts.base
+        base = checkpoint.manifest.metadata.base
         if not base:
             return
         own = self._strategy.model_state()
         held = {name: self.shard_of(own[name]) for name in base if name in own}
-        precision = checkpoint.manifest.facts.precision
-        check_base(checkpoint.path, base, base_sums(held, self._strategy.control, precision))
+        precision = checkpoint.manifest.metadata.precision
+        check_base(checkpoint.path, base, base_checksums(held, self._strategy.control, precision))
         self._memory.trained |= set(checkpoint.weights())
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        strategy, base = self._strategy, checkpoint.manifest.facts.base
+        strategy, base = self._strategy, checkpoint.manifest.metadata.base
         own = {name: value for name, value in strategy.model_state().items() if name not in base}
         strict = self._module.strict_loading
         check_weights_fit(checkpoint, own, type(self._module).__name__, strict)
@@ -410,7 +410,7 @@ class RunCheckpoint:
         return states
 
     def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
-        return agreed(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
+        return run_collectively(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
 
     def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:
         """Yield each callback with its state key; equal keys are numbered."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 # The code that writes records is imported on use: many runs have no folder.
 if TYPE_CHECKING:
     from drivetrain._engine.run_recorder import RunRecorder
-    from drivetrain.checkpoint._format import Facts
+    from drivetrain.checkpoint._format import CheckpointMetadata
 
 
 CHOSEN = ("last", "best", "auto")
@@ -71,29 +71,29 @@ class RunFolder:
         self.path, self.id, self.name = other.path, other.id, other.name
         self.is_of_fit, self.recorder = other.is_of_fit, other.recorder
 
-    def note_start(self, facts: Facts | None, path: str | None, parent: str, went_on: bool) -> None:
+    def note_start(self, metadata: CheckpointMetadata | None, path: str | None, parent: str, went_on: bool) -> None:
         """Record which checkpoint the run starts from.
 
         Args:
-            facts: the checkpoint's facts; None for a fresh start.
+            metadata: the checkpoint's facts; None for a fresh start.
             path: the checkpoint's path.
             parent: the identifier of the run that wrote it; "" for none.
             went_on: the checkpoint is in this run's folder.
         """
-        step = None if facts is None else int(facts.progress["global_step"])
+        step = None if metadata is None else int(metadata.progress["global_step"])
         self.rewinds_to = None if not went_on else -1 if step is None else step
         if self.recorder is not None:
-            self.recorder.note_start(path, "" if facts is None else facts.identifier, step or 0, parent, went_on)
+            self.recorder.note_start(path, "" if metadata is None else metadata.identifier, step or 0, parent, went_on)
 
     def note_training(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
         """Record the training data as training begins."""
         if self.recorder is not None:
             self.recorder.note_training(data, seed, batch_size)
 
-    def note_checkpoint(self, path: str, facts: Facts) -> None:
+    def note_checkpoint(self, path: str, metadata: CheckpointMetadata) -> None:
         """Record a completed checkpoint."""
         if self.recorder is not None:
-            self.recorder.note_checkpoint(path, facts)
+            self.recorder.note_checkpoint(path, metadata)
 
     def note_removal(self, identifier: str) -> None:
         """Record that a checkpoint was deleted."""

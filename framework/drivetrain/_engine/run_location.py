@@ -7,9 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import FAILS_AT_FIRST_ROW, FAILS_AT_FIRST_SAVE
-from drivetrain.checkpoint._folders import child, resolved
+from drivetrain.checkpoint._folders import child, resolve_folder
 from drivetrain.loggers import Logger
-from drivetrain.runs._directory import alone_in, claim_version, free_version, make_directory, place_of
+from drivetrain.runs._directory import claim_version, free_version, lock_folder, make_directory, runs_folder_of
 from drivetrain.runs._identity import class_path
 from drivetrain.runs._record import Record
 
@@ -59,7 +59,9 @@ def locate_run(run: RunCore) -> RunLocation | None:
     if not saves and not run.profiling.wants_folder:
         return None
     writer = "Checkpoint" if saves else _PROFILER
-    return RunLocation(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, writer, for_checkpoints=saves)
+    return RunLocation(
+        runs_folder_of(trainer.default_root_dir, DEFAULT_NAME), None, None, writer, for_checkpoints=saves
+    )
 
 
 def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
@@ -73,7 +75,7 @@ def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
     ]
     asked = [directory.asked for directory in directories if directory is not None]
     assert first.writes_to is not None
-    path = place_of(first.writes_to, first.name)
+    path = runs_folder_of(first.writes_to, first.name)
     return RunLocation(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
 
 
@@ -83,9 +85,9 @@ def _chosen_version(logger: Logger) -> str | None:
 
 def loggers_sharing_folder(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
     """Return the loggers with the same root and name, which share a folder."""
-    place = resolved(place_of(first.writes_to or "", first.name))
+    place = resolve_folder(runs_folder_of(first.writes_to or "", first.name))
     with_files = [one for one in loggers if one.writes_to is not None]
-    return [one for one in with_files if resolved(place_of(one.writes_to or "", one.name)) == place]
+    return [one for one in with_files if resolve_folder(runs_folder_of(one.writes_to or "", one.name)) == place]
 
 
 def runs_folder(run: RunCore) -> str:
@@ -98,7 +100,7 @@ def locate_logs(run: RunCore) -> RunLocation:
     first = first_with_files(run.trainer.loggers)
     if first is not None:
         return locate_logger(first, run.trainer.loggers)
-    return RunLocation(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
+    return RunLocation(runs_folder_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
 
 
 def run_name(run: RunCore) -> str:
@@ -148,7 +150,7 @@ def claim_at_first_write(logger: Logger, others: Sequence[Logger], note: Callabl
         if place.fixed is not None:
             make_directory(child(place.path, place.fixed))
             return place.fixed
-        with alone_in(place.path):
+        with lock_folder(place.path):
             claimed = claim_version(place.path, place.asked, version)
         if claimed != version:
             for directory in sharing:

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import Facts, StorageError
+from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
-from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_above
+from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_directories
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import (
     FINISHED,
     FORMAT,
     RUNNING,
     Record,
+    archive_record,
     clear_leftovers,
     now,
     plain,
-    put_aside,
     read,
     remove,
     write,
@@ -91,7 +91,7 @@ class RunRecorder:
         self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
-        _liveness.under_way.add(identifier)
+        _liveness.running_ids.add(identifier)
         self._heartbeat = _Heartbeat(self)
         self._heartbeat.start()
 
@@ -179,14 +179,14 @@ class RunRecorder:
         self._trained = True
         self._update(lambda document: document.update(data=plain(data)), seed=seed, batch_size=batch_size)
 
-    def note_checkpoint(self, path: str, facts: Facts) -> None:
+    def note_checkpoint(self, path: str, metadata: CheckpointMetadata) -> None:
         """Record a checkpoint that is complete."""
         entry = {
             "path": _relative(path, self.folder),
-            "id": facts.identifier,
-            "step": facts.progress.get("global_step"),
-            "epoch": facts.progress.get("epoch"),
-            "weights_only": facts.weights_only,
+            "id": metadata.identifier,
+            "step": metadata.progress.get("global_step"),
+            "epoch": metadata.progress.get("epoch"),
+            "weights_only": metadata.weights_only,
             "written": now(),
         }
 
@@ -223,7 +223,7 @@ class RunRecorder:
             step: the number of optimizer steps the run has made.
         """
         self._heartbeat.stop()
-        _liveness.under_way.discard(self.id)
+        _liveness.running_ids.discard(self.id)
         # A run killed after its last checkpoint has made all its steps, but its record does not say so.
         completes = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
         if not self._trained and not completes:
@@ -290,7 +290,7 @@ class RunRecorder:
 
 
 class _Heartbeat(threading.Thread):
-    """A thread that writes the record every `HEARTBEAT` seconds."""
+    """A thread that writes the record every `HEARTBEAT_SECONDS` seconds."""
 
     def __init__(self, recorder: RunRecorder) -> None:
         super().__init__(name="drivetrain-heartbeat", daemon=True)
@@ -298,12 +298,12 @@ class _Heartbeat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(_liveness.HEARTBEAT):
+        while not self._ended.wait(_liveness.HEARTBEAT_SECONDS):
             self._recorder.beat()
 
     def stop(self) -> None:
         self._ended.set()
-        self.join(_liveness.HEARTBEAT)
+        self.join(_liveness.HEARTBEAT_SECONDS)
 
 
 def _first_document(identifier: str, run: RunDescription, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]
     """Create the folder that the user named; return the created folders. An earlier run's record is renamed."""
     before = read(folder)
     if before is None:
-        made = missing_above(folder)
+        made = missing_directories(folder)
         make_directory(folder)
         return made
     if _liveness.is_alive(before, Job.of(os.environ)) or (lives is not None and lives(before)):
@@ -375,7 +375,7 @@ def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]
             "two runs would write to one log.",
             "wait for it, or give this run's logger another version, or none.",
         )
-    kept = put_aside(folder)
+    kept = archive_record(folder)
     if before.is_training:
         logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept)
     return []

@@ -28,22 +28,22 @@ from drivetrain._engine.run_location import (
 from drivetrain._engine.run_recorder import RunDescription, RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import write_problem
-from drivetrain.checkpoint._discovery import Asking, best_beside, newest_of, whole_in
+from drivetrain.checkpoint._discovery import StorageRetry, find_best, resumable_in, select_newest
 from drivetrain.checkpoint._folders import child, is_plain_name
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import (
     CHECKPOINTS,
-    alone_in,
     free_version,
-    missing_above,
+    lock_folder,
+    missing_directories,
 )
-from drivetrain.runs._identity import Identity, class_path, encoded
-from drivetrain.runs._liveness import Watch
+from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
+from drivetrain.runs._liveness import HeartbeatWatch
 from drivetrain.runs._process import Job
 from drivetrain.runs._record import plain, read
-from drivetrain.runs._resume_choice import Choice, Search
+from drivetrain.runs._resume_choice import ResumeChoice, RunSearch
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
@@ -113,71 +113,73 @@ def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check:
 
 def _search(
     run: RunCore, place: RunLocation | None, ckpt_path: str | None, folders: Sequence[str] | None = None
-) -> Search:
+) -> RunSearch:
     where = place or locate_logs(run)
     identity = Identity.of(
         type(run.module), run_name(run), without_secrets(run.module.hparams)[0], run.trainer.searched
     )
-    search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
+    search = RunSearch(
+        where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), StorageRetry()
+    )
     if place is not None and place.fixed is not None:
-        search.consider_occupant(place.fixed)
+        search.set_folder_owner(place.fixed)
     if folders is not None:
-        search.look_in(folders)
+        search.collect_checkpoints(folders)
     elif ckpt_path in CHOSEN:
-        search.look_through([folder for one in run.callbacks for folder in one.writes_to])
+        search.collect_runs([folder for one in run.callbacks for folder in one.writes_to])
     elif ckpt_path is not None:
         with suppress(CheckpointError):  # every rank gets the error when it opens the checkpoint
-            search.look_at(load(ckpt_path))
+            search.add_run_of(load(ckpt_path))
     return search
 
 
-def _wait_for_liveness(control: Any, search: Search | None, check: Check) -> None:
+def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> None:
     """Watch the heartbeat of a run that may be live on another machine. Collective: the other ranks wait for rank 0."""
-    watch: Watch | None = None
+    watch: HeartbeatWatch | None = None
 
     def is_over() -> bool:
         nonlocal watch
         assert search is not None
         if watch is not None and watch.is_over:
-            search.watched(watch)
+            search.finish_watch(watch)
             watch = None
         if watch is None:
             undecided = search.undecided(check)
             if undecided is None:
                 return True
-            watch = Watch(undecided, _liveness.WATCH, search.read_again)
+            watch = HeartbeatWatch(undecided, _liveness.WATCH_SECONDS, search.reread)
             logger.warning(
                 "%s may be under way on another machine: its record is watched for %.0f s.",
                 undecided.name,
-                _liveness.WATCH,
+                _liveness.WATCH_SECONDS,
             )
         return False
 
     while not control.from_rank_0(is_over() if control.rank == 0 else None):
         if watch is not None:
-            watch.look(_LOOK_EVERY)
+            watch.poll(_LOOK_EVERY)
 
 
-def _choose(run: RunCore, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
+def _choose(run: RunCore, search: RunSearch | None, ckpt_path: str | None, check: Check) -> ResumeChoice:
     """Return the checkpoint and record that a fit starts from."""
     if search is None or ckpt_path is None:
-        return Choice()
+        return ResumeChoice()
     if ckpt_path not in CHOSEN:
         with suppress(CheckpointError):
-            return search.at(load(ckpt_path))
-        return Choice(ckpt_path)  # every rank gets the error when it opens the checkpoint
+            return search.resume_from(load(ckpt_path))
+        return ResumeChoice(ckpt_path)  # every rank gets the error when it opens the checkpoint
     choice = search.newest(check)
     if ckpt_path != "best" or choice.path is None:
         return choice
     return choice._replace(path=_best_in_folder_of(choice.path), record=None)
 
 
-def _checkpoint_to_evaluate(run: RunCore, search: Search, ckpt_path: str, check: Check) -> str | None:
+def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, check: Check) -> str | None:
     """Return the checkpoint whose weights an evaluation loads; its run may be live."""
     best = [one.best_model_path for one in run.callbacks if one.best_model_path]
     if ckpt_path == "best" and best:
         return best[0]
-    path = search.newest(check, alive_too=True).path
+    path = search.newest(check, include_running=True).path
     return _best_in_folder_of(path) if ckpt_path == "best" and path is not None else path
 
 
@@ -187,7 +189,7 @@ def _best_in_folder_of(path: str) -> str:
     with reporting_malformed(newest, "the run's state", "callbacks"):
         states = [one["state"] for one in newest.state()["callbacks"].values()]
     folder = path.rpartition("/")[0]
-    named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
+    named = [find_best(folder, state.get("best")) for state in states if isinstance(state, dict)]
     return next((one for one in named if one is not None), path)
 
 
@@ -198,7 +200,7 @@ def _decide(
     run: RunCore,
     folder: RunFolder,
     place: RunLocation | None,
-    search: Search | None,
+    search: RunSearch | None,
     ckpt_path: str | None,
     check: Check,
 ) -> Beginning:
@@ -206,7 +208,7 @@ def _decide(
         path = ckpt_path
         if search is not None and ckpt_path in CHOSEN:
             path = _checkpoint_to_evaluate(run, search, ckpt_path, check)
-            _log_choice(run, ckpt_path, Choice(path))
+            _log_choice(run, ckpt_path, ResumeChoice(path))
         _share_with_evaluation(run, folder)
         return Beginning(path, folder.path, folder.id, versions=_versions(run))
     if place is None:
@@ -231,19 +233,19 @@ def _claim_folder(
     run: RunCore,
     folder: RunFolder,
     place: RunLocation,
-    search: Search | None,
+    search: RunSearch | None,
     ckpt_path: str | None,
     check: Check,
-) -> Choice:
+) -> ResumeChoice:
     """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
     loggers, described = run.trainer.loggers, _description(run)
-    above = missing_above(place.path)
-    with alone_in(place.path):
+    above = missing_directories(place.path)
+    with lock_folder(place.path):
         while True:
             choice = _choose(run, search, ckpt_path, check)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
-                lives = None if search is None else search.was_seen_to_live
+                lives = None if search is None else search.is_known_alive
                 _set_recorder(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
                 break
             recorder = RunRecorder.resume(choice.record, described)
@@ -251,7 +253,7 @@ def _claim_folder(
                 _set_recorder(folder, recorder)
                 break
             assert search is not None
-            search.taken(choice.record)  # another run claimed it first
+            search.mark_alive(choice.record)  # another run claimed it first
     assert folder.path is not None
     version = folder.path.rstrip("/").rpartition("/")[2]
     first = first_with_files(loggers)
@@ -295,7 +297,7 @@ def _description(run: RunCore) -> RunDescription:
         stage=run.stage,
         module=class_path(type(run.module)),
         name=run_name(run),
-        hyper_parameters=encoded(hyper_parameters),
+        hyper_parameters=encode_hyper_parameters(hyper_parameters),
         settings=plain(public),
         argv=[sys.executable, *arguments],
         world_size=strategy.world_size,
@@ -321,7 +323,7 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
 
     @cache
     def claim() -> str:
-        with alone_in(place.path):
+        with lock_folder(place.path):
             if place.fixed is not None and (there := read(folder.path or "")) is not None and there.is_training:
                 return place.fixed  # an evaluation of that run's module: keep the run's record
             _set_recorder(
@@ -346,7 +348,7 @@ def _versions(run: RunCore) -> tuple[str, ...]:
     return tuple(one.version_name for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
 
 
-def _log_choice(run: RunCore, ckpt_path: str, choice: Choice) -> None:
+def _log_choice(run: RunCore, ckpt_path: str, choice: ResumeChoice) -> None:
     found = choice.path is not None
     does = "going on from" if run.stage == "fit" else "the weights of"
     what = f"{does} {choice.path}" if found else "a fresh start"
@@ -354,7 +356,9 @@ def _log_choice(run: RunCore, ckpt_path: str, choice: Choice) -> None:
         what += f" in {choice.record.folder}, which this job had claimed"
     hint = ""
     old_place = child(run.trainer.default_root_dir, CHECKPOINTS)
-    of_no_run = [one for one in whole_in([old_place], Asking()) if not one.manifest.facts.run] if not found else []
-    if (old := newest_of(of_no_run, Asking())) is not None:
+    of_no_run = (
+        [one for one in resumable_in([old_place], StorageRetry()) if not one.manifest.metadata.run] if not found else []
+    )
+    if (old := select_newest(of_no_run, StorageRetry())) is not None:
         hint = f" {old_place!r} has checkpoints that belong to no run's folder: name the one, ckpt_path={old.path!r}."
-    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.told(), hint)
+    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.describe_skipped(), hint)

@@ -47,8 +47,8 @@ _FIXED_SCHEDULERS = (
 class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    As each window opens, ``tuple(map(REQUIRES_GRAD, parameters))`` is compared with ``flags``, which needs no Python call.
-    New layers and parameter groups set ``touched``.
+    As each window opens, ``tuple(map(REQUIRES_GRAD, parameters))`` is compared with ``flags``, which needs no Python
+    call. New layers and parameter groups set ``touched``.
 
     Args:
         module: the module, wrapped by the strategy.

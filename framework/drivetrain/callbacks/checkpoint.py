@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import COUNTERS, DEFAULT, check_template, checkpoint_name, names_in
 from drivetrain.callbacks._monitored_value import monitored_value
-from drivetrain.checkpoint._folders import LATEST, child, claim, is_at, point_to, remove, resolved
+from drivetrain.checkpoint._folders import (
+    LATEST,
+    child,
+    claim_name,
+    is_checkpoint_at,
+    remove,
+    resolve_folder,
+    write_latest,
+)
 from drivetrain.checkpoint._format.checksums import check_digest
-from drivetrain.checkpoint._retention import Kept, Retention
+from drivetrain.checkpoint._retention import Retention, SavedCheckpoint
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.runs._directory import CHECKPOINTS
 
@@ -139,12 +147,12 @@ class Checkpoint(Callback):
         self._asked_at = 0
         self._whole_at = -1  # optimizer steps, of the last one that a run can go on from
         self._current: float | None = None
-        self._interim: Kept | None = None  # what `save_before_leaving` wrote
+        self._interim: SavedCheckpoint | None = None  # what `save_before_leaving` wrote
         self._clock = time.monotonic()
         self._fitting = False
         self._written: dict[str, Any] = {}  # the list of before the run went back
         self._claims: dict[str, Callable[[], None]] = {}  # to names that are being written to, and how to give them up
-        self._going: list[Kept] = []  # to be removed as soon as a later one is whole
+        self._going: list[SavedCheckpoint] = []  # to be removed as soon as a later one is whole
 
     # What it has written
 
@@ -215,7 +223,7 @@ class Checkpoint(Callback):
         """What this run has written, by name and identifier, and where."""
         best = self._retention.best
         return {
-            "dirpath": None if self.dirpath is None else resolved(self.dirpath),
+            "dirpath": None if self.dirpath is None else resolve_folder(self.dirpath),
             "run": self._run,
             "best": "" if best is None else best.name,
             "saved_at": self._saved_at,
@@ -230,14 +238,14 @@ class Checkpoint(Callback):
         self._saved_at, self._asked_at = (_step(state_dict.get(name)) for name in ("saved_at", "asked_at"))
         folder = state_dict.get("dirpath")
         same_run = state_dict.get("run", self._run) in (self._run, "")  # versions without folders for runs had no id
-        if self.dirpath is None or folder != resolved(self.dirpath) or not same_run:
+        if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
         try:
             self._retention.load_state_dict(state_dict)
             going, interim = state_dict.get("going", []), state_dict.get("interim")
             # Versions before identifiers were kept wrote paths: what they were about to remove stays.
-            self._going = [Kept.from_state(one) for one in going if not isinstance(one, str)]
-            self._interim = Kept.from_state(interim) if isinstance(interim, Mapping) else None
+            self._going = [SavedCheckpoint.from_state(one) for one in going if not isinstance(one, str)]
+            self._interim = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning("What the earlier run kept in %r cannot be read, and is left there: %s", folder, error)
@@ -384,7 +392,7 @@ class Checkpoint(Callback):
         earlier = [] if self._interim is None else [self._interim]
         name, identifier = self._choose(trainer, f"interrupted-step={step}", earlier)
         self._going += [one for one in earlier if one.name != name]
-        self._interim, self._whole_at = Kept(name, identifier, step=step), step
+        self._interim, self._whole_at = SavedCheckpoint(name, identifier, step=step), step
         self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
 
@@ -408,10 +416,10 @@ class Checkpoint(Callback):
         if trainer.global_step == self._saved_at and score is None:
             return  # an epoch's end comes with its last step
         self._saved_at = trainer.global_step
-        if not self._retention.wants(score):
+        if not self._retention.would_keep(score):
             return
         wanted = self._name(self.filename, values)
-        name, identifier = self._choose(trainer, wanted, self._retention.leaving(score))
+        name, identifier = self._choose(trainer, wanted, self._retention.to_remove(score))
         self._going += self._retention.add(name, identifier, score, trainer.global_step)
         if not self.save_weights_only:
             self._whole_at = trainer.global_step
@@ -423,21 +431,21 @@ class Checkpoint(Callback):
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, why)
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose(self, trainer: RunContext, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
+    def _choose(self, trainer: RunContext, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
         """Rank 0 chooses a name and an identifier: what this run keeps no longer is written over, and nothing else."""
         control = trainer.strategy.control
-        chosen: tuple[str, str] = control.from_rank_0(self._claim(name, leaving) if control.rank == 0 else None)
+        chosen: tuple[str, str] = control.from_rank_0(self._claim(name, to_remove) if control.rank == 0 else None)
         return chosen[0], chosen[1]
 
-    def _claim(self, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
+    def _claim(self, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
         folder = self._folder()
 
         def ours(taken: str) -> bool:
             with suppress(OSError):  # the storage does not say: another name is taken
-                return any(one.name == taken and is_at(folder, taken, one.identifier) for one in leaving)
+                return any(one.name == taken and is_checkpoint_at(folder, taken, one.identifier) for one in to_remove)
             return False
 
-        name, give_up = claim(folder, name, ours)
+        name, give_up = claim_name(folder, name, ours)
         self._claims[name] = give_up
         return name, secrets.token_hex(16)
 
@@ -455,7 +463,7 @@ class Checkpoint(Callback):
         path = child(self._folder(), name)
         trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest, self.trainable_only)
 
-    def _tidy(self, trainer: RunContext, going: Sequence[Kept], newest: str | None = None) -> None:
+    def _tidy(self, trainer: RunContext, going: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
         """On rank 0, once a later one is whole: say which is the newest, and remove what is no longer kept.
 
         What a storage refuses is tried again the next time: the run goes on, for nothing is lost.
@@ -463,7 +471,7 @@ class Checkpoint(Callback):
         folder = self._folder()
         try:
             if newest is not None:
-                point_to(folder, newest)
+                write_latest(folder, newest)
         except Exception as error:  # each store's library has errors of its own
             logger.warning(
                 "%s in %r cannot be written (%s): the checkpoint %r is whole.", LATEST, folder, error, newest
@@ -485,7 +493,7 @@ class Checkpoint(Callback):
         assert self.dirpath is not None
         return self.dirpath
 
-    def _path(self, kept: Kept | None) -> str:
+    def _path(self, kept: SavedCheckpoint | None) -> str:
         return "" if kept is None else child(self._folder(), kept.name)
 
     def _score(self, trainer: RunContext, monitor: str) -> float:

@@ -1,4 +1,7 @@
-"""Checkpoints: one layout, written under any strategy and read under any other. Every name is imported on first use."""
+"""Checkpoints in one format, written under any strategy and readable under any other.
+
+Names are imported on first use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m drivetrain.checkpoint``: look at checkpoints, compare them, carry their weights elsewhere."""
+"""``python -m drivetrain.checkpoint``: inspect, verify, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from drivetrain.errors import DrivetrainError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; return 0, 1 where something differs or is damaged, 2 where it cannot be done."""
+    """Run the command line and return its exit code.
+
+    Returns:
+        0 on success, 1 where checkpoints differ or files are damaged, 2 on an error.
+    """
     options = _parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):  # names that a file gives may be no text
+    for stream in (sys.stdout, sys.stderr):  # names read from a file may not be printable
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -22,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DrivetrainError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
 
@@ -33,12 +37,12 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "consolidate":
         print(consolidate(options.path, options.out))
     elif options.command == "convert":
-        given = {"prefix": options.prefix, "to": options.to, "config": options.config}
-        print(convert(options.path, options.out, **given, max_shard_size=options.max_shard_size))
+        options_of_convert = {"prefix": options.prefix, "to": options.to, "config": options.config}
+        print(convert(options.path, options.out, **options_of_convert, max_shard_size=options.max_shard_size))
     else:
         verifying = options.command == "verify"
         lines = verify(options.path, options.digest) if verifying else diff(options.path, options.other)
-        print("\n".join(lines) or f"{options.path} is {'whole' if verifying else f'equal to {options.other}'}.")
+        print("\n".join(lines) or f"{options.path} is {'intact' if verifying else f'equal to {options.other}'}.")
         return 1 if lines else 0
     return 0
 
@@ -52,20 +56,20 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("path", metavar="PATH", help="a path or an fsspec URL")
         return added
 
-    verifying = command("verify", "Read all of a checkpoint and name every missing, truncated or altered file.")
-    verifying.add_argument("--digest", choices=["sha256"], help="require that every file has one")
+    verifying = command("verify", "Read a whole checkpoint and list every missing, truncated or altered file.")
+    verifying.add_argument("--digest", choices=["sha256"], help="fail unless every file has this digest")
     command("show", "Print progress, sizes and a table of tensors.")
     command("diff", "Compare two checkpoints by name.").add_argument("other", metavar="OTHER")
     command("consolidate", "Write the weights into one safetensors file.").add_argument("out", metavar="OUT")
     converting = command(
         "convert",
-        "Turn what another library saved into a checkpoint of weights, or the other way round.",
+        "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
     )
     converting.add_argument("out", metavar="OUT")
-    converting.add_argument("--prefix", default="", help="take names that begin so, and leave it out")
+    converting.add_argument("--prefix", default="", help="keep only names with this prefix, and strip it")
     converting.add_argument("--to", choices=["checkpoint", "hf"], default="checkpoint", help="hf: for from_pretrained")
-    converting.add_argument("--config", help="with --to hf: a config.json, in place of the checkpoint's")
-    converting.add_argument("--max-shard-size", default="50GB", help="with --to hf: of a file")
+    converting.add_argument("--config", help="with --to hf: a config.json to use instead of the checkpoint's")
+    converting.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a file")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Which weights a checkpoint that holds trained ones alone was trained on, told by checksums of their values."""
+"""Checksums that identify the base weights of a checkpoint with only trained parameters (``trainable_only=True``)."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError, listed
 
-_ROUNDED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+_ROUNDING_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
-def base_sums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
-    """Return a checksum of each tensor's values, the same however it is spread over the ranks. Collective.
+def base_checksums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
+    """Return a checksum of each tensor's values, independent of how it is sharded. Collective.
 
-    Values in half precision count as float32, so that a base in bfloat16 is the same one where it is held in float32.
+    Half-precision values are widened to float32 first, so a bfloat16 base equals the same base held in float32.
 
     Args:
-        values: by name: whole tensors, alike on every rank, or what this rank holds of them.
-        control: the way to the other ranks.
-        precision: that a checkpoint's base was trained in, whose rounding these get too; "" for none.
+        values: tensors by name: whole ones that are equal on every rank, or this rank's shards.
+        control: the control plane.
+        precision: precision the checkpoint's base was trained in; values are rounded to it first. "" rounds nothing.
     """
-    half = _ROUNDED.get(precision)
-    mine = brought_over([checksum_held(_wide(value, half), control.rank) for value in values.values()])
+    half = _ROUNDING_DTYPES.get(precision)
+    mine = brought_over([checksum_held(_to_float32(value, half), control.rank) for value in values.values()])
     sums = control.all_gather(mine).sum(0).tolist()
-    return {name: f"{one % 2**64:016x}" for name, one in zip(values, sums, strict=True)}
+    return {name: f"{checksum % 2**64:016x}" for name, checksum in zip(values, sums, strict=True)}
 
 
-def check_base(path: str, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Refuse a checkpoint of trained weights that were trained on others than these.
+def check_base(path: str, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    """Raise if a checkpoint's base weights differ from the current ones.
 
     Args:
-        path: the checkpoint's.
-        saved: the sums of its base.
-        own: those of the same names here; names that are not here are left out.
+        path: the checkpoint's path, for the error.
+        saved: checksums of the checkpoint's base, by name.
+        current: checksums of the current weights, by name.
 
     Raises:
-        CheckpointError: names what is missing or has other values.
+        CheckpointError: lists the weights that are missing or have other values.
     """
-    missing = [name for name in saved if name not in own]
-    other = [name for name in saved if name in own and own[name] != saved[name]]
+    missing = [name for name in saved if name not in current]
+    other = [name for name in saved if name in current and current[name] != saved[name]]
     if not missing and not other:
         return
-    parts = {"has other values here": other, "is not here": missing}
+    parts = {"has other values here": other, "is missing here": missing}
     raise CheckpointError(
         f"{path!r} was trained on another base: "
-        + "; ".join(f"{listed(names)} {what}" for what, names in parts.items() if names)
+        + "; ".join(f"{listed(names)} {problem}" for problem, names in parts.items() if names)
         + ".",
-        "it holds what was trained (trainable_only=True), and of the rest checksums alone.",
-        "build the module on the weights that it was trained on.",
+        "it holds only the trained parameters (trainable_only=True), and checksums of the others.",
+        "build the module with the base weights it was trained on.",
     )
 
 
-def _wide(value: Any, half: torch.dtype | None) -> Any:
+def _to_float32(value: Any, half: torch.dtype | None) -> Any:
     if isinstance(value, ParameterShard):
-        return replace(value, local=_wide(value.local, half), gather=None)
+        return replace(value, local=_to_float32(value.local, half), gather=None)
     value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
     if half is not None and value.is_floating_point():
         value = value.to(half)

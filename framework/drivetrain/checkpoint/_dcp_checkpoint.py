@@ -1,7 +1,7 @@
-"""Folders of `torch.distributed.checkpoint`, read without unpickling anything but plain data.
+"""Reads folders of `torch.distributed.checkpoint` without executing code from them.
 
-Their ``.metadata`` is a pickle. It is taken apart by an unpickler that knows the names of DCP's classes and puts
-records of its own in their place: nothing is imported and nothing is called but these.
+Their ``.metadata`` is a pickle. A restricted unpickler replaces DCP's classes by placeholders and rejects every other
+name, so that unpickling imports and calls nothing else.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from drivetrain.errors import CheckpointError
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether a folder looks like one of DCP's."""
+    """Return whether a folder looks like a DCP checkpoint."""
     return (folder / ".metadata").is_file()
 
 
 def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor by its name, whole; what is no tensor is left out.
+    """Return every tensor of a DCP checkpoint by name, unsharded; entries that are not tensors are skipped.
 
     Raises:
-        CheckpointError: it is damaged, written with extensions, or its metadata holds more than DCP puts there.
+        CheckpointError: the folder is damaged, was written with extensions, or its metadata names other classes than
+            DCP's.
     """
     try:
         with open(folder / ".metadata", "rb") as stream:
             metadata = _Unpickler(stream).load()
-        described, stored = metadata.state["state_dict_metadata"], _by_place(metadata.state["storage_data"])
+        tensors, stored = metadata.state["state_dict_metadata"], _storage_by_offset(metadata.state["storage_data"])
         return {
-            name: _whole(folder, name, one.state, stored)
-            for name, one in described.items()
-            if "chunks" in (one.state or {})
+            name: _read_tensor(folder, name, entry.state, stored)
+            for name, entry in tensors.items()
+            if "chunks" in (entry.state or {})
         }
     except CheckpointError:
         raise
@@ -47,13 +48,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a folder of torch.distributed.checkpoint: {problem}.",
-        "its metadata is a pickle, of which only DCP's own records are read.",
+        "its metadata is a pickle, of which only DCP's own classes are read.",
         "if you trust it, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
     )
 
 
-class _Record:
-    """Stands for an object of one of DCP's classes: keeps what it was made of, and does nothing."""
+class _Placeholder:
+    """Stands in for an object of a DCP class: stores its state and does nothing."""
 
     state: Any = None
 
@@ -65,10 +66,10 @@ class _Record:
 
 
 def _layout(*name: Any) -> None:
-    """Stands for the function that finds a `torch.layout` by its name: all are strided."""
+    """Stands in for `torch.serialization._get_layout`; its result is unused, since all layouts are strided."""
 
 
-_RECORDS = {
+_DCP_CLASSES = {
     *{"ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex"},
     *{"Metadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
 }
@@ -76,12 +77,12 @@ _RECORDS = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.distributed.checkpoint.metadata" and name in _RECORDS:
-            return _Record
+        if module == "torch.distributed.checkpoint.metadata" and name in _DCP_CLASSES:
+            return _Placeholder
         if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
-            return _Record
+            return _Placeholder
         if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath", "WindowsPath"):
-            return _Record
+            return _Placeholder
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
         if (module, name) == ("torch", "Size"):
@@ -94,38 +95,39 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
 
 
-def _by_place(storage_data: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+def _storage_by_offset(storage_data: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
     return {
-        (index.state["fqn"], tuple(index.state["offset"] or ())): info.state for index, info in _pairs(storage_data)
+        (index.state["fqn"], tuple(index.state["offset"] or ())): info.state
+        for index, info in _tensor_entries(storage_data)
     }
 
 
-def _pairs(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    # What is no tensor has no offset.
+def _tensor_entries(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    # Entries that are not tensors have no offset.
     for index, info in storage_data.items():
         if index.state.get("offset") is not None:
             yield index, info
 
 
-def _whole(
-    folder: Path, name: str, described: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+def _read_tensor(
+    folder: Path, name: str, description: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
 ) -> torch.Tensor:
-    dtype = described["properties"].state[0]
-    whole = torch.empty(tuple(described["size"]), dtype=dtype)
-    covered = 0
-    for chunk in described["chunks"]:
+    dtype = description["properties"].state[0]
+    whole = torch.empty(tuple(description["size"]), dtype=dtype)
+    elements_read = 0
+    for chunk in description["chunks"]:
         offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-        part = _part(folder, stored[name, offsets])
+        part = _read_chunk(folder, stored[name, offsets])
         if tuple(part.shape) != sizes or part.dtype != dtype:
             raise _unreadable(folder, f"{name!r} has a part of shape {tuple(part.shape)} instead of {sizes}")
         whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
-        covered += part.numel()
-    if covered < whole.numel():
-        raise _unreadable(folder, f"of {name!r}, {whole.numel()} elements, {covered} are there")
+        elements_read += part.numel()
+    if elements_read < whole.numel():
+        raise _unreadable(folder, f"{name!r} has {whole.numel()} elements, of which {elements_read} are stored")
     return whole
 
 
-def _part(folder: Path, info: dict[str, Any]) -> torch.Tensor:
+def _read_chunk(folder: Path, info: dict[str, Any]) -> torch.Tensor:
     name = info["relative_path"]
     if not isinstance(name, str) or Path(name).name != name:
         raise _unreadable(folder, f"it points to {name!r}")

@@ -1,4 +1,4 @@
-"""Finding checkpoints that earlier runs wrote."""
+"""Finds the newest checkpoint that a run can resume from."""
 
 from __future__ import annotations
 
@@ -8,87 +8,98 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from drivetrain.checkpoint._folders import child, children, is_plain_name, pointed_to
+from drivetrain.checkpoint._folders import child, children, is_plain_name, read_latest
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load
 from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
-PATIENCE = 30.0
-"""Seconds in all for which a storage that refuses is asked again: what it has is not known, and may be the newest."""
+RETRY_SECONDS = 30.0
+"""Seconds for which a failing storage is retried: what it holds is unknown, and may be the newest checkpoint."""
 
-_FIRST_PAUSE = 0.5  # seconds; each one is twice as long as the one before
+_FIRST_PAUSE = 0.5  # seconds; doubled for each retry
 
 
 def newest(
-    folders: Iterable[str], patience: float = PATIENCE, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+    folders: Iterable[str],
+    retry_seconds: float = RETRY_SECONDS,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
-    """Return the newest of the checkpoints that lie directly in ``folders``, or None.
+    """Return the newest checkpoint directly inside ``folders``, or None.
 
-    One that a run wrote after it had written another, or had gone on from it, is newer, whatever the clocks said; of
-    those that do not come from each other, the one committed last is. What is torn or of another kind is passed over,
-    and so are those that hold weights alone: no run can go on from them.
+    A checkpoint is newer than its ancestors in the lineage, whatever their timestamps; between unrelated checkpoints
+    the later timestamp wins. Incomplete checkpoints, other formats and weights-only checkpoints are skipped, since no
+    run can resume from them.
 
     Args:
         folders: paths or URLs.
-        patience: seconds in all for which a storage that refuses is asked again.
-        check: raises `CheckpointError` of what cannot be gone on from; that is passed over, and said.
+        retry_seconds: total time for which failing storage requests are retried.
+        check: raises `CheckpointError` for a checkpoint that cannot be resumed from; it is skipped with a warning.
 
     Raises:
-        StorageError: the storage refuses to say what is there, for ``patience`` seconds.
+        StorageError: the storage still fails after ``retry_seconds``.
     """
-    asking = Asking(patience)
-    return newest_of(whole_in(folders, asking), asking, check)
+    retry = StorageRetry(retry_seconds)
+    return select_newest(resumable_in(folders, retry), retry, check)
 
 
-def whole_in(folders: Iterable[str], asking: Asking) -> list[Checkpoint]:
-    """Return the checkpoints that lie directly in ``folders`` and that a run could go on from.
+def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint]:
+    """Return the complete checkpoints directly inside ``folders`` that hold more than weights.
 
     Raises:
-        StorageError: the storage refuses to say what is there, for as long as it is asked.
+        StorageError: the storage still fails after the last retry.
     """
-    found = []
+    checkpoints = []
     for folder in dict.fromkeys(folders):
-        latest_there = asking.until_answered(partial(pointed_to, folder))
-        names = asking.until_answered(partial(children, folder))
-        for name in dict.fromkeys([*names, *([latest_there] if latest_there is not None else [])]):
-            checkpoint = asking.until_answered(partial(_whole, child(folder, name)))
+        latest_name = retry.call(partial(read_latest, folder))
+        names = retry.call(partial(children, folder))
+        for name in dict.fromkeys([*names, *([latest_name] if latest_name is not None else [])]):
+            checkpoint = retry.call(partial(_load_if_complete, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
-                found.append(checkpoint)
-    return found
+                checkpoints.append(checkpoint)
+    return checkpoints
 
 
-def newest_of(
-    found: Iterable[Checkpoint],
-    asking: Asking,
+def select_newest(
+    checkpoints: Iterable[Checkpoint],
+    retry: StorageRetry,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
-    """Return the newest of some checkpoints that ``check`` has nothing against, as `newest` does."""
-    found = list(found)
-    while found:
-        latest = [one for one in found if not any(_comes_from(other, one) for other in found)]
-        chosen = max(latest, key=lambda one: (one.manifest.written, one.path))
-        problem = asking.until_answered(partial(_problem_of, chosen, check))
+    """Return the newest of ``checkpoints`` that passes ``check``, in the order of `newest`; None if none passes."""
+    checkpoints = list(checkpoints)
+    while checkpoints:
+        without_descendants = [
+            checkpoint
+            for checkpoint in checkpoints
+            if not any(_descends_from(other, checkpoint) for other in checkpoints)
+        ]
+        chosen = max(without_descendants, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
+        problem = retry.call(partial(_problem_of, chosen, check))
         if problem is None:
             return chosen
-        logger.warning("%r is passed over. %s", chosen.path, problem)
-        found.remove(chosen)
+        logger.warning("Skipping checkpoint %r. %s", chosen.path, problem)
+        checkpoints.remove(chosen)
     return None
 
 
-def best_beside(folder: str, said: Any) -> str | None:
-    """Return the path of the checkpoint that another one calls the best, if it lies beside it; None elsewhere."""
-    name = said.rpartition("/")[2] if isinstance(said, str) else ""  # earlier versions wrote a path
+def find_best(folder: str, saved: Any) -> str | None:
+    """Return the path of the checkpoint that a callback's state names as the best, if it exists in ``folder``.
+
+    Args:
+        folder: the folder of checkpoints.
+        saved: the ``best`` entry of the callback's state: a name, or a path in earlier versions.
+    """
+    name = saved.rpartition("/")[2] if isinstance(saved, str) else ""  # earlier versions wrote a path
     if not is_plain_name(name):
         return None
     path = child(folder, name)
-    return None if Asking(PATIENCE).until_answered(partial(_whole, path)) is None else path
+    return None if StorageRetry(RETRY_SECONDS).call(partial(_load_if_complete, path)) is None else path
 
 
-def _whole(path: str) -> Checkpoint | None:
-    """What is at ``path``; None where that is no whole checkpoint."""
+def _load_if_complete(path: str) -> Checkpoint | None:
+    """Open the checkpoint at ``path``; return None if it is missing or incomplete."""
     try:
         return load(path)
     except StorageError:
@@ -107,31 +118,35 @@ def _problem_of(checkpoint: Checkpoint, check: Callable[[Checkpoint], None]) -> 
     return None
 
 
-def _comes_from(one: Checkpoint, other: Checkpoint) -> bool:
-    return one.manifest.facts.descends_from(other.manifest.facts)
+def _descends_from(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+    return checkpoint.manifest.metadata.descends_from(other.manifest.metadata)
 
 
-class Asking:
-    """Asks a storage again while it refuses, for so many seconds in all."""
+class StorageRetry:
+    """Retries operations that raise `StorageError`, with exponential backoff and one time budget for all calls.
 
-    def __init__(self, patience: float | None = None) -> None:
-        self._left = PATIENCE if patience is None else patience
+    Args:
+        retry_seconds: the total budget; `RETRY_SECONDS` by default.
+    """
+
+    def __init__(self, retry_seconds: float | None = None) -> None:
+        self._remaining = RETRY_SECONDS if retry_seconds is None else retry_seconds
         self._pause = _FIRST_PAUSE
 
-    def until_answered(self, ask: Callable[[], Found]) -> Found:
-        """Return what ``ask`` does, once it raises no `StorageError`.
+    def call(self, operation: Callable[[], T]) -> T:
+        """Return the result of ``operation``, retrying while it raises `StorageError`.
 
         Raises:
-            StorageError: the time is over.
+            StorageError: the time budget is used up.
         """
         while True:
             try:
-                return ask()
+                return operation()
             except StorageError as error:
-                if self._left <= 0:
+                if self._remaining <= 0:
                     raise
-                pause = min(self._pause, self._left)
-                logger.warning("%s It is asked again in %.1f s.", error.what, pause)
+                pause = min(self._pause, self._remaining)
+                logger.warning("%s Retrying in %.1f s.", error.what, pause)
                 time.sleep(pause)
-                self._left -= pause
+                self._remaining -= pause
                 self._pause *= 2

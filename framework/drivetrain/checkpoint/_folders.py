@@ -1,4 +1,4 @@
-"""Folders of checkpoints, on a local disk or wherever fsspec reaches."""
+"""Lists, names and removes checkpoints in a folder, on a local disk or at an fsspec URL."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from collections.abc import Callable, Container
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_storage
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.storage import filesystem_of, is_ours, is_there
+from drivetrain.checkpoint._format.storage import filesystem_of, is_checkpoint_file, path_exists
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
-"""A small file beside the checkpoints that names the one written last."""
+"""A small file in the folder that names the checkpoint written last."""
 
-
-_PLAIN = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
-_LONGEST = 256  # bytes of `LATEST` that are read
-_PAUSES = (0.5, 1.0)  # seconds between questions to a store that refuses
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
+_MAX_LATEST_BYTES = 256  # of the `LATEST` file
+_PAUSES = (0.5, 1.0)  # seconds between retries of a failing request
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a text is the name of something directly in a folder, and leads nowhere else."""
-    return _PLAIN.fullmatch(name) is not None
+    """Return whether ``name`` is a plain entry name that cannot lead out of its folder."""
+    return _PLAIN_NAME.fullmatch(name) is not None
 
 
-def resolved(folder: str) -> str:
-    """Return where a folder is, the same for every way to say it: a path without links, or a URL."""
+def resolve_folder(folder: str) -> str:
+    """Return a canonical form of a folder: the real path for a local one, else the URL without a trailing slash."""
     filesystem, root = filesystem_of(folder)
     return os.path.realpath(os.path.expanduser(root)) if filesystem is None else folder.rstrip("/")
 
 
 def child(folder: str, name: str) -> str:
-    """Return the path of what lies in a folder."""
+    """Return the path of the entry ``name`` in ``folder``."""
     return f"{folder.rstrip('/')}/{name}"
 
 
 def children(folder: str) -> list[str]:
-    """Return the names of the folders that lie in one; none where it does not exist.
+    """Return the names of the sub-folders of ``folder``; empty if it does not exist.
+
+    Hidden local folders are skipped: they are being written, or were left behind by a killed writer.
 
     Raises:
-        StorageError: the storage refuses.
+        StorageError: the storage cannot be listed.
     """
     filesystem, root = filesystem_of(folder)
     try:
         if filesystem is None:
             with os.scandir(root) as entries:
-                # A hidden one is being written, or was left behind.
                 return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
         with as_os_errors():
             filesystem.invalidate_cache()
@@ -60,23 +60,23 @@ def children(folder: str) -> list[str]:
     except OSError as error:
         raise StorageError(
             f"{folder!r} cannot be listed: {error}.",
-            "whether there is a checkpoint in it is not known.",
+            "it is unknown whether it holds a checkpoint.",
             "check the storage, the credentials and the network.",
         ) from error
-    return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in entries if one["type"] == "directory")
+    return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads back to itself
+    except OSError:  # a symbolic link that points to itself
         return False
 
 
-def pointed_to(folder: str) -> str | None:
-    """Return which of the checkpoints at a URL was written last, as `LATEST` says there; None on a disk.
+def read_latest(folder: str) -> str | None:
+    """Return the name in the `LATEST` file of a folder at a URL; None for a local folder, or if there is no such file.
 
-    A store's listing may lag behind what it gives when it is asked by name.
+    The listing of an object store may lag behind reads by name, so a new checkpoint may be missing in it.
 
     Raises:
         StorageError: the storage refuses.
@@ -88,109 +88,117 @@ def pointed_to(folder: str) -> str | None:
         with as_os_errors():
             path = child(root, LATEST)
             filesystem.invalidate_cache()
-            size = min(int(filesystem.size(path) or 0), _LONGEST)
+            size = min(int(filesystem.size(path) or 0), _MAX_LATEST_BYTES)
             name = filesystem.cat_file(path, start=0, end=size).decode(errors="replace") if size else ""
     except (FileNotFoundError, IsADirectoryError):
         return None
     except OSError as error:
         raise StorageError(
             f"{LATEST} in {folder!r} cannot be read: {error}.",
-            "whether there is a checkpoint in it that is not listed is not known.",
+            "it is unknown whether there is a checkpoint that the listing does not show.",
             "check the storage, the credentials and the network.",
         ) from error
     return name if is_plain_name(name) else None
 
 
 def is_taken(path: str) -> bool:
-    """Whether there is anything at a path.
+    """Return whether anything exists at a path.
 
     Raises:
-        StorageError: the storage refuses to say.
+        StorageError: the storage still fails after retries.
     """
     filesystem, root = filesystem_of(path)
     if filesystem is None:
         return os.path.lexists(root)
     for pause in _PAUSES:
         with contextlib.suppress(OSError), as_os_errors():
-            return is_there(filesystem, root)
+            return path_exists(filesystem, root)
         time.sleep(pause)
     try:
         with as_os_errors():
             filesystem.invalidate_cache()
-            return is_there(filesystem, root)
+            return path_exists(filesystem, root)
     except OSError as error:
         raise StorageError(
-            f"Whether there is anything at {path!r} cannot be told: {error}.",
-            "what is there may be somebody else's, and is not written over.",
+            f"It is unknown whether {path!r} exists: {error}.",
+            "another run's checkpoint must not be overwritten.",
             "check the storage, the credentials and the network.",
         ) from error
 
 
-def claim(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
-    """Choose a name that is free, or one that may be written over: ``name``, or ``name-v1``, ``name-v2``, ...
+def claim_name(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
+    """Choose a free name, or one that may be replaced: ``name``, else ``name-v1``, ``name-v2``, ...
 
-    On a local disk other runs keep off it, until what is returned beside the name is called.
+    On a local disk the name is reserved against other runs until the returned function is called.
 
     Args:
-        folder: where it is to be.
-        name: what is asked for.
-        ours: whether what is there under a name is the run's own, and may be replaced.
+        folder: the folder of checkpoints.
+        name: the wanted name.
+        ours: whether the checkpoint under a name belongs to this run and may be replaced.
+
+    Returns:
+        The name, and a function that releases it.
     """
 
     def free(claimed: Container[str]) -> str:
         versions = itertools.chain([name], (f"{name}-v{number}" for number in itertools.count(1)))
-        return next(one for one in versions if ours(one) or not (one in claimed or is_taken(child(folder, one))))
+        return next(
+            version
+            for version in versions
+            if ours(version) or not (version in claimed or is_taken(child(folder, version)))
+        )
 
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
-        with contextlib.suppress(OSError):  # which saving there tells, on all ranks
-            return local_storage.claim(root, free)
+        with contextlib.suppress(OSError):  # saving to the folder reports it, on all ranks
+            return local_storage.claim_name(root, free)
     return free(()), lambda: None
 
 
-def is_at(folder: str, name: str, identifier: str) -> bool:
-    """Whether the checkpoint of this identifier lies in a folder under this name, and nothing else does."""
-    return _found(folder, name, identifier) is not None
+def is_checkpoint_at(folder: str, name: str, identifier: str) -> bool:
+    """Return whether the checkpoint with this identifier is in ``folder`` under this name."""
+    return _load_matching(folder, name, identifier) is not None
 
 
 def remove(folder: str, name: str, identifier: str) -> bool:
-    """Remove a checkpoint that lies directly in a folder, if it is the one that is meant; nothing else is touched.
+    """Remove a checkpoint from a folder if its identifier matches; nothing else is touched.
 
     Args:
-        folder: where it lies.
-        name: under which name.
-        identifier: its manifest's.
+        folder: the folder of checkpoints.
+        name: the checkpoint's name in it.
+        identifier: the identifier in its manifest.
 
     Returns:
-        Whether it was there.
+        Whether it existed.
 
     Raises:
         OSError: the storage refuses.
     """
-    found = _found(folder, name, identifier)
-    if found is None:
+    checkpoint = _load_matching(folder, name, identifier)
+    if checkpoint is None:
         return False
     filesystem, root = filesystem_of(child(folder, name))
-    if filesystem is None and all(map(is_ours, os.listdir(root))):
-        local_storage.discard(root)
+    if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
+        local_storage.remove_checkpoint(root)
         return True
-    # Its manifest first: what is left of it without is none. Only its own files go, one by one.
+    # The manifest goes first, since a folder without one is not a checkpoint. Only listed files are removed.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
-    for file in (MANIFEST, *found.manifest.files):
+    for file in (MANIFEST, *checkpoint.manifest.files):
         with as_os_errors(), contextlib.suppress(FileNotFoundError):
             unlink(f"{root}/{file}")
-    with contextlib.suppress(OSError, NotImplementedError):  # where it keeps folders, and this one is empty now
+    with contextlib.suppress(OSError, NotImplementedError):  # not empty, or the storage has no folders
         (os.rmdir if filesystem is None else filesystem.rmdir)(root)
     return True
 
 
-def _found(folder: str, name: str, identifier: str) -> Checkpoint | None:
+def _load_matching(folder: str, name: str, identifier: str) -> Checkpoint | None:
+    """Open the checkpoint ``name`` if its identifier matches; None otherwise, and for symbolic links."""
     if not identifier or not is_plain_name(name):
         return None
     path = child(folder, name)
     filesystem, root = filesystem_of(path)
     if filesystem is None and os.path.islink(root):
-        return None  # we make no links
+        return None  # drivetrain creates no links
     try:
         checkpoint = load(path)
     except StorageError as error:
@@ -200,10 +208,10 @@ def _found(folder: str, name: str, identifier: str) -> Checkpoint | None:
     return checkpoint if checkpoint.manifest.identifier == identifier else None
 
 
-def point_to(folder: str, name: str) -> None:
-    """Say in a folder which of its checkpoints was written last."""
+def write_latest(folder: str, name: str) -> None:
+    """Write the name of the newest checkpoint to the `LATEST` file of a folder."""
     filesystem, root = filesystem_of(folder)
     if filesystem is not None:
         filesystem.pipe_file(f"{root}/{LATEST}", name.encode())
         return
-    local_storage.write_name(os.path.join(root, LATEST), name)
+    local_storage.write_pointer(os.path.join(root, LATEST), name)

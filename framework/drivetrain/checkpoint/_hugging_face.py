@@ -1,4 +1,4 @@
-"""A checkpoint's weights in the layout of Hugging Face's ``save_pretrained``, which ``from_pretrained`` opens."""
+"""Writes a checkpoint's weights in the layout of Hugging Face's ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
-from drivetrain.checkpoint.consolidation import created, write_tensors
+from drivetrain.checkpoint.consolidation import create_file, write_tensors
 from drivetrain.errors import CheckpointError, listed, nearest
 
 Sources = Mapping[str, TensorSource]
@@ -23,7 +23,7 @@ _ADAPTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
 _KNOWN_ADAPTERS = frozenset(
     ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "C3A", "MISS", "FOURIERFT", "TRAINABLE_TOKENS")
 )
-"""PEFT's kinds of adapters whose files hold the model's own tensors. Others compute theirs, or share some."""
+"""PEFT adapter types whose files hold the model's own tensors. Other types compute or share tensors."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
 
@@ -35,59 +35,61 @@ def write_pretrained(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_size: int | str = "50GB",
 ) -> str:
-    """Do what `convert` says of ``to="hf"``; return the folder."""
-    limit, target = _bytes(max_shard_size), os.fspath(out).rstrip("/")
-    if not target:  # else the files' names would begin at the root of the file system
-        raise CheckpointError(f"out={os.fspath(out)!r} names no folder.", "", "give the folder to write.")
+    """Convert a checkpoint as `convert` does with ``to="hf"``; return the target folder."""
+    limit, target = _parse_size(max_shard_size), os.fspath(out).rstrip("/")
+    if not target:  # an empty target would write to the root of the file system
+        raise CheckpointError(f"out={os.fspath(out)!r} does not name a folder.", "", "give the folder to write.")
     checkpoint = load(path)
-    name, described = _model(checkpoint, prefix, config)
-    # A model whose configuration does not tie them would leave what is not stored at its initial values.
-    untied = described.get("config", {}).get("tie_word_embeddings") is False
-    sources = _below(checkpoint, name, with_tied=untied)
-    _check_empty(target)
-    adapters = described.get("adapters")
+    name, description = _select_model(checkpoint, prefix, config)
+    # Without tying in the configuration, from_pretrained would leave names that are not stored uninitialized.
+    untied = description.get("config", {}).get("tie_word_embeddings") is False
+    sources = _model_tensors(checkpoint, name, with_tied=untied)
+    _check_no_weights(target)
+    adapters = description.get("adapters")
     if adapters:
         for adapter, settings in adapters.items():
             folder = target if adapter == "default" or len(adapters) == 1 else f"{target}/{adapter}"
-            _write_adapter(checkpoint, folder, adapter, settings, described, sources)
+            _write_adapter(checkpoint, folder, adapter, settings, description, sources)
         return target
-    _check_whole(checkpoint, name)
-    dtype = next((str(one.dtype).partition(".")[2] for one in sources.values() if one.dtype.is_floating_point), None)
-    settings = {**described["config"], **({} if dtype is None else {"dtype": dtype})}
+    _check_complete(checkpoint, name)
+    dtype = next(
+        (str(source.dtype).partition(".")[2] for source in sources.values() if source.dtype.is_floating_point), None
+    )
+    settings = {**description["config"], **({} if dtype is None else {"dtype": dtype})}
     _write_weights(target, sources, limit)
-    if described.get("generation_config"):
-        _write_json(f"{target}/generation_config.json", described["generation_config"])
+    if description.get("generation_config"):
+        _write_json(f"{target}/generation_config.json", description["generation_config"])
     _write_json(f"{target}/config.json", settings)
     return target
 
 
-# Which model it is
+# Selecting the model
 
 
-def _model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return a model's name in the module, and what is known of it."""
-    known, name = checkpoint.manifest.facts.pretrained, prefix.rstrip(".")
+def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name in the module of the model to convert, and its description from the manifest."""
+    known, name = checkpoint.manifest.metadata.pretrained, prefix.rstrip(".")
     if not prefix and len(known) == 1:
         (name,) = known
     elif not prefix and (known or config is None):
-        held = f"it holds several: {listed(sorted(known))}" if known else "it has the configuration of none"
+        reason = f"it holds several: {listed(sorted(known))}" if known else "it has no model configuration"
         raise CheckpointError(
-            f"It is not known which model of Hugging Face's in {checkpoint.path!r} to convert: {held}.",
-            "a checkpoint keeps the configuration of each that is an attribute of the module; those of earlier "
-            "versions do not.",
+            f"It is not known which model of Hugging Face's in {checkpoint.path!r} to convert: {reason}.",
+            "a checkpoint stores the configuration of each model that is an attribute of the module; checkpoints of "
+            "earlier versions do not.",
             'name the attribute, prefix="model." (--prefix model.), and where the checkpoint knows no configuration '
             'config="path/to/config.json" (--config) as well.',
         )
-    described = known.get(name, {})
+    description = known.get(name, {})
     if config is not None:
-        return name, {**described, "config": _read_config(config)}
-    if not described:
+        return name, {**description, "config": _read_config(config)}
+    if not description:
         raise CheckpointError(
             f"{checkpoint.path!r} has no configuration of {prefix!r}.{nearest(name, known)}",
             f"it has those of {listed(sorted(known)) or 'no model'}.",
             'correct the prefix, or pass config="path/to/config.json" (--config).',
         )
-    return name, described
+    return name, description
 
 
 def _read_config(config: Any) -> dict[str, Any]:
@@ -104,42 +106,42 @@ def _read_config(config: Any) -> dict[str, Any]:
             "give a config.json, or the folder that it is in.",
         ) from error
     if not isinstance(settings, dict):
-        raise CheckpointError(f"config={str(config)!r} holds no JSON object.", "", "give a model's config.json.")
+        raise CheckpointError(f"config={str(config)!r} is not a JSON object.", "", "give a model's config.json.")
     return settings
 
 
-def _below(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
-    """The tensors of one model by its own names; of tied ones all, or the stored (else first) one."""
+def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
+    """Return the tensors of one model under its own names; unless ``with_tied``, one name per tied tensor."""
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
-    found: dict[str, TensorSource] = {}
+    tensors: dict[str, TensorSource] = {}
     taken = set()
-    every = checkpoint.weights().sources()
-    for full in sorted(every, key=lambda one: one in aliases):
+    sources = checkpoint.weights().sources()
+    for full in sorted(sources, key=lambda name: name in aliases):
         first = aliases.get(full, full)
         if full.startswith(prefix) and (with_tied or first not in taken):
             taken.add(first)
-            found[full.removeprefix(prefix)] = every[full]
-    if not found:
+            tensors[full.removeprefix(prefix)] = sources[full]
+    if not tensors:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights whose names begin with {prefix!r}.",
-            f"the first that it has are {listed(list(every)[:3])}.",
+            f"its first names are {listed(list(sources)[:3])}.",
             "correct the prefix.",
         )
-    return found
+    return tensors
 
 
-def _check_whole(checkpoint: Checkpoint, name: str) -> None:
-    lacking = [one for one in checkpoint.manifest.facts.base if one.startswith(f"{name}." if name else "")]
-    if lacking:
+def _check_complete(checkpoint: Checkpoint, name: str) -> None:
+    missing = [weight for weight in checkpoint.manifest.metadata.base if weight.startswith(f"{name}." if name else "")]
+    if missing:
         raise CheckpointError(
-            f"{checkpoint.path!r} lacks {listed(lacking)}.",
-            "it holds what was trained (trainable_only=True), and from_pretrained needs all weights.",
+            f"{checkpoint.path!r} lacks {listed(missing)}.",
+            "it holds only trained parameters (trainable_only=True), and from_pretrained needs all weights.",
             "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
         )
 
 
-def _check_empty(target: str) -> None:
-    """Refuse a folder with weights in it: ``from_pretrained`` would take whichever it looks for first."""
+def _check_no_weights(target: str) -> None:
+    """Raise if a folder already holds weights, because ``from_pretrained`` might load those instead."""
     filesystem, root = filesystem_of(target)
     try:
         with as_os_errors():
@@ -147,25 +149,25 @@ def _check_empty(target: str) -> None:
                 names = os.listdir(root)
             else:
                 filesystem.invalidate_cache()
-                names = [one.rpartition("/")[2] for one in filesystem.ls(root, detail=False)]
+                names = [path.rpartition("/")[2] for path in filesystem.ls(root, detail=False)]
     except FileNotFoundError:
         return
     except OSError as error:
         raise CheckpointError(f"{target!r} cannot be read: {error}.", "", "give another folder.") from error
-    there = sorted(name for name in names if _WEIGHTS.fullmatch(name))
-    if there:
+    existing = sorted(name for name in names if _WEIGHTS.fullmatch(name))
+    if existing:
         raise CheckpointError(
-            f"{target!r} has {listed(there)} in it.",
-            "from_pretrained would take whichever of two files it looks for first.",
-            "give another folder, or remove them if nobody needs them.",
+            f"{target!r} has {listed(existing)} in it.",
+            "from_pretrained would load whichever file it finds first.",
+            "give another folder, or remove these files.",
         )
 
 
-# Files
+# Writing
 
 
 def _write_weights(target: str, sources: Sources, limit: int) -> None:
-    files = _shards(sources, limit)
+    files = _split_by_size(sources, limit)
     if len(files) == 1:
         _write_tensors(f"{target}/model.safetensors", files[0])
         return
@@ -174,87 +176,88 @@ def _write_weights(target: str, sources: Sources, limit: int) -> None:
         _write_tensors(f"{target}/{name}", held)
     places = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
     sizes = {
-        "total_parameters": sum(one.spec.numel for one in sources.values()),
-        "total_size": sum(one.spec.nbytes for one in sources.values()),
+        "total_parameters": sum(source.spec.numel for source in sources.values()),
+        "total_size": sum(source.spec.nbytes for source in sources.values()),
     }
     _write_json(f"{target}/model.safetensors.index.json", {"metadata": sizes, "weight_map": places})
 
 
-def _shards(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
-    """Deal tensors to files of at most ``limit`` bytes; a larger one has a file of its own."""
+def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
+    """Split tensors into files of at most ``limit`` bytes; a larger tensor gets a file of its own."""
     files: list[dict[str, TensorSource]] = [{}]
-    room = limit
+    remaining = limit
     for name, source in sources.items():
-        if files[-1] and source.spec.nbytes > room:
+        if files[-1] and source.spec.nbytes > remaining:
             files.append({})
-            room = limit
+            remaining = limit
         files[-1][name] = source
-        room -= source.spec.nbytes
+        remaining -= source.spec.nbytes
     return files
 
 
 def _write_adapter(
-    checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, described: Mapping[str, Any], sources: Sources
+    checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, description: Mapping[str, Any], sources: Sources
 ) -> None:
-    """Write what PEFT's ``save_pretrained`` writes: the adapter's weights, its name left out of theirs."""
-    if not _ADAPTER.fullmatch(adapter):  # it becomes a folder's name, and nothing may lead out of that one
+    """Write the files of PEFT's ``save_pretrained``, with the adapter's name removed from tensor names."""
+    if not _ADAPTER.fullmatch(adapter):  # it becomes a folder name, and must not lead out of the target
         raise CheckpointError(
-            f"{checkpoint.path!r} has an adapter {adapter!r}.", "that is no name of a folder.", "give it another one."
+            f"{checkpoint.path!r} has an adapter {adapter!r}.", "it is not a valid folder name.", "rename the adapter."
         )
     if str(settings.get("peft_type")) not in _KNOWN_ADAPTERS:
         raise CheckpointError(
-            f"The adapter {adapter!r} in {checkpoint.path!r} is of the kind {settings.get('peft_type')!s}.",
-            "the tensors in PEFT's files are not those of the model for this kind; convert writes "
+            f"The adapter {adapter!r} in {checkpoint.path!r} is of the type {settings.get('peft_type')!s}.",
+            "PEFT does not store the model's own tensors for this type; convert writes "
             f"{', '.join(sorted(_KNOWN_ADAPTERS))}.",
             "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
         )
     held = {}
-    biases = _biases(sources, described["adapters"], settings)
+    biases = _trained_biases(sources, description["adapters"], settings)
     for name, source in sources.items():
         parts = name.split(".")
         if adapter in parts or name in biases:
             kept = [part for part in parts if part not in (adapter, "modules_to_save")]
-            if kept[-2:] == ["lora_magnitude_vector", "weight"]:  # DoRA's, a parameter once, is stored as one
+            if kept[-2:] == [
+                "lora_magnitude_vector",
+                "weight",
+            ]:  # DoRA's magnitude; PEFT's files name it without .weight
                 del kept[-1]
-            held[described.get("adapter_prefix", "") + ".".join(kept)] = source
+            held[description.get("adapter_prefix", "") + ".".join(kept)] = source
     if not held:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
-            "PEFT keeps them under names that hold the adapter's.",
+            "PEFT includes the adapter's name in their names.",
             "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
         )
     _write_tensors(f"{folder}/adapter_model.safetensors", held)
     _write_json(f"{folder}/adapter_config.json", {**settings, "inference_mode": True})
 
 
-def _biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
-    """Names of the base model's biases that were trained with a LoRA adapter, whose file has them too."""
-    which = settings.get("bias", "none")
-    own = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
-    if which == "all":
-        return {name for name in own if name.endswith("bias") and ".original_module." not in name}
-    if which == "lora_only":
+def _trained_biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
+    """Return the base model's biases that PEFT stores with a LoRA adapter (``bias="all"`` or ``"lora_only"``)."""
+    bias = settings.get("bias", "none")
+    base_names = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
+    if bias == "all":
+        return {name for name in base_names if name.endswith("bias") and ".original_module." not in name}
+    if bias == "lora_only":
         layers = {name.partition("lora_")[0] for name in sources if "lora_" in name}
-        return {name for name in own if name.removesuffix("base_layer.bias") in layers}
+        return {name for name in base_names if name.removesuffix("base_layer.bias") in layers}
     return set()
 
 
 def _write_tensors(target: str, sources: Sources) -> None:
-    with created(target) as sink:
+    with create_file(target) as sink:
         write_tensors(sources, sink)
 
 
 def _write_json(target: str, value: Any) -> None:
-    with created(target) as sink:
+    with create_file(target) as sink:
         sink.writelines([(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
 
 
-def _bytes(size: int | str) -> int:
-    """Return a number of bytes: ``"5GB"`` is five thousand million, as in transformers."""
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    number = int(float(found[1]) * _UNITS[found[2].upper()]) if found else size
+def _parse_size(size: int | str) -> int:
+    """Return a size in bytes; ``"5GB"`` means 5 * 10**9, as in transformers."""
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    number = int(float(match[1]) * _UNITS[match[2].upper()]) if match else size
     if not isinstance(number, int) or number <= 0:
-        raise CheckpointError(
-            f"max_shard_size={size!r} is no size of a file.", "", 'give bytes, or text such as "5GB".'
-        )
+        raise CheckpointError(f"max_shard_size={size!r} is not a file size.", "", 'give bytes, or text such as "5GB".')
     return number

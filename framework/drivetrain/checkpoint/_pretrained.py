@@ -1,6 +1,6 @@
-"""What a checkpoint says of Hugging Face's models in a module: their configurations, which `from_pretrained` asks for.
+"""Describes Hugging Face models in a module, so that a checkpoint can be converted for ``from_pretrained``.
 
-Nothing of those libraries is imported: a model is known by what it can do.
+Models are recognized by their attributes; no Hugging Face library is imported.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ logger = logging.getLogger("drivetrain")
 
 
 def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what ``save_pretrained`` of each model in ``module`` would write of it besides weights, by its name.
+    """Return, by name in ``module``, what ``save_pretrained`` of each outermost model writes besides its weights.
 
-    Of a model within a model the outer one counts. It has "class", and "config" and "generation_config" where it has
-    them; "adapters", one of PEFT's configurations for each by name, and "adapter_prefix", what their names begin with
-    in a file, where it has some.
+    Returns:
+        Dicts with "class", and where present "config", "generation_config", "adapters" (PEFT configurations by name)
+        and "adapter_prefix" (prefix of tensor names in adapter files).
     """
-    found = {}
+    models = {}
     for name, child in _outermost("", module):
         try:
-            found[name] = _described(child)
-        except Exception:  # something else by these names, whose checkpoint must be written all the same
-            logger.debug("What %r says of its configuration is not kept.", name, exc_info=True)
-    return found
+            models[name] = _describe(child)
+        except Exception:  # another class with these attribute names; saving must still succeed
+            logger.debug("The configuration of %r could not be read and is not saved.", name, exc_info=True)
+    return models
 
 
 def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -53,33 +53,33 @@ def _adapters(module: nn.Module) -> dict[str, Any]:
     return configured if isinstance(configured, dict) else {}
 
 
-def _described(model: Any) -> dict[str, Any]:
+def _describe(model: Any) -> dict[str, Any]:
     kind = plain_class(model).__name__
-    described: dict[str, Any] = {"class": kind}
+    description: dict[str, Any] = {"class": kind}
     if adapters := _adapters(model):
-        described["adapters"] = {name: _as_json(one.to_dict()) for name, one in adapters.items()}
-        # PEFT's own model has these names; one of transformers' that adapters were added to has shorter ones.
+        description["adapters"] = {name: _as_json(config.to_dict()) for name, config in adapters.items()}
+        # PeftModel already names its parameters so; a transformers model with add_adapter() omits the prefix.
         wraps = hasattr(type(model), "get_base_model")
-        described["adapter_prefix"] = "" if wraps else "base_model.model."
-        if wraps:  # as its save_pretrained says what it is for where it has no task
+        description["adapter_prefix"] = "" if wraps else "base_model.model."
+        if wraps:  # PeftModel.save_pretrained records it where there is no task type
             base = plain_class(model.get_base_model())
             kind_of_base = {"base_model_class": base.__name__, "parent_library": base.__module__}
-            for one in described["adapters"].values():
-                if one.get("task_type") is None and one.get("auto_mapping") is None:
-                    one["auto_mapping"] = kind_of_base
-        return described
-    described["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [kind]}
+            for config in description["adapters"].values():
+                if config.get("task_type") is None and config.get("auto_mapping") is None:
+                    config["auto_mapping"] = kind_of_base
+        return description
+    description["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [kind]}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)) and model.can_generate():
-        described["generation_config"] = _as_json(json.loads(generation.to_json_string()))
-    return described
+        description["generation_config"] = _as_json(json.loads(generation.to_json_string()))
+    return description
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """As it stands in a JSON file, sets as lists; without secrets."""
-    public, _ = without_secrets(json.loads(json.dumps(values, default=_plain)))
+    """Return ``values`` as JSON stores them, with sets as lists and without secrets."""
+    public, _ = without_secrets(json.loads(json.dumps(values, default=_to_plain)))
     return public
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the best by a value, and the newest."""
+"""Decides which checkpoints of a run to keep: the best by a monitored value, and the newest."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from drivetrain.checkpoint._folders import is_plain_name
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedCheckpoint:
     """A checkpoint that this run wrote.
 
     Attributes:
-        name: of its folder, directly within the callback's.
-        identifier: its manifest's; "" where that is not known, and then it is never removed.
-        score: the monitored value as it was saved; None where nothing is monitored.
-        number: counts the run's checkpoints.
-        step: the optimizer step that it was written after.
+        name: its folder's name, directly inside the callback's folder.
+        identifier: the identifier in its manifest; "" if unknown, and then it is never removed.
+        score: the monitored value at the save; None if nothing is monitored.
+        number: index of the save within the run.
+        step: the optimizer step after which it was written.
     """
 
     name: str
@@ -29,33 +29,33 @@ class Kept:
     step: int = 0
 
     @classmethod
-    def from_state(cls, document: Any) -> Kept:
-        """Read what `dataclasses.asdict` gave, or a version before identifiers were kept.
+    def from_state(cls, document: Any) -> SavedCheckpoint:
+        """Build one from `dataclasses.asdict`, or from the path that earlier versions stored.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the document is neither.
         """
         if not isinstance(document, Mapping):
-            raise ValueError(f"{document!r} names no checkpoint")
+            raise ValueError(f"{document!r} does not describe a checkpoint")
         path = document.get("path")
         name = document.get("name", path.rpartition("/")[2] if isinstance(path, str) else None)
         identifier, score = document.get("identifier", ""), document.get("score")
         number, step = document.get("number", 0), document.get("step", 0)
         plain = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
         if not plain or type(number) is not int or type(step) is not int:
-            raise ValueError(f"{document!r} names no checkpoint")
+            raise ValueError(f"{document!r} does not describe a checkpoint")
         if score is not None and not isinstance(score, int | float):
-            raise ValueError(f"the score {score!r} is no number")
+            raise ValueError(f"the score {score!r} is not a number")
         return cls(name, identifier, score, number, step)
 
 
 class Retention:
-    """Decides what is kept and what goes. Knows of nothing but what it was told of: only that is ever removed.
+    """Selects which checkpoints to keep, and returns the ones to remove. Only checkpoints added here are ever returned.
 
     Args:
-        top_k: how many of the best are kept; -1 for all. Where nothing is monitored the newest is the best.
-        keep_last: how many of the newest are kept besides.
-        mode: "min" where less is better, "max" where more is.
+        top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best.
+        keep_last: number of newest checkpoints to keep in addition.
+        mode: "min" if lower scores are better, "max" if higher ones are.
     """
 
     def __init__(self, top_k: int, keep_last: int, mode: str) -> None:
@@ -63,75 +63,75 @@ class Retention:
         self._keep_last = keep_last
         self._sign = 1.0 if mode == "min" else -1.0
         self._count = 0
-        self.kept: list[Kept] = []
+        self.kept: list[SavedCheckpoint] = []
 
-    def wants(self, score: float | None) -> bool:
-        """Whether a checkpoint with this score would be kept, be it for a while."""
-        coming = self._coming(score)
-        return coming in self._chosen([*self.kept, coming])
+    def would_keep(self, score: float | None) -> bool:
+        """Return whether a new checkpoint with this score would be kept."""
+        candidate = self._candidate(score)
+        return candidate in self._select([*self.kept, candidate])
 
-    def leaving(self, score: float | None) -> list[Kept]:
-        """What would go if a checkpoint with this score came: its name may take one of theirs."""
-        staying = self._chosen([*self.kept, self._coming(score)])
-        return [one for one in self.kept if one not in staying]
+    def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
+        """Return the checkpoints that a new one with this score would displace; it may reuse one of their names."""
+        staying = self._select([*self.kept, self._candidate(score)])
+        return [checkpoint for checkpoint in self.kept if checkpoint not in staying]
 
-    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[Kept]:
-        """Take note of a checkpoint; return those that go once it is whole, the one that it replaces apart."""
-        everything = [*self.kept, Kept(name, identifier, score, self._count, step)]
+    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
+        """Add a checkpoint; return the displaced ones, to remove once it is complete, except one of the same name."""
+        candidates = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
-        self.kept = self._chosen(everything)
-        return [one for one in everything if one not in self.kept and one.name != name]
+        self.kept = self._select(candidates)
+        return [checkpoint for checkpoint in candidates if checkpoint not in self.kept and checkpoint.name != name]
 
-    def drop_after(self, step: int) -> list[Kept]:
-        """Forget what was written after a later step, and return it: the run has gone back to this one."""
-        later = [one for one in self.kept if one.step > step]
-        self.kept = [one for one in self.kept if one.step <= step]
+    def drop_after(self, step: int) -> list[SavedCheckpoint]:
+        """Drop and return the checkpoints written after ``step``, to which the run has rolled back."""
+        later = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
+        self.kept = [checkpoint for checkpoint in self.kept if checkpoint.step <= step]
         return later
 
     @property
-    def best(self) -> Kept | None:
-        """The best that is kept."""
+    def best(self) -> SavedCheckpoint | None:
+        """The best kept checkpoint."""
         return min(self.kept, key=self._rank, default=None)
 
     @property
-    def kth_best(self) -> Kept | None:
-        """The next to go for a better one; None while there is room."""
+    def kth_best(self) -> SavedCheckpoint | None:
+        """The worst of the ``top_k`` best, which a better one would replace; None until there are ``top_k``."""
         best = sorted(self.kept, key=self._rank)[: self._top_k if self._top_k > 0 else None]
         return best[-1] if best and len(best) >= self._top_k else None
 
     @property
-    def newest(self) -> Kept | None:
-        """The newest that is kept."""
-        return max(self.kept, key=lambda one: one.number, default=None)
+    def newest(self) -> SavedCheckpoint | None:
+        """The newest kept checkpoint."""
+        return max(self.kept, key=lambda checkpoint: checkpoint.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
-        return {"count": self._count, "kept": [asdict(one) for one in self.kept]}
+        """Return the kept checkpoints and the save counter."""
+        return {"count": self._count, "kept": [asdict(checkpoint) for checkpoint in self.kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the state has another form.
         """
         count, kept = state.get("count"), state.get("kept")
         if type(count) is not int or not isinstance(kept, Sequence):
             raise ValueError(f"count={count!r}, kept={kept!r}")
-        self.kept = [Kept.from_state(one) for one in kept]
-        self._count = max([count, *(one.number + 1 for one in self.kept)])
+        self.kept = [SavedCheckpoint.from_state(checkpoint) for checkpoint in kept]
+        self._count = max([count, *(checkpoint.number + 1 for checkpoint in self.kept)])
 
-    def _coming(self, score: float | None) -> Kept:
-        return Kept("", "", score, self._count)
+    def _candidate(self, score: float | None) -> SavedCheckpoint:
+        return SavedCheckpoint("", "", score, self._count)
 
-    def _chosen(self, everything: list[Kept]) -> list[Kept]:
+    def _select(self, candidates: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         if self._top_k < 0:
-            return everything
-        best = sorted(everything, key=self._rank)[: self._top_k]
-        newest = sorted(everything, key=lambda one: -one.number)[: self._keep_last]
-        return [one for one in everything if one in best or one in newest]
+            return candidates
+        best = sorted(candidates, key=self._rank)[: self._top_k]
+        newest = sorted(candidates, key=lambda checkpoint: -checkpoint.number)[: self._keep_last]
+        return [checkpoint for checkpoint in candidates if checkpoint in best or checkpoint in newest]
 
-    def _rank(self, one: Kept) -> tuple[float, int]:
-        """Lower is better; of equals the newer one. What is no number is worse than any."""
-        if one.score is None:
-            return 0.0, -one.number
-        return (math.inf if math.isnan(one.score) else self._sign * one.score), -one.number
+    def _rank(self, checkpoint: SavedCheckpoint) -> tuple[float, int]:
+        """Return the sort key: lower is better, the newer of equal scores comes first, NaN comes last."""
+        if checkpoint.score is None:
+            return 0.0, -checkpoint.number
+        return (math.inf if math.isnan(checkpoint.score) else self._sign * checkpoint.score), -checkpoint.number

@@ -1,4 +1,4 @@
-"""Names that stand for one and the same parameter or buffer."""
+"""Names of parameters and buffers that share one tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return ``{tied: first}``, the first in the order of ``named_parameters()`` and ``named_buffers()``."""
+    """Return ``{tied: first}``, where ``first`` comes first in ``named_parameters()`` and ``named_buffers()``."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, value in chain(

@@ -1,4 +1,4 @@
-"""Files of `torch.save` from anywhere: tensors and plain values are read, and nothing is run."""
+"""Reads `torch.save` files from untrusted sources: only tensors and plain values, without executing code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from drivetrain.errors import CheckpointError
 
 
-class Record:
-    """Stands for an object of a class that is not imported: does nothing."""
+class Placeholder:
+    """Stands in for an object of a class that is not imported; does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -22,20 +22,20 @@ class Record:
         pass
 
 
-def load_safely(path: Path, known: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
-    """Read a file of `torch.save` that holds a dict.
+def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
+    """Read a `torch.save` file that holds a dict.
 
     Args:
-        path: of the file.
-        known: tells by its full name whether a class may be named in it besides. It is not imported: empty records
-            stand for its objects.
+        path: the file.
+        is_allowed: whether the file may name a class, given its full name. The class is not imported: its objects
+            become placeholders.
 
     Raises:
-        CheckpointError: it holds anything else, or cannot be read.
+        CheckpointError: the file holds other objects, or cannot be read.
     """
     try:
-        names = [name for name in get_unsafe_globals_in_checkpoint(path) if known(name)]
-        with safe_globals([(Record, name) for name in names]):
+        names = [name for name in get_unsafe_globals_in_checkpoint(path) if is_allowed(name)]
+        with safe_globals([(Placeholder, name) for name in names]):
             document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         first = str(error).partition("\n")[0]

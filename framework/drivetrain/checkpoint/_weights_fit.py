@@ -1,4 +1,4 @@
-"""Whether weights fit a module, by name and shape."""
+"""Compares weights with a module by name and shape."""
 
 from __future__ import annotations
 
@@ -13,59 +13,60 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
-    """What of some weights does not fit a module.
+class WeightMismatch:
+    """Differences between a module's tensors and the given weights.
 
     Attributes:
-        missing: names that the module has and the weights have not.
-        unexpected: names that the weights have and the module has not.
-        misshaped: names of both with their two shapes, in words.
+        missing: names that only the module has.
+        unexpected: names that only the weights have.
+        wrong_shape: names in both whose shapes differ, with the two shapes as text.
     """
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
-    misshaped: Sequence[str] = ()
+    wrong_shape: Sequence[str] = ()
 
     @classmethod
-    def between(cls, own: Mapping[str, Any], saved: Mapping[str, Any], partly: bool = False) -> Misfit:
-        """Compare by name what a module has with what there is; what has no ``shape`` is compared by name alone.
+    def compare(cls, expected: Mapping[str, Any], saved: Mapping[str, Any], partial: bool = False) -> WeightMismatch:
+        """Compare by name and shape; values without a ``shape`` are compared by name only.
 
         Args:
-            own: what the module has.
-            saved: what there is.
-            partly: it may be a part: what is not in it is not missing.
+            expected: the module's values, by name.
+            saved: the given values, by name.
+            partial: whether ``saved`` may be incomplete, so that no name counts as missing.
         """
         return cls(
-            [] if partly else [name for name in own if name not in saved],
-            [name for name in saved if name not in own],
+            [] if partial else [name for name in expected if name not in saved],
+            [name for name in saved if name not in expected],
             [
                 f"{name} ({tuple(saved[name].shape)} instead of {tuple(value.shape)})"
-                for name, value in own.items()
+                for name, value in expected.items()
                 if hasattr(value, "shape")
                 and hasattr(saved.get(name), "shape")
                 and tuple(saved[name].shape) != tuple(value.shape)
             ],
         )
 
-    def settle(self, weights: str, module: str, strict: bool = True, remedy: str = "pass strict=False") -> None:
-        """Refuse what does not fit, or say what is skipped. Another shape is always refused, as torch does.
+    def raise_or_warn(self, weights: str, module: str, strict: bool = True, remedy: str = "pass strict=False") -> None:
+        """Raise on a mismatch, or warn about skipped names. Another shape always raises, as in torch.
 
         Args:
-            weights: what they are called in the text: "The weights of ...".
-            module: its class.
-            strict: refuse missing and unexpected names; else they are skipped with a warning.
-            remedy: how to take the weights with names that differ.
+            weights: subject of the message, such as "The weights of ...".
+            module: the module's class name.
+            strict: raise for missing and unexpected names; otherwise warn and skip them.
+            remedy: how to load only the names that match.
 
         Raises:
             CheckpointError: lists the names.
         """
-        parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshaped}
-        listed = ", ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
-        if self.misshaped or (listed and strict):
+        parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.wrong_shape}
+        listed = ", ".join(f"{problem} {_some(names)}" for problem, names in parts.items() if names)
+        if self.wrong_shape or (listed and strict):
             raise CheckpointError(
                 f"{weights} do not fit {module}: {listed}.",
-                "weights are matched by name, and a tensor is taken as a whole or not at all.",
-                "build the module as it was trained" + ("." if self.misshaped else f", or {remedy} to take what fits."),
+                "weights are matched by name, and a tensor is never loaded in part.",
+                "build the module as it was trained"
+                + ("." if self.wrong_shape else f", or {remedy} to load what fits."),
             )
         if listed:
             warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {listed}.", stacklevel=3)

@@ -1,7 +1,7 @@
-"""Folders that DeepSpeed's ``save_checkpoint`` wrote, read without running any of its classes.
+"""Reads folders that DeepSpeed's ``save_checkpoint`` wrote, without executing code from them.
 
-How the flat partitions lie is what ``deepspeed.utils.zero_to_fp32`` shows: at stages 1 and 2 the ranks' partitions of
-a group, one after the other, hold its parameters in order; at stage 3 each parameter is cut evenly over the ranks.
+The layout of the flat partitions follows ``deepspeed.utils.zero_to_fp32``: at stages 1 and 2 the concatenated
+partitions of a group hold its parameters in order; at stage 3 each parameter is split evenly over the ranks.
 """
 
 from __future__ import annotations
@@ -17,89 +17,98 @@ import torch
 from drivetrain.checkpoint._untrusted import load_safely
 from drivetrain.errors import CheckpointError
 
-_WHOLE, _SHARDED = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_STAGE_1_2_GROUPS, _STAGE_3_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
 
 
 def is_zero(folder: Path) -> bool:
-    """Whether a folder looks like one of DeepSpeed's."""
+    """Return whether a folder looks like a DeepSpeed checkpoint."""
     return (folder / "latest").is_file() or any(folder.glob("*_model_states.pt"))
 
 
 def read_zero(folder: Path) -> dict[str, torch.Tensor]:
-    """Return parameters in float32, where ZeRO kept them so, and buffers, by name.
+    """Return parameters (in float32 where ZeRO kept master weights) and buffers, by name.
 
     Raises:
-        CheckpointError: it is not whole, or was written under model parallelism.
+        CheckpointError: files are missing or damaged, or it was written under model parallelism.
     """
-    step = _step(folder)
-    models = [load_safely(path, _ours) for path in _by_rank(step.glob("*_model_states.pt"))]
-    parts = [load_safely(path, _ours)["optimizer_state_dict"] for path in _by_rank(step.glob("*_optim_states.pt"))]
+    step = _step_folder(folder)
+    models = [load_safely(path, _is_deepspeed_class) for path in _by_rank(step.glob("*_model_states.pt"))]
+    parts = [
+        load_safely(path, _is_deepspeed_class)["optimizer_state_dict"]
+        for path in _by_rank(step.glob("*_optim_states.pt"))
+    ]
     if not models:
-        raise _unreadable(step, "no *_model_states.pt are there")
+        raise _unreadable(step, "there are no *_model_states.pt")
     if models[0].get("mp_world_size", 1) != 1:
         raise _unreadable(step, f"it was written under model parallelism over {models[0]['mp_world_size']} ranks")
     if len(parts) != models[0].get("dp_world_size", len(parts)):
-        raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt are there")
+        raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt exist")
     try:
-        return _read(models, parts)
+        return _merge(models, parts)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _unreadable(step, f"{type(error).__name__}: {error}") from error
 
 
-def _read(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def _merge(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     first = models[0]
-    # Where a parameter is cut, nothing of it stands here.
+    # Partitioned parameters are empty tensors here.
     weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
-    cut = {name for name, value in weights.items() if not value.numel()}
+    partitioned = {name for name, value in weights.items() if not value.numel()}
     shapes = first["param_shapes"]
-    if parts and _SHARDED in parts[0]:
-        weights.update(_sharded(shapes, [part[_SHARDED] for part in parts]))
+    if parts and _STAGE_3_GROUPS in parts[0]:
+        weights.update(_merge_sharded_groups(shapes, [part[_STAGE_3_GROUPS] for part in parts]))
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
             fragments = [model["frozen_param_fragments"][name] for model in models]
             weights[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
     elif parts:
-        weights.update(_whole(shapes, [part[_WHOLE] for part in parts], parts[0].get("param_alignment_paddings")))
+        weights.update(
+            _merge_flat_groups(
+                shapes, [part[_STAGE_1_2_GROUPS] for part in parts], parts[0].get("param_alignment_paddings")
+            )
+        )
         weights.update(first.get("frozen_param_fragments") or {})
     for tied, name in dict(first.get("shared_params") or {}).items():
         weights[tied] = weights[name]
-    lost = [name for name in cut if not weights[name].numel()]
-    # A tied name that DeepSpeed does not tell is filled in by the module that ties it.
-    return {name: value for name, value in weights.items() if name not in lost}
+    unresolved = [name for name in partitioned if not weights[name].numel()]
+    # Tied names that DeepSpeed does not record are restored by the module that ties them.
+    return {name: value for name, value in weights.items() if name not in unresolved}
 
 
-def _whole(
+def _merge_flat_groups(
     shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]], paddings: Any
 ) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for number, group in enumerate(shapes):
         flat = torch.cat([partition[number] for partition in groups])
         offset = 0
         for position, (name, shape) in enumerate(group.items()):
             count = math.prod(shape)
-            found[name] = flat[offset : offset + count].view(shape)
+            tensors[name] = flat[offset : offset + count].view(shape)
             offset += count + (0 if paddings is None else paddings[number][position])
-    return found
+    return tensors
 
 
-def _sharded(shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    found = {}
+def _merge_sharded_groups(
+    shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    tensors = {}
     flats = [torch.cat(list(partition)) for partition in groups]
     offset = 0
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         count = math.prod(shape)
         size = -(-count // len(flats))
-        found[name] = torch.cat([flat[offset : offset + size] for flat in flats])[:count].view(shape)
+        tensors[name] = torch.cat([flat[offset : offset + size] for flat in flats])[:count].view(shape)
         offset += size
-    return found
+    return tensors
 
 
-def _step(folder: Path) -> Path:
+def _step_folder(folder: Path) -> Path:
     latest = folder / "latest"
     if not latest.is_file():
         return folder
     name = latest.read_text().strip()
     if Path(name).name != name or not (folder / name).is_dir():
-        raise _unreadable(folder, f"latest names {name!r}, which is no folder in it")
+        raise _unreadable(folder, f"latest names {name!r}, which is not a folder in it")
     return folder / name
 
 
@@ -107,13 +116,13 @@ def _by_rank(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
 
 
-def _ours(name: str) -> bool:
+def _is_deepspeed_class(name: str) -> bool:
     return name.startswith("deepspeed.")
 
 
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a folder of DeepSpeed: {problem}.",
-        "its parameters are put together from every rank's files.",
-        "check that all of them are there, or run DeepSpeed's own zero_to_fp32.py where you trust it.",
+        "its parameters are assembled from the files of all ranks.",
+        "check that all of them exist, or run DeepSpeed's own zero_to_fp32.py where you trust it.",
     )

@@ -1,4 +1,4 @@
-"""All weights of a checkpoint in one safetensors file, for those who want to carry one."""
+"""Writes the weights of a checkpoint into a single safetensors file."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.file_writer import FileWriter
 from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.object_file import replaced
+from drivetrain.checkpoint._format.object_file import open_replacement
 from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.errors import CheckpointError
 
-_PIECE = 16 * 2**20  # bytes in memory at once, unless a row is larger
+_PIECE = 16 * 2**20  # bytes in memory at a time, unless a row is larger
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
-    """Write the weights of a checkpoint into one file, which `safetensors.torch.load_file` opens.
+    """Write the weights of a checkpoint into one file that `safetensors.torch.load_file` opens.
 
-    Of tied names one is stored, as in the checkpoint; what is no tensor (an ``_extra_state``) is left out.
+    One name per tied tensor is stored, as in the checkpoint; values that are not tensors (``_extra_state``) are left
+    out.
 
     Args:
         path: the checkpoint's path or URL.
-        out: the path or URL of the file, or of a folder, in which it becomes ``model.safetensors``.
+        out: path or URL of the file; if it does not end with ``.safetensors``, a folder that gets
+            ``model.safetensors``.
 
     Returns:
         The path of the file.
@@ -43,12 +45,12 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> st
     if not target.endswith(".safetensors"):
         target = f"{target.rstrip('/')}/model.safetensors"
     checkpoint = load(path)
-    with created(target) as sink:
-        write_tensors(_stored(checkpoint), sink)
+    with create_file(target) as sink:
+        write_tensors(_stored_tensors(checkpoint), sink)
     return target
 
 
-def _stored(checkpoint: Checkpoint) -> dict[str, TensorSource]:
+def _stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     stored = checkpoint.weights().sources()
     sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
     assert checkpoint.manifest.weights.tensors or not sources
@@ -56,7 +58,7 @@ def _stored(checkpoint: Checkpoint) -> dict[str, TensorSource]:
 
 
 def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
-    """Write tensors of a checkpoint as one safetensors file, under names that may be others than there."""
+    """Write tensors of a checkpoint as one safetensors file, under the names that are the keys of ``sources``."""
     specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
     writer = FileWriter(sink)
     try:
@@ -71,14 +73,14 @@ def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
 
 
 @contextmanager
-def created(target: str) -> Iterator[Any]:
-    """Give a file that is there once it is whole, and not before.
+def create_file(target: str) -> Iterator[Any]:
+    """Yield a stream for ``target``, which appears under its name only once it is complete.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     try:
-        with _replacing(target) as sink:
+        with _open_replacement(target) as sink:
             yield sink
     except OSError as error:
         raise CheckpointError(
@@ -87,19 +89,19 @@ def created(target: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _replacing(target: str) -> Iterator[Any]:
+def _open_replacement(target: str) -> Iterator[Any]:
     filesystem, root = filesystem_of(target)
     if filesystem is not None:
-        with as_os_errors(), replaced(filesystem, root) as stream:
+        with as_os_errors(), open_replacement(filesystem, root) as stream:
             yield stream
         return
     path = Path(root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        with EagerFile(half) as stream:
+        with EagerFile(temporary) as stream:
             yield stream
-        os.replace(half, path)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):
-            half.unlink()
+            temporary.unlink()

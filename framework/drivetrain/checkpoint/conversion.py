@@ -1,4 +1,4 @@
-"""Weights from and for other libraries, the former read without running anything that they wrote."""
+"""Converts weights from and to other libraries' formats, without executing code from their files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from drivetrain._config.secret_values import LeftOut
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
-from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
-from drivetrain.checkpoint._untrusted import Record, load_safely
+from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
 from drivetrain.errors import CheckpointError
 
@@ -30,36 +30,34 @@ def convert(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_size: int | str = "50GB",
 ) -> str:
-    """Write a checkpoint that holds the weights of another library's, or another library's of a checkpoint.
+    """Convert weights of another library to a checkpoint, or a checkpoint to the Hugging Face layout.
 
-    With ``to="checkpoint"`` the former, for `TrainModule.load_from_checkpoint`.
+    With ``to="checkpoint"`` the result is a weights-only checkpoint for `TrainModule.load_from_checkpoint`. Supported
+    inputs: a Lightning ``.ckpt``, with its hyper-parameters as far as they are JSON-able and no secrets; a
+    ``torch.save`` file that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``;
+    and folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
 
-    Known are: a Lightning ``.ckpt``, whose hyper-parameters come along where they are JSON-able and no secrets; a file
-    of ``torch.save`` that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``; and
-    folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
-
-    With ``to="hf"`` the latter: a folder as ``save_pretrained`` of Hugging Face's libraries writes it, which
-    ``from_pretrained`` opens, from a checkpoint of a module that has such a model as an attribute. Its configuration
-    comes from the checkpoint. Names are the model's own; of tied ones one is stored. Of a model with PEFT's adapters
-    these alone are written, as there.
+    With ``to="hf"`` the result is a folder as ``save_pretrained`` writes it, for ``from_pretrained``. The input is a
+    checkpoint of a module that has a Hugging Face model as an attribute; the model's configuration comes from the
+    checkpoint. Names are the model's own, and one name per tied tensor is stored. For models with PEFT adapters only
+    the adapters are written, as ``save_pretrained`` does.
 
     Args:
         path: a local file or folder; with ``to="hf"`` a checkpoint's path or URL.
-        out: the path or URL of the checkpoint or the folder.
-        prefix: take names that begin so, and leave it out: ``"model."``, for one, under which DCP keeps what was given
-            to it as ``{"model": ...}``. With ``to="hf"`` the model's name in the module, found by itself if there is
-            one.
+        out: the path or URL of the checkpoint or folder to write.
+        prefix: keep only names with this prefix and strip it, such as ``"model."`` for DCP folders saved from
+            ``{"model": ...}``. With ``to="hf"`` the model's name in the module; detected if there is only one.
         to: "checkpoint" or "hf".
-        config: with ``to="hf"``: a ``config.json``, its folder or what it holds, in place of the checkpoint's.
-        max_shard_size: with ``to="hf"``: bytes of a file, or text such as ``"5GB"``, above which there are several with
-            an index.
+        config: with ``to="hf"``: a ``config.json``, its folder or its content, instead of the checkpoint's.
+        max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``; larger models
+            are split into several files with an index.
 
     Returns:
         ``out`` as text.
 
     Raises:
-        CheckpointError: it is nothing of these, or holds more than tensors and plain values; or it is not known which
-            model is meant, its weights are not all there, or ``out`` has others in it.
+        CheckpointError: the input has an unsupported format, holds more than tensors and plain values, or lacks
+            weights; the model to convert is ambiguous; or ``out`` already holds weights.
     """
     if to == "hf":
         return write_pretrained(path, out, prefix, config, max_shard_size)
@@ -69,7 +67,7 @@ def convert(
             'it writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
-    weights, hyper_parameters = _read(Path(path))
+    weights, hyper_parameters = _read_foreign(Path(path))
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not weights:
@@ -78,23 +76,23 @@ def convert(
             "there is nothing to convert.",
             "check the path and the prefix.",
         )
-    weights, aliases = _untied(weights)
+    weights, aliases = _find_aliases(weights)
     hyper_parameters, left_out = LeftOut().take_out(hyper_parameters)
-    facts = Facts(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
-    save(os.fspath(out), Contents(weights, facts, aliases), LocalControl())
+    metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
+    save(os.fspath(out), Contents(weights, metadata, aliases), LocalControl())
     return os.fspath(out)
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if path.is_dir():
         if is_dcp(path):
             return read_dcp(path), {}
         if is_zero(path):
             return read_zero(path), {}
         raise CheckpointError(
-            f"{str(path)!r} is a folder of an unknown kind.",
-            "known are those of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a file "
-            "latest, or with files *_model_states.pt).",
+            f"{str(path)!r} is a folder of an unknown format.",
+            "supported are folders of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a "
+            "file latest, or files *_model_states.pt).",
             'check the path; to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
         )
     if not path.exists():
@@ -105,42 +103,43 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         from safetensors.torch import load_file
 
         return load_file(path), {}
-    document = load_safely(path, known=lambda name: True)  # whose objects nobody asks for may be of any class
+    document = load_safely(path, is_allowed=lambda name: True)  # objects outside the state_dict may be of any class
     state = document.get("state_dict", document)
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.",
-            "weights are read from names and their tensors.",
-            "check that this is the checkpoint, and not something saved beside it.",
+            "weights are read as a mapping of names to tensors.",
+            "check that this is the checkpoint and not another file of the run.",
         )
-    unknown = [str(name) for name, value in state.items() if isinstance(value, Record)]
+    unknown = [str(name) for name, value in state.items() if isinstance(value, Placeholder)]
     if unknown:
         raise CheckpointError(
-            f"{str(path)!r} holds weights of classes that are not torch's own: {', '.join(unknown)}.",
-            "what would make tensors of them is code, and none is run.",
+            f"{str(path)!r} holds weights that are not plain tensors: {', '.join(unknown)}.",
+            "turning them into tensors would execute code of their classes.",
             "load it where the classes are known, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors, _kept(document.get("hyper_parameters"))
+    return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
 
 
-def _kept(hyper_parameters: Any) -> dict[str, Any]:
-    kept = {}
+def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
+    """Return the hyper-parameters that JSON can represent; warn about each of the others."""
+    jsonable = {}
     for name, value in dict(hyper_parameters or {}).items():
-        aside: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         try:
-            encode({name: value}, aside)
+            encode({name: value}, tensors)
         except CheckpointError:
-            aside[name] = value
-        if aside:
-            warnings.warn(f"The hyper-parameter {name!r} is no JSON and is left out.", stacklevel=4)
+            tensors[name] = value
+        if tensors:
+            warnings.warn(f"The hyper-parameter {name!r} cannot be stored as JSON and is left out.", stacklevel=4)
         else:
-            kept[str(name)] = value
-    return kept
+            jsonable[str(name)] = value
+    return jsonable
 
 
-def _untied(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Find names of one and the same tensor, which the file held once."""
+def _find_aliases(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the weights, and aliases for names that share one tensor in the file."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in weights.items():

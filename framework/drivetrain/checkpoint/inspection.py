@@ -1,4 +1,4 @@
-"""Checkpoints as text: what one holds, and what two have in common."""
+"""Describes and compares checkpoints as text."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def show(path: str | os.PathLike[str]) -> str:
-    """Return what a checkpoint says of itself: where it comes from, how large it is, and a table of its tensors."""
+    """Return a text description of a checkpoint: its origin, sizes, and a table of its tensors."""
     checkpoint = load(path)
-    manifest, facts = checkpoint.manifest, checkpoint.manifest.facts
+    manifest, metadata = checkpoint.manifest, checkpoint.manifest.metadata
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, in_it = without_secrets(facts.hyper_parameters)  # earlier versions wrote them all
-    secrets = dict.fromkeys([*facts.left_out, *in_it])
+    arguments, in_it = without_secrets(metadata.hyper_parameters)  # earlier versions stored secrets too
+    secrets = dict.fromkeys([*metadata.left_out, *in_it])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
+    precision = metadata.precision or "unknown"
     lines = [
-        f"{checkpoint.path}: {'weights alone' if checkpoint.weights_only else 'a whole checkpoint'}, written {written}",
-        f"  by      {facts.strategy or 'unknown'} on {manifest.world_size} rank(s), {facts.precision or 'unknown'}",
+        f"{checkpoint.path}: {'weights only' if checkpoint.weights_only else 'a full checkpoint'}, written {written}",
+        f"  by      {metadata.strategy or 'unknown'} on {manifest.world_size} rank(s), {precision}",
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
-        f"  at      {_pairs(facts.progress)}",
+        f"  at      {_pairs(metadata.progress)}",
         f"  from    {_pairs(arguments)}",
         *([f"  without {', '.join(secrets)}"] if secrets else []),
-        *([f"  on      a base of {len(facts.base)} weights, which are not in it"] if facts.base else []),
-        *([f"  models  {_named_models(facts.pretrained)}"] if facts.pretrained else []),
+        *([f"  on      a base of {len(metadata.base)} weights, which are not in it"] if metadata.base else []),
+        *([f"  models  {_named_models(metadata.pretrained)}"] if metadata.pretrained else []),
         f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):
@@ -52,49 +53,49 @@ def show(path: str | os.PathLike[str]) -> str:
 
 
 def _named_models(models: Mapping[str, Mapping[str, Any]]) -> str:
-    return ", ".join(f"{name} ({one.get('class', 'unknown')})" for name, one in models.items())
+    return ", ".join(f"{name} ({model.get('class', 'unknown')})" for name, model in models.items())
 
 
 def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
-    """Compare the weights and the optimizers' states of two checkpoints by name.
+    """Compare the weights, optimizer states and callback tensors of two checkpoints by name.
 
     Returns:
-        A line for each name that only one of them has, or that they have otherwise; nothing where they are equal.
+        A line for each name that only one of them has, or whose values differ; empty if they are equal.
     """
-    one, two = load(path), load(other)
-    lines = list(_different("", one.weights().sources(), two.weights().sources()))
-    counts = (len(one.manifest.optimizers), len(two.manifest.optimizers))
+    left, right = load(path), load(other)
+    lines = list(_different("", left.weights().sources(), right.weights().sources()))
+    counts = (len(left.manifest.optimizers), len(right.manifest.optimizers))
     if counts[0] != counts[1]:
         lines.append(f"optimizers: {counts[0]} against {counts[1]}")
     for index in range(min(counts)):
-        parts = (one.manifest.optimizers[index], two.manifest.optimizers[index])
-        lines += _different(f"optimizer {index}: ", one.tensors(parts[0]), two.tensors(parts[1]))
-        groups = [each.optimizer_state(index)["param_groups"] for each in (one, two)]
+        parts = (left.manifest.optimizers[index], right.manifest.optimizers[index])
+        lines += _different(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
+        groups = [each.optimizer_state(index)["param_groups"] for each in (left, right)]
         if repr(groups[0]) != repr(groups[1]):
             lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
-    for key in dict.fromkeys([*one.manifest.callbacks, *two.manifest.callbacks]):
-        lines += _different(f"{key}: ", one.callback_tensors(key).sources(), two.callback_tensors(key).sources())
+    for key in dict.fromkeys([*left.manifest.callbacks, *right.manifest.callbacks]):
+        lines += _different(f"{key}: ", left.callback_tensors(key).sources(), right.callback_tensors(key).sources())
     return lines
 
 
-def _different(prefix: str, one: Mapping[str, TensorSource], two: Mapping[str, TensorSource]) -> Iterator[str]:
-    for name in dict.fromkeys([*one, *two]):
-        if name not in two or name not in one:
-            yield f"{prefix}{name}: only in the {'first' if name in one else 'second'}"
-        elif one[name].spec != two[name].spec:
-            yield f"{prefix}{name}: {' '.join(_described(one[name]))} against {' '.join(_described(two[name]))}"
+def _different(prefix: str, left: Mapping[str, TensorSource], right: Mapping[str, TensorSource]) -> Iterator[str]:
+    for name in dict.fromkeys([*left, *right]):
+        if name not in right or name not in left:
+            yield f"{prefix}{name}: only in the {'first' if name in left else 'second'}"
+        elif left[name].spec != right[name].spec:
+            yield f"{prefix}{name}: {' '.join(_described(left[name]))} against {' '.join(_described(right[name]))}"
         else:
-            distance = _distance(one[name].read(), two[name].read())
+            distance = _distance(left[name].read(), right[name].read())
             if distance is not None:
                 yield f"{prefix}{name}: {distance}"
 
 
-def _distance(one: torch.Tensor, two: torch.Tensor) -> str | None:
-    if torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)):
+def _distance(left: torch.Tensor, right: torch.Tensor) -> str | None:
+    if torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
         return None
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    off = (one.to(wide) - two.to(wide)).abs()
-    return f"{int((off != 0).sum())} of {one.numel()} numbers differ, by {off.max():.3g} at most"
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    off = (left.to(wide) - right.to(wide)).abs()
+    return f"{int((off != 0).sum())} of {left.numel()} numbers differ, by {off.max():.3g} at most"
 
 
 def _described(source: TensorSource) -> tuple[str, str]:
@@ -106,7 +107,7 @@ def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "nothing said"
+    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "unknown"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

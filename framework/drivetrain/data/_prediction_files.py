@@ -15,11 +15,11 @@ from itertools import chain
 from typing import Any
 
 from drivetrain.checkpoint._format.checksums import BLOCK
-from drivetrain.checkpoint._format.documents import parsed
+from drivetrain.checkpoint._format.documents import parse_json
 from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.manifest import FileRecord, record_as_json, versions
-from drivetrain.checkpoint._format.sealed_json import is_sealed, sealed
-from drivetrain.checkpoint._format.tensor_reader import damaged
+from drivetrain.checkpoint._format.sealed_json import dump_with_checksum, has_valid_checksum
+from drivetrain.checkpoint._format.tensor_reader import damage_error
 from drivetrain.errors import CheckpointError
 
 FORMAT = 1
@@ -98,7 +98,7 @@ def stems_in(names: Sequence[str]) -> list[str]:
 
 def beginning(identity: Mapping[str, Any]) -> bytes:
     """Return the document that says whose predictions of what these are going to be."""
-    return sealed({"format": FORMAT, "identity": dict(identity)})
+    return dump_with_checksum({"format": FORMAT, "identity": dict(identity)})
 
 
 def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
@@ -110,7 +110,7 @@ def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mappin
         indices: the record of each part's index, by name.
     """
     records = {name: one for part in parts for name, one in part.files.items()} | dict(indices)
-    return sealed(
+    return dump_with_checksum(
         {
             "format": FORMAT,
             "identity": dict(identity),
@@ -124,7 +124,7 @@ def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mappin
 
 def index_of(part: Part) -> bytes:
     """Return a part's index."""
-    return sealed(
+    return dump_with_checksum(
         {
             "format": FORMAT,
             "entries": entries_as_json(part.entries),
@@ -143,7 +143,7 @@ def part_of(stem: str, content: bytes, path: str) -> Part:
     try:
         return Part(stem, tuple(entries_from_json(document["entries"])), records_in(document))
     except (KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"{stem}.index.json cannot be read: {type(error).__name__}: {error}") from error
+        raise damage_error(path, f"{stem}.index.json cannot be read: {type(error).__name__}: {error}") from error
 
 
 def opened(content: bytes, name: str, path: str) -> dict[str, Any]:
@@ -152,9 +152,9 @@ def opened(content: bytes, name: str, path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged, or not whole, or of another format.
     """
-    if not is_sealed(content):
-        raise damaged(path, f"the checksum of {name} is another")
-    document = parsed(content)
+    if not has_valid_checksum(content):
+        raise damage_error(path, f"the checksum of {name} is another")
+    document = parse_json(content)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(
             f"The predictions {path!r} are of another format.",

@@ -134,10 +134,10 @@ class DataModule(RunHandle, KeepsHyperParameters):
 
         path = path_of(cls, path, checkpoint_path)
         checkpoint = load(path)
-        facts = checkpoint.manifest.facts
-        kept = facts.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
-        built = SavedArguments(os.fspath(path), kept, (), facts.data_argument).build(cls, overrides, ignore)
-        state = {} if facts.weights_only else checkpoint.state()["datamodule"]
+        metadata = checkpoint.manifest.metadata
+        kept = metadata.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
+        built = SavedArguments(os.fspath(path), kept, (), metadata.data_argument).build(cls, overrides, ignore)
+        state = {} if metadata.weights_only else checkpoint.state()["datamodule"]
         if state:
             built.load_state_dict(state if map_location is None else move_to(state, torch.device(map_location)))
         return built

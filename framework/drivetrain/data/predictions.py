@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from drivetrain.checkpoint._format.documents import decode, loads
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damaged, tensors_in
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.data._prediction_files import (
     BEGINNING,
     LONGEST,
@@ -211,13 +211,15 @@ class Predictions(Sequence[Any]):
             try:
                 return decode(values[number], lambda name: tensors[name].read())
             except (KeyError, IndexError, ValueError) as error:
-                raise damaged(self.path, f"{part.values} cannot be read: {type(error).__name__}: {error}") from error
+                raise damage_error(
+                    self.path, f"{part.values} cannot be read: {type(error).__name__}: {error}"
+                ) from error
 
     def _values_of(self, part: Part) -> list[Any]:
         file = self._file(part.values)
         values = loads(file.read(0, file.size), part.values)
         if not isinstance(values, list):
-            raise damaged(self.path, f"{part.values} is no list")
+            raise damage_error(self.path, f"{part.values} is no list")
         return values
 
     def _tensors_of(self, part: Part) -> dict[str, TensorSource]:

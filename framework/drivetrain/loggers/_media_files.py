@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from drivetrain.checkpoint._format.object_file import replaced
+from drivetrain.checkpoint._format.object_file import open_replacement
 from drivetrain.runs._directory import RunDirectory, make_directory
 
 _FOLDER = "media"
@@ -41,7 +41,7 @@ class MediaFiles:
             with open(path, "wb") as stream:
                 stream.write(content)
             return
-        with replaced(filesystem, path) as stream:
+        with open_replacement(filesystem, path) as stream:
             stream.write(content)
 
     def rewind(self, step: int) -> None:

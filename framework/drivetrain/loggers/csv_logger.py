@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from drivetrain.checkpoint._format.object_file import replaced
+from drivetrain.checkpoint._format.object_file import open_replacement
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._csv_table import Row, lines_of, table_of
 from drivetrain.loggers._csv_table import text_of as text_of_table
@@ -303,7 +303,7 @@ class CSVLogger(DirectoryLogger):
         """Write the whole file: beside what is there, and exchanged, so that a kill or an error loses no rows."""
         content = text.encode("utf-8", "surrogateescape")
         if not self._directory.is_local:
-            with replaced(self._directory.filesystem, self._path) as stream:
+            with open_replacement(self._directory.filesystem, self._path) as stream:
                 stream.write(content)
             return
         beside = f"{self._path}.new"

@@ -19,7 +19,7 @@ from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._service_run_id import KeptRunId
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
-from drivetrain.runs._directory import alone_in
+from drivetrain.runs._directory import lock_folder
 
 _log = logging.getLogger("drivetrain")
 
@@ -242,7 +242,7 @@ class MLFlowLogger(DirectoryLogger):
         kept = KeptRunId(self._directory, "mlflow.json")
         before = self._opened[1] if self._opened is not None and self._opened[0] == path else None
         # Two runs that begin at once would both make the tables of a store.
-        with alone_in(_local_root(self.save_dir)) if self._is_local_store else nullcontext():
+        with lock_folder(_local_root(self.save_dir)) if self._is_local_store else nullcontext():
             client = self.experiment
             run_id = self._fixed_id or before or (kept.read() if goes_on else None)
             if run_id is None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint._weights_fit import Misfit
+from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._hyper_parameters import KeepsHyperParameters
 from drivetrain.module._module_hooks import ModuleHooks
@@ -372,24 +372,28 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
         path = path_of(cls, path, checkpoint_path)
         checkpoint = load(path)
-        weights, facts = checkpoint.weights(), checkpoint.manifest.facts
-        base, arguments, left_out = facts.base, checkpoint.hyper_parameters, facts.left_out
+        weights, metadata = checkpoint.weights(), checkpoint.manifest.metadata
+        base, arguments, left_out = metadata.base, checkpoint.hyper_parameters, metadata.left_out
         if hparams_file is not None:
             arguments, left_out = read_hyper_parameters(hparams_file), ()
-        module = SavedArguments(os.fspath(path), arguments, left_out, facts.argument).build(cls, overrides, ignore)
+        module = SavedArguments(os.fspath(path), arguments, left_out, metadata.argument).build(cls, overrides, ignore)
         strict = module.strict_loading if strict is None else strict
         module.configure_model()
         called = f"The weights of {os.fspath(path)!r}"
-        Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)
+        WeightMismatch(
+            wrong_shape=WeightMismatch.compare(module.state_dict(), weights.sources()).wrong_shape
+        ).raise_or_warn(called, cls.__name__)
         if base:
             from drivetrain._distributed.control_plane import LocalControl
-            from drivetrain.checkpoint._base_weights import base_sums, check_base
+            from drivetrain.checkpoint._base_weights import base_checksums, check_base
 
             own = {name: value for name, value in module.state_dict().items() if name in base}
-            check_base(os.fspath(path), base, base_sums(own, LocalControl(), checkpoint.manifest.facts.precision))
+            check_base(
+                os.fspath(path), base, base_checksums(own, LocalControl(), checkpoint.manifest.metadata.precision)
+            )
         missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
         missing = [name for name in missing if name not in base]
-        Misfit(missing, unexpected).settle(called, cls.__name__, strict)
+        WeightMismatch(missing, unexpected).raise_or_warn(called, cls.__name__, strict)
         return module if map_location is None else module.to(map_location)
 
     def freeze(self) -> Self:

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, and in it ``run.json``, the record of what it was and how it ended."""
+"""A run's folder, and ``run.json`` in it: the record of the run's configuration, liveness and outcome."""

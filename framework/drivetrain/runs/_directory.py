@@ -1,4 +1,4 @@
-"""A run's own directory, ``<root>/<name>/version_<n>``, made when something is written to it and not before."""
+"""A run's directory, ``<root>/<name>/version_<n>``, created at the first write."""
 
 from __future__ import annotations
 
@@ -22,168 +22,168 @@ _VERSION = re.compile(r"version_(\d{1,9})")
 _LETTERS = 6
 
 CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints within it."""
+"""Name of the folder of checkpoints in a run's directory."""
 
 RECORD = "run.json"
-"""The file by which a directory is a run's."""
+"""Name of the record file, which marks a directory as a run's."""
 
 
 class RunDirectory:
-    """The directory of one run below a local path or any fsspec URL.
+    """The directory of one run, below a local path or any fsspec URL.
 
     Args:
         root: a local path or a URL such as ``s3://bucket/logs``.
-        name: the experiment's sub-directory; empty for none.
-        version: a number, a directory name, or ``None`` for the first free number (at a URL, where two runs could take
-            the same one, a time and random letters). It is settled when it is first needed: by the run, at a write, or
-            when somebody asks for it.
+        name: sub-directory of the experiment; empty for none.
+        version: a number, a directory name, or None for the next free number (at a URL a timestamp with random letters,
+            since two runs could take the same number). It is determined on first use: by the run, by a write, or when
+            `version` is read.
     """
 
     def __init__(self, root: str, name: str, version: int | str | None) -> None:
         self.root = root
         self.name = name
         self.fixed = f"version_{version}" if isinstance(version, int) else version
-        """The directory's name, where the user has given it one."""
+        """The directory's name, if the user chose it."""
         self._version = self.fixed
         self._claim: Callable[[], str] | None = None
-        self._is_of_run = False  # a run has settled it
+        self._settled_by_run = False  # whether a run has settled the version
         self.is_claimed = False
-        """Whether a run has the directory, or something was written to it."""
+        """Whether a run has claimed the directory, or something was written to it."""
 
     @property
     def filesystem(self) -> fsspec.AbstractFileSystem:
-        """The file system that `root` lives on."""
-        import fsspec  # reads the entry points of every package there is, and a run that logs nothing need not wait
+        """The file system of `root`."""
+        import fsspec  # slow: reads the entry points of all packages
 
         return fsspec.core.url_to_fs(self.root)[0]
 
     @property
     def is_local(self) -> bool:
-        """True where files are on a file system of this machine, which can append."""
+        """Whether the directory is on a local file system, which can append to files."""
         return filesystem_of(self.root)[0] is None
 
     @property
     def place(self) -> str:
-        """Where the directories of all runs of this name are."""
-        return place_of(self.root, self.name)
+        """The parent of the directories of all runs of this name."""
+        return runs_folder_of(self.root, self.name)
 
     @property
     def asked(self) -> str | None:
-        """The version that somebody was told, or wrote to, before any run had it; None where nobody did."""
-        return None if self._is_of_run else self._version
+        """The version that was read or written to before any run settled it; None otherwise."""
+        return None if self._settled_by_run else self._version
 
     @property
     def version(self) -> str:
-        """The run's directory name; settles it."""
+        """The name of the run's directory; reading it settles the name."""
         if self._version is None:
             self._version = free_version(self.place)
         return self._version
 
     def adopt(self, version: str) -> None:
-        """Settle the directory name on the one that a run has claimed."""
-        self._version, self._claim, self.is_claimed, self._is_of_run = version, None, True, True
+        """Use the directory name that a run has claimed."""
+        self._version, self._claim, self.is_claimed, self._settled_by_run = version, None, True, True
 
     def expect(self, version: str, claim: Callable[[], str] | None) -> None:
-        """Settle the directory name on one that is not claimed yet.
+        """Use a directory name that is not claimed yet.
 
         Args:
-            version: what it will be, unless another run is quicker.
-            claim: called at the first write: it claims the directory for all loggers that share it, and returns its
-                name. None where nothing is written.
+            version: the expected name, unless another run claims it first.
+            claim: called at the first write: claims the directory for all loggers that share it, and returns its name.
+                None if nothing will be written.
         """
-        self._version, self._claim, self.is_claimed, self._is_of_run = version, claim, False, True
+        self._version, self._claim, self.is_claimed, self._settled_by_run = version, claim, False, True
 
     @property
     def path(self) -> str:
-        """The run's directory as the user would write it, with the URL's scheme."""
+        """The run's directory, with the URL's scheme."""
         return child(self.place, self.version)
 
     def make(self) -> str:
-        """Create the directory if need be, and return `path`.
+        """Create the directory if needed, and return `path`.
 
-        A directory that nobody has been told of is claimed: where two runs start at once, the second takes the next.
+        A directory without a fixed version is claimed: if two runs start at once, the second takes the next number.
         """
         if self.is_claimed or self.fixed is not None:
             make_directory(self.path)
         elif self._claim is not None:
             self._version = self._claim()
         else:
-            with alone_in(self.place):
+            with lock_folder(self.place):
                 self._version = claim_version(self.place, self._version)
         self.is_claimed = True
         return self.path
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_claim": None}  # a process that a run starts is told anew
+        return self.__dict__ | {"_claim": None}  # not picklable; the run sets it again in a spawned process
 
     def file(self, name: str) -> str:
-        """The path of the file ``name`` in this directory."""
+        """Return the path of the file ``name`` in this directory."""
         return child(self.path, name)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write ``values`` to the file ``name``; what JSON does not know is written as its text."""
+        """Write ``values`` to the file ``name`` as JSON; values that JSON lacks are written as ``str(value)``."""
         self.make()
         with self.filesystem.open(self.file(name), "w", encoding="utf-8") as stream:
             json.dump(dict(values), stream, indent=2, default=str)
             stream.write("\n")
 
 
-def place_of(root: str, name: str) -> str:
-    """Return where the directories of all runs of a name are: ``<root>/<name>``."""
+def runs_folder_of(root: str, name: str) -> str:
+    """Return the parent of the directories of all runs of a name: ``<root>/<name>``."""
     if not name:
         return root.rstrip("/") or root
     return child(root, name) if root else name
 
 
 def free_version(place: str) -> str:
-    """Return the name of a directory that is not there yet. Nothing is made: another run may take it meanwhile."""
+    """Return a directory name that is not in use. It is not created, so another run may take it."""
     filesystem, root = filesystem_of(place)
-    return f"version_{_next_number(root)}" if filesystem is None else _stamp()
+    return f"version_{_next_number(root)}" if filesystem is None else _time_name()
 
 
 def claim_version(place: str, asked: str | None = None, expected: str | None = None) -> str:
-    """Make a directory that no other run has, and return its name.
+    """Create a directory that no other run uses, and return its name.
 
     Args:
-        place: where; it is made if need be.
-        asked: the name that the user was told: if it is free, or if the user has made it.
-        expected: the name that `free_version` gave, which is taken where nothing tells whether it is still free.
+        place: the parent folder; created if needed.
+        asked: the name that was announced to the user; used if it is free, or exists without a run's record.
+        expected: the name that `free_version` returned; used at a URL, where a collision cannot be detected.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     filesystem, root = filesystem_of(place)
-    if filesystem is not None:  # a store has no directory whose making could fail for there being one
-        return asked or expected or _stamp()
+    if filesystem is not None:  # object stores have no atomic directory creation
+        return asked or expected or _time_name()
     os.makedirs(root, exist_ok=True)
     if asked is not None:
         path = os.path.join(root, asked)
-        if _made(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
-            return asked  # whoever asked for it may have made it
+        if _make_new(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
+            return asked  # the user may have created it
     number = _next_number(root)
-    while not _made(os.path.join(root, f"version_{number}")):
+    while not _make_new(os.path.join(root, f"version_{number}")):
         number += 1
     return f"version_{number}"
 
 
 @contextmanager
-def alone_in(place: str) -> Iterator[None]:
-    """Keep other runs out that choose or claim a directory in ``place``, where it is on a local disk.
+def lock_folder(place: str) -> Iterator[None]:
+    """Lock a local folder while a run's directory in it is chosen or claimed; do nothing at a URL.
 
     Raises:
-        OSError: it cannot be made, or written to.
+        OSError: the folder or its lock file cannot be created.
     """
     filesystem, root = filesystem_of(place)
     if filesystem is not None:
         yield
         return
     os.makedirs(root, exist_ok=True)
-    with local_storage.alone_in(Path(root)):
+    with local_storage.lock_folder(Path(root)):
         yield
 
 
-def missing_above(path: str) -> list[str]:
-    """Return the directories that making a local one will make: itself and those above it, the innermost first."""
+def missing_directories(path: str) -> list[str]:
+    """Return the local directories that creating ``path`` would create, innermost first."""
     filesystem, root = filesystem_of(path)
     missing: list[str] = []
     if filesystem is None:
@@ -195,7 +195,7 @@ def missing_above(path: str) -> list[str]:
 
 
 def make_directory(path: str) -> None:
-    """Make a directory, if it is not there."""
+    """Create a directory if it does not exist."""
     filesystem, root = filesystem_of(path)
     if filesystem is None:
         os.makedirs(root, exist_ok=True)
@@ -203,7 +203,7 @@ def make_directory(path: str) -> None:
         filesystem.makedirs(root, exist_ok=True)
 
 
-def _made(path: str) -> bool:
+def _make_new(path: str) -> bool:
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -216,10 +216,10 @@ def _next_number(root: str) -> int:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    found = map(_VERSION.fullmatch, names)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = map(_VERSION.fullmatch, names)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
-def _stamp() -> str:
+def _time_name() -> str:
     letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_LETTERS))
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}"

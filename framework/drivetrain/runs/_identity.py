@@ -1,4 +1,4 @@
-"""What makes two runs one experiment: the module's class, the run's name and the hyper-parameters that it keeps."""
+"""Identifies an experiment: the module's class, the run's name and the module's hyper-parameters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from drivetrain.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a run is known by.
+    """What identifies the experiment of a run.
 
     Attributes:
-        module: the class of the module, see `class_path`.
-        name: the run's, which is its first logger's.
-        hyper_parameters: of the module, without secrets, encoded as JSON.
-        searched: those of them that a search sets, which may come out otherwise for the same experiment.
+        module: class of the module, see `class_path`.
+        name: name of the run, which is its first logger's.
+        hyper_parameters: the module's, without secrets, encoded as JSON.
+        searched: names of hyper-parameters that a search sets, which may differ within an experiment.
     """
 
     module: str
@@ -35,19 +35,19 @@ class Identity:
 
         Args:
             kind: the module's class.
-            name: the run's.
-            hyper_parameters: of the module, without secrets.
-            searched: the names of those that a search sets.
+            name: the run's name.
+            hyper_parameters: the module's, without secrets.
+            searched: names of hyper-parameters that a search sets.
         """
-        return cls(class_path(kind), name, encoded(hyper_parameters), frozenset(searched))
+        return cls(class_path(kind), name, encode_hyper_parameters(hyper_parameters), frozenset(searched))
 
-    def why_not(self, module: str, name: str, hyper_parameters: Any) -> str | None:
-        """Say what another run is that this one is not; None where it is the same experiment.
+    def difference(self, module: str, name: str, hyper_parameters: Any) -> str | None:
+        """Describe how another run differs from this experiment; None if it is the same.
 
         Args:
-            module: its class; "" where nobody knows.
-            name: its name; likewise.
-            hyper_parameters: as `encoded` gives them; None where nobody knows.
+            module: its module's class; "" if unknown.
+            name: its name; "" if unknown.
+            hyper_parameters: as `encode_hyper_parameters` returns them; None if unknown.
         """
         if module and not is_same_class(module, self.module):
             return f"its module is {module}, and this one {self.module}"
@@ -61,15 +61,17 @@ class Identity:
         keys = [key for key in keys if key not in self.searched]
         if not keys and isinstance(hyper_parameters, Mapping):
             return None
-        told = ", ".join(f"{key}={_at(theirs, key)}, here {_at(ours, key)}" for key in keys[:3])
+        differences = ", ".join(
+            f"{key}={_format_value(theirs, key)}, here {_format_value(ours, key)}" for key in keys[:3]
+        )
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        return f"its hyper-parameters differ: {told}{more}"
+        return f"its hyper-parameters differ: {differences}{more}"
 
 
 def class_path(kind: type) -> str:
-    """Return a class by its module and name. What a script defines is in a module of the script's name.
+    """Return a class by module and name; classes of a script count as those of a module of the script's name.
 
-    So that ``train.py`` names its classes alike, whether it is run or imported; in a notebook they have no module.
+    ``train.py`` thus names its classes the same whether it is run or imported. Classes of a notebook have no module.
     """
     module = kind.__module__
     if module in ("__main__", "__mp_main__"):
@@ -80,16 +82,16 @@ def class_path(kind: type) -> str:
 
 
 def is_same_class(one: str, other: str) -> bool:
-    """Whether two class paths name one class: a package, or the module, may be missing of either."""
+    """Return whether two class paths name one class; either may lack the leading packages or the module."""
     return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
-def encoded(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as JSON, so that they can be compared with those of a file."""
-    aside: dict[str, Any] = {}
+def encode_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters as JSON-able values, to compare them with those of a file."""
+    tensors: dict[str, Any] = {}
     try:
-        document = encode(dict(hyper_parameters), aside, "hyper_parameters")
-    except CheckpointError:  # which saving says
+        document = encode(dict(hyper_parameters), tensors, "hyper_parameters")
+    except CheckpointError:  # saving reports it
         return {}
     return document if isinstance(document, dict) else {}
 
@@ -98,5 +100,5 @@ def _stem(file: str) -> str:
     return os.path.splitext(os.path.basename(file))[0]
 
 
-def _at(values: Mapping[str, Any], key: str) -> str:
-    return reprlib.repr(values[key]) if key in values else "not there"
+def _format_value(values: Mapping[str, Any], key: str) -> str:
+    return reprlib.repr(values[key]) if key in values else "not set"

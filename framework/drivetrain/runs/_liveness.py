@@ -1,73 +1,73 @@
-"""Whether a run is under way: its process is looked for on this machine, and its heartbeat watched elsewhere."""
+"""Determines whether a run is alive: by its process on this machine, by its heartbeat elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from drivetrain.runs._process import Job, Process, must_have_ended
+from drivetrain.runs._process import Job, Process, has_replaced
 from drivetrain.runs._record import RUNNING, Record
 
-HEARTBEAT = 30.0
-"""Seconds between two updates of a run's record."""
+HEARTBEAT_SECONDS = 30.0
+"""Seconds between updates of a live run's record."""
 
-WATCH = 90.0
-"""Seconds for which a record that says "running" is watched, where its process cannot be looked for."""
+WATCH_SECONDS = 90.0
+"""Seconds to watch the record of a run with status "running" whose process cannot be checked."""
 
-under_way: set[str] = set()
-"""The ids of the runs that are under way in this process."""
+running_ids: set[str] = set()
+"""Ids of the runs that are active in this process."""
 
 
 def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
-    """Whether a run is under way; None where only its heartbeat can tell.
+    """Return whether a run is alive; None if only its heartbeat can tell.
 
     Args:
-        record: what it says of itself.
-        jobs: those of this process. What ran as the same job before has ended.
+        record: the run's record.
+        jobs: the jobs that this process belongs to. An earlier process of the same job has ended.
     """
     if record.status != RUNNING:
         return False
-    if any(one.is_same(other) and one.restarts > other.restarts for one in jobs for other in record.jobs):
+    if any(job.is_same(other) and job.restarts > other.restarts for job in jobs for other in record.jobs):
         return False
     process = record.process
     lives = None if process is None else process.lives()
     if lives and process == Process.here():
-        return record.id in under_way
-    if lives is None and must_have_ended(list(jobs), record.jobs):
+        return record.id in running_ids
+    if lives is None and has_replaced(list(jobs), record.jobs):
         return False
     return lives
 
 
-class Watch:
-    """Watches the record of a run whose process is out of sight.
+class HeartbeatWatch:
+    """Watches the record of a run whose process cannot be checked from here.
 
     Args:
-        record: as it was read.
-        seconds: for how long.
-        read: returns the record that lies in a folder now.
+        record: the record as first read.
+        seconds: how long to watch.
+        read: returns the current record of a folder.
     """
 
     def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
         self.record = record
         self._read = read
-        self.after: Record | None = None
-        """As it was read last."""
+        self.latest: Record | None = None
+        """The record as last read."""
         self._until = time.monotonic() + seconds
         self.is_alive: bool | None = None
-        """What has been seen; None while nothing has changed."""
+        """The outcome; None while the record has not changed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can be learnt."""
+        """Whether the outcome is known, or the time is over."""
         return self.is_alive is not None or time.monotonic() >= self._until
 
-    def look(self, pause: float) -> None:
-        """Wait for so many seconds at most, and look once more.
+    def poll(self, pause: float) -> None:
+        """Wait for at most ``pause`` seconds, then read the record again.
 
         Raises:
             StorageError: the storage refuses.
         """
         time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
-        after = self.after = self._read(self.record.folder)
-        if after is not None and after.document != self.record.document:
-            self.is_alive = after.status == RUNNING
+        latest = self.latest = self._read(self.record.folder)
+        if latest is not None and latest.document != self.record.document:
+            self.is_alive = latest.status == RUNNING

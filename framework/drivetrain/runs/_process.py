@@ -1,6 +1,6 @@
-"""The process that a run's rank 0 is, and the job that it belongs to: by them a run that lives is told from a dead one.
+"""Identifies the process of a run's rank 0 and its cluster job, to tell live runs from dead ones.
 
-Source: proc(5) for what tells two processes of one number apart; Slurm's sbatch(1) for ``SLURM_RESTART_COUNT``.
+Source: proc(5) for what distinguishes processes with the same pid; Slurm's sbatch(1) for ``SLURM_RESTART_COUNT``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from drivetrain.launchers._torchrun_variables import UNNAMED
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, as other machines may read of it.
+    """A process, identified across machines.
 
     Attributes:
-        host: the name of its machine.
-        pid: its number there.
-        began: when it began, in the kernel's clock ticks since boot; "" where the system does not say.
-        boot: identifies the boot of that machine; likewise.
-        namespace: in which its number counts: containers on one machine each have their own; likewise.
+        host: the machine's host name.
+        pid: its process id.
+        began: its start time in clock ticks since boot; "" if unknown.
+        boot: id of the machine's boot; "" if unknown.
+        namespace: its pid namespace, which differs between containers; "" if unknown.
     """
 
     host: str
@@ -36,48 +36,48 @@ class Process:
 
     @classmethod
     def here(cls) -> Self:
-        """Return this process."""
+        """Return the current process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _began(pid), *_where())
+        return cls(socket.gethostname(), pid, _start_time(pid), *_boot_and_namespace())
 
     @classmethod
     def from_json(cls, document: Any) -> Self | None:
-        """Read what `as_json` gave; None where it is something else."""
+        """Return the process from the dict of `as_json`; None for anything else."""
         if not isinstance(document, Mapping):
             return None
         texts = [document.get(name, "") for name in ("host", "began", "boot", "namespace")]
         pid = document.get("pid")
-        if type(pid) is not int or not 0 < pid < 2**31 or not all(isinstance(one, str) for one in texts):
+        if type(pid) is not int or not 0 < pid < 2**31 or not all(isinstance(entry, str) for entry in texts):
             return None
         host, began, boot, namespace = texts
         return cls(host, pid, began, boot, namespace)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON knows it."""
+        """Return a JSON-able dict."""
         return asdict(self)
 
     def lives(self) -> bool | None:
-        """Whether it lives; None where that cannot be seen from here: on another machine, or in another container."""
-        if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_where()):
+        """Return whether the process is alive; None if it is on another machine or in another container."""
+        if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_boot_and_namespace()):
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # it is somebody else's, and what is known of it may be hidden from us
-            return _began(self.pid) in (self.began, "")
-        return _began(self.pid) == self.began
+        except PermissionError:  # another user's process, whose /proc entry may be hidden
+            return _start_time(self.pid) in (self.began, "")
+        return _start_time(self.pid) == self.began
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a cluster started this process as: the same job comes back when it is queued, or restarted, again.
+    """A cluster job that started this process; a requeued or restarted job keeps its name.
 
     Attributes:
         kind: "slurm" or "elastic" (torchrun).
-        name: SLURM's number of the job, or torchrun's id of the run.
-        restarts: how often it was started before.
-        step: SLURM's number of the step, of which a job may run several at once; "" elsewhere.
+        name: SLURM's job id, or torchrun's run id.
+        restarts: number of earlier starts.
+        step: SLURM's step id, since steps of a job may run concurrently; "" otherwise.
     """
 
     kind: str
@@ -87,61 +87,61 @@ class Job:
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> list[Self]:
-        """Return the jobs that a process with these environment variables belongs to, the outermost first."""
+        """Return the jobs that a process with these environment variables belongs to, outermost first."""
         found = []
         slurm = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
         if slurm:
             step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or ""
             found.append(cls("slurm", slurm, _number(variables.get("SLURM_RESTART_COUNT")), step))
         elastic = variables.get("TORCHELASTIC_RUN_ID")
-        if elastic not in (None, "", "none", UNNAMED):  # torchrun says "none" where nobody has named it
+        if elastic not in (None, "", "none", UNNAMED):  # torchrun's default is "none"
             found.append(cls("elastic", elastic, _number(variables.get("TORCHELASTIC_RESTART_COUNT"))))
         return found
 
     @classmethod
     def from_json(cls, document: Any) -> list[Self]:
-        """Read a list of what `as_json` gave; what is something else is left out."""
+        """Return the jobs from a list of `as_json` dicts; invalid entries are skipped."""
         found = []
-        for one in document if isinstance(document, list) else []:
-            if isinstance(one, Mapping):
-                kind, name, restarts, step = (one.get(key) for key in ("kind", "name", "restarts", "step"))
+        for entry in document if isinstance(document, list) else []:
+            if isinstance(entry, Mapping):
+                kind, name, restarts, step = (entry.get(key) for key in ("kind", "name", "restarts", "step"))
                 if isinstance(kind, str) and isinstance(name, str) and type(restarts) is int and isinstance(step, str):
                     found.append(cls(kind, name, restarts, step))
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON knows it."""
+        """Return a JSON-able dict."""
         return asdict(self)
 
     def is_same(self, other: Job) -> bool:
-        """Whether ``other`` is this job, started as often or not."""
+        """Return whether ``other`` is the same job, whatever its restart count."""
         return (self.kind, self.name) == (other.kind, other.name)
 
-    def outlives(self, other: Job) -> bool:
-        """Whether this is the same job, and what ran as ``other`` must have ended for it to run.
+    def replaces(self, other: Job) -> bool:
+        """Return whether this is the same job and ``other`` must have ended before it started.
 
-        Two steps of a SLURM job that was queued once may run side by side.
+        Different steps of a SLURM job with the same restart count may run concurrently.
         """
-        beside = self.step != other.step and self.restarts == other.restarts
-        return self.is_same(other) and not beside
+        concurrent = self.step != other.step and self.restarts == other.restarts
+        return self.is_same(other) and not concurrent
 
 
-def must_have_ended(ours: list[Job], theirs: list[Job]) -> bool:
-    """Whether we are the same job, and run in place of what it was."""
-    return any(one.outlives(other) for one in ours for other in theirs)
+def has_replaced(ours: list[Job], theirs: list[Job]) -> bool:
+    """Return whether one of our jobs replaces one of theirs."""
+    return any(job.replaces(other) for job in ours for other in theirs)
 
 
 def _number(text: str | None) -> int:
     return int(text) if text and text.isdecimal() else 0
 
 
-def _began(pid: int) -> str:
-    """When a process began, in clock ticks since boot; "" where the system does not say.
+def _start_time(pid: int) -> str:
+    """Return a process's start time in clock ticks since boot; "" if unknown.
 
-    One that has ended, and whose parent has not asked for its exit code yet, has another answer than it ever had.
+    A zombie (ended, but not reaped) returns "ended", which equals no recorded start time.
     """
     try:
-        # Its name, in parentheses, may hold spaces and parentheses.
+        # The command name, in parentheses, may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
@@ -150,8 +150,8 @@ def _began(pid: int) -> str:
 
 
 @cache
-def _where() -> tuple[str, str]:
-    """Which boot of which machine this is, and in which namespace processes are numbered."""
+def _boot_and_namespace() -> tuple[str, str]:
+    """Return the machine's boot id and the pid namespace of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

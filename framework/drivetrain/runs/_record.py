@@ -1,4 +1,4 @@
-"""``run.json``: what a run is, whether it is under way, and how it ended. docs/runs.md describes its fields."""
+"""``run.json``: a run's configuration, liveness and outcome. docs/runs.md describes its fields."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import StorageError
-from drivetrain.checkpoint._format.documents import parsed
+from drivetrain.checkpoint._format.documents import parse_json
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.runs._directory import RECORD
 from drivetrain.runs._process import Job, Process
 
 FORMAT = 1
-_LONGEST = 2**26  # bytes that are read
-_LONGEST_TEXT = 2000  # characters of a setting that is text
-_BESIDE = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
+_MAX_RECORD_BYTES = 2**26  # larger files are not records
+_MAX_TEXT = 2000  # characters; longer settings are truncated
+_TEMPORARY_NAME = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -31,11 +31,11 @@ FAILED = "failed"
 
 
 class Record(NamedTuple):
-    """What ``run.json`` said in the moment in which it was read.
+    """The content of a ``run.json`` when it was read.
 
     Attributes:
-        folder: the run's, a path or URL.
-        document: the whole of it.
+        folder: the run's folder, a path or URL.
+        document: the JSON document.
     """
 
     folder: str
@@ -43,50 +43,52 @@ class Record(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What tells the run from all others."""
+        """The run's unique id."""
         return _text(self.document.get("id"))
 
     @property
     def name(self) -> str:
-        """The name of the folder, ``version_3`` for one."""
+        """The name of the folder, such as ``version_3``."""
         return self.folder.rstrip("/").rpartition("/")[2]
 
     @property
     def is_training(self) -> bool:
-        """Whether it is, or was, a `fit`."""
+        """Whether the run is or was a `fit`."""
         return self.document.get("stage") == "fit"
 
     @property
     def status(self) -> str:
-        """``running`` as long as nobody has said how it ended, be it that it was killed."""
+        """The recorded status; ``running`` also for a run that was killed."""
         return _text(self.document.get("status"))
 
     @property
     def process(self) -> Process | None:
-        """Rank 0's."""
+        """The process of rank 0."""
         return Process.from_json(self.document.get("process"))
 
     @property
     def jobs(self) -> list[Job]:
-        """What its process belonged to."""
+        """The cluster jobs that its process belonged to."""
         return Job.from_json(self.document.get("job"))
 
     @property
     def loggers(self) -> list[tuple[tuple[str, str], str]]:
-        """The class and the name of each of its loggers, and the version that it had."""
+        """The (class, name) and the version of each logger."""
         found = self.document.get("loggers")
-        described = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-        return [((_text(one.get("class")), _text(one.get("name"))), _text(one.get("version"))) for one in described]
+        described = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        return [
+            ((_text(entry.get("class")), _text(entry.get("name"))), _text(entry.get("version"))) for entry in described
+        ]
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """From each time that it was started or gone on with, the oldest first."""
+        """The parts of the run, one per start or resume, oldest first."""
         parts = self.document.get("parts")
-        return [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
+        return [entry for entry in parts if isinstance(entry, dict)] if isinstance(parts, list) else []
 
 
 def read(folder: str) -> Record | None:
-    """Return the record that lies in a folder; None where there is none, or nothing that is one.
+    """Return the record in a folder; None if there is none, or it is invalid.
 
     Raises:
         StorageError: the storage refuses.
@@ -97,20 +99,20 @@ def read(folder: str) -> Record | None:
         with as_os_errors():
             if filesystem is None:
                 with open(root, "rb") as file:
-                    content = file.read(_LONGEST + 1)
+                    content = file.read(_MAX_RECORD_BYTES + 1)
             else:
                 filesystem.invalidate_cache()
-                content = filesystem.cat_file(root, start=0, end=min(int(filesystem.size(root)), _LONGEST + 1))
+                content = filesystem.cat_file(root, start=0, end=min(int(filesystem.size(root)), _MAX_RECORD_BYTES + 1))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
         raise StorageError(
             f"{path!r} cannot be read: {error}.",
-            "whose run it is, and whether it is under way, is not known.",
+            "it is unknown whose run this is and whether it is running.",
             "check the storage, the credentials and the network.",
         ) from error
     try:
-        document = parsed(content) if len(content) <= _LONGEST else None
+        document = parse_json(content) if len(content) <= _MAX_RECORD_BYTES else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("format") != FORMAT or not _text(document.get("id")):
@@ -119,48 +121,48 @@ def read(folder: str) -> Record | None:
 
 
 def write(folder: str, document: Mapping[str, Any]) -> None:
-    """Write a record in one step: whoever reads finds the one before, or this one.
+    """Write a record atomically: a reader gets the previous or the new one.
 
     Raises:
         OSError: the storage refuses.
     """
-    content = as_text(document)
+    content = encode_record(document)
     filesystem, root = filesystem_of(child(folder, RECORD))
     if filesystem is not None:
         with as_os_errors():
             filesystem.pipe_file(root, content)
         return
-    beside = f"{root}.{os.urandom(4).hex()}.new"
+    temporary = f"{root}.{os.urandom(4).hex()}.new"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # a machine that goes down must not leave an empty one
-        os.replace(beside, root)
+            os.fsync(file.fileno())  # otherwise a crash of the machine could leave an empty file
+        os.replace(temporary, root)
     except BaseException:
         with suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 
 def remove(folder: str) -> None:
-    """Remove the record that lies in a folder; what is not there is no error."""
+    """Remove the record in a folder, if there is one."""
     filesystem, root = filesystem_of(child(folder, RECORD))
     with suppress(FileNotFoundError), as_os_errors():
         os.unlink(root) if filesystem is None else filesystem.rm_file(root)
 
 
 def clear_leftovers(folder: str) -> None:
-    """Remove what a writer has left that was killed as it wrote the record. None may be writing it."""
+    """Remove temporary files of a killed writer. No other process may be writing the record."""
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
-        for name in filter(_BESIDE.fullmatch, os.listdir(root)):
+        for name in filter(_TEMPORARY_NAME.fullmatch, os.listdir(root)):
             with suppress(OSError):
                 os.unlink(os.path.join(root, name))
 
 
-def put_aside(folder: str) -> str:
-    """Give the record of an earlier run another name, ``run-1.json`` and so on, and return it.
+def archive_record(folder: str) -> str:
+    """Rename the record of an earlier run to ``run-1.json``, ``run-2.json`` ..., and return the name.
 
     Raises:
         OSError: the storage refuses.
@@ -174,25 +176,25 @@ def put_aside(folder: str) -> str:
         return name
     with as_os_errors():
         filesystem.invalidate_cache()
-        taken = {one.rstrip("/").rpartition("/")[2] for one in filesystem.ls(root, detail=False)}
+        taken = {entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)}
         while (name := f"run-{number}.json") in taken:
             number += 1
         filesystem.copy(child(root, RECORD), child(root, name))
     return name
 
 
-def as_text(document: Mapping[str, Any]) -> bytes:
-    """Return a record as it is written."""
+def encode_record(document: Mapping[str, Any]) -> bytes:
+    """Return a record as JSON text."""
     return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
 
 def now() -> str:
-    """Return the time, as RFC 3339 writes it, in UTC."""
+    """Return the current UTC time in RFC 3339 format."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a setting as JSON knows it: objects by the names of their classes, numbers that JSON lacks as text."""
+    """Return a setting as a JSON-able value: objects by class name, numbers that JSON lacks as text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -201,7 +203,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, str | os.PathLike):
         text = str(value) if isinstance(value, str) else str(os.fspath(value))
-        return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+        return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
     if isinstance(value, timedelta):
         return str(value)
     if depth < 8 and isinstance(value, Mapping):

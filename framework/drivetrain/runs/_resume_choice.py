@@ -1,4 +1,4 @@
-"""Which of the runs that there are a new one goes on with, and from which of its checkpoints."""
+"""Chooses the checkpoint and the run that a new run resumes from."""
 
 from __future__ import annotations
 
@@ -7,126 +7,126 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from drivetrain.checkpoint._discovery import Asking, newest_of, whole_in
-from drivetrain.checkpoint._folders import child, children, resolved
+from drivetrain.checkpoint._discovery import StorageRetry, resumable_in, select_newest
+from drivetrain.checkpoint._folders import child, children, resolve_folder
 from drivetrain.checkpoint._format import Checkpoint, StorageError
 from drivetrain.errors import CheckpointError
 from drivetrain.runs._directory import CHECKPOINTS
-from drivetrain.runs._identity import Identity, encoded
-from drivetrain.runs._liveness import Watch, is_alive
+from drivetrain.runs._identity import Identity, encode_hyper_parameters
+from drivetrain.runs._liveness import HeartbeatWatch, is_alive
 from drivetrain.runs._process import Job
 from drivetrain.runs._record import FINISHED, Record, read
 
 logger = logging.getLogger("drivetrain")
 
-_PATIENCE_ELSEWHERE = 5.0  # seconds in all, for records that a run can do without
-_MOST_NAMED = 3  # of the runs that were passed over
+_SHORT_RETRY_SECONDS = 5.0  # for records that are not essential
+_MAX_LISTED = 3  # skipped runs that are listed by name
 
 
-class Choice(NamedTuple):
-    """What a run goes on from.
+class ResumeChoice(NamedTuple):
+    """What a run resumes from.
 
     Attributes:
-        path: of the checkpoint; None for a fresh start.
-        record: of the run whose folder it goes on in; None for a folder of its own.
-        parent: the id of the run that wrote the checkpoint; "" for none.
-        passed_over: the runs that it does not go on with, each with the reason.
+        path: path of the checkpoint; None for a fresh start.
+        record: record of the run whose folder is continued; None for a new folder.
+        parent: id of the run that wrote the checkpoint; "" for none.
+        skipped: the runs that were skipped, each with the reason.
     """
 
     path: str | None = None
     record: Record | None = None
     parent: str = ""
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
-    def told(self) -> str:
-        """Return the runs that were passed over in a sentence; "" for none."""
-        if not self.passed_over:
+    def describe_skipped(self) -> str:
+        """Return a sentence that lists the skipped runs; "" if there are none."""
+        if not self.skipped:
             return ""
-        more = len(self.passed_over) - _MOST_NAMED
-        named = "; ".join(self.passed_over[:_MOST_NAMED])
-        return f" Passed over: {named}{f'; and {more} more' if more > 0 else ''}."
+        more = len(self.skipped) - _MAX_LISTED
+        named = "; ".join(self.skipped[:_MAX_LISTED])
+        return f" Skipped: {named}{f'; and {more} more' if more > 0 else ''}."
 
 
-class Search:
-    """Looks through the runs of a place, and through folders of checkpoints that were named beside it.
+class RunSearch:
+    """Searches the runs in a folder, and user-specified folders of checkpoints, for a checkpoint to resume from.
 
     Args:
-        place: the folder or URL where runs have theirs.
-        version: the name of the only folder there that counts; None for all.
-        identity: of the new run.
-        jobs: those that its process belongs to.
-        asking: waits for storages that refuse.
+        place: the folder or URL that holds the runs.
+        version: name of the only run folder to consider; None for all.
+        identity: the experiment of the new run.
+        jobs: the jobs that its process belongs to.
+        retry: retries failing storage requests.
     """
 
     def __init__(
-        self, place: str, version: str | None, identity: Identity, jobs: Sequence[Job], asking: Asking
+        self, place: str, version: str | None, identity: Identity, jobs: Sequence[Job], retry: StorageRetry
     ) -> None:
         self._place = place
         self._version = version
         self._identity = identity
         self._jobs = jobs
-        self._asking = asking
-        self._asking_elsewhere = Asking(_PATIENCE_ELSEWHERE)
-        self._out_of_reach: set[str] = set()
-        self._searches = False  # it was given more than one checkpoint
-        self._passed_over: list[str] = []
-        self._alive: dict[str, bool | None] = {}  # by folder
-        self._known: dict[str, Record] = {}  # the runs of this experiment, by their ids
-        self._occupant: Record | None = None  # of whatever experiment, in the folder that the new run is to have
-        self._beside: list[Checkpoint] = []  # in folders that the user has named
+        self._retry = retry
+        self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
+        self._unreadable: set[str] = set()
+        self._has_candidates = False  # whether there is more than one checkpoint to choose from
+        self._skipped: list[str] = []
+        self._alive: dict[str, bool | None] = {}  # liveness by folder
+        self._known: dict[str, Record] = {}  # runs of this experiment, by id
+        self._folder_owner: Record | None = None  # of any experiment; its folder is the new run's
+        self._user_checkpoints: list[Checkpoint] = []  # checkpoints in folders that the user named
 
-    # What there is
+    # Collecting runs and checkpoints
 
-    def look_through(self, folders: Sequence[str]) -> None:
-        """Take all runs of the place, and the checkpoints in ``folders``, of which some may be these runs' own."""
-        self._searches = True
-        names = [self._version] if self._version is not None else self._asking.until_answered(self._names)
-        found = [self._asking.until_answered(partial(self._read_neighbour, child(self._place, name))) for name in names]
-        records = sorted((one for one in found if one is not None), key=_started, reverse=True)
+    def collect_runs(self, folders: Sequence[str]) -> None:
+        """Add all runs of this experiment, and the checkpoints in ``folders`` outside the runs' own folders."""
+        self._has_candidates = True
+        names = [self._version] if self._version is not None else self._retry.call(self._names)
+        results = [self._retry.call(partial(self._read_neighbour, child(self._place, name))) for name in names]
+        records = sorted((record for record in results if record is not None), key=_started, reverse=True)
         for record in records:
-            if record.is_training and self._is_ours(record):
-                self.note(record)
-        inside = {resolved(child(record.folder, CHECKPOINTS)) for record in records}
-        self.look_in([one for one in folders if resolved(one) not in inside])
+            if record.is_training and self._is_same_experiment(record):
+                self.add_run(record)
+        in_run_folders = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
+        self.collect_checkpoints([folder for folder in folders if resolve_folder(folder) not in in_run_folders])
 
-    def look_in(self, folders: Sequence[str]) -> None:
-        """Take the checkpoints in folders that the user has named."""
-        self._searches = True
-        for one in whole_in(folders, self._asking):
-            why_not = self.why_another(one)
-            if why_not is None:
-                self._beside.append(one)
-                self.look_at(one)
+    def collect_checkpoints(self, folders: Sequence[str]) -> None:
+        """Add the checkpoints in folders that the user named."""
+        self._has_candidates = True
+        for checkpoint in resumable_in(folders, self._retry):
+            difference = self.difference_of(checkpoint)
+            if difference is None:
+                self._user_checkpoints.append(checkpoint)
+                self.add_run_of(checkpoint)
             else:
-                self._passed_over.append(f"{one.path!r} ({why_not})")
+                self._skipped.append(f"{checkpoint.path!r} ({difference})")
 
-    def look_at(self, checkpoint: Checkpoint) -> None:
-        """Take the run that wrote a checkpoint."""
-        record = self.run_of(checkpoint)
+    def add_run_of(self, checkpoint: Checkpoint) -> None:
+        """Add the run that wrote a checkpoint."""
+        record = self.find_run_of(checkpoint)
         if record is not None:
-            self.note(record)
+            self.add_run(record)
 
-    def note(self, record: Record) -> None:
-        """Take a run that is of this experiment."""
+    def add_run(self, record: Record) -> None:
+        """Add a run of this experiment."""
         self._known.setdefault(record.id, record)
 
-    def consider_occupant(self, version: str) -> None:
-        """Take the run that has the folder which the new one is to have by its name."""
-        self._occupant = self._read(child(self._place, version))
+    def set_folder_owner(self, version: str) -> None:
+        """Read the record of the run that owns the folder which the user named for the new run."""
+        self._folder_owner = self._read(child(self._place, version))
 
     def _names(self) -> list[str]:
         return children(self._place)
 
-    def read_again(self, folder: str) -> Record | None:
-        """Return the record that lies in a folder now.
+    def reread(self, folder: str) -> Record | None:
+        """Return the current record of a folder.
 
         Raises:
-            StorageError: the storage refuses, for as long as it is asked.
+            StorageError: the storage still fails after the last retry.
         """
         return self._read(folder)
 
     def _read(self, folder: str) -> Record | None:
-        return self._asking.until_answered(partial(read, folder))
+        return self._retry.call(partial(read, folder))
 
     def _read_neighbour(self, folder: str) -> Record | None:
         try:
@@ -135,177 +135,183 @@ class Search:
             if not isinstance(error.__cause__, PermissionError):
                 raise
             name = folder.rpartition("/")[2]
-            self._passed_over.append(f"{name} (its record may not be read)")
+            self._skipped.append(f"{name} (no permission to read its record)")
             return None
 
-    def _is_ours(self, record: Record) -> bool:
+    def _is_same_experiment(self, record: Record) -> bool:
         document = record.document
         module, name = str(document.get("module", "")), str(document.get("name", ""))
-        why_not = self._identity.why_not(module, name, document.get("hyper_parameters"))
-        if why_not is not None:
-            self._passed_over.append(f"{record.name} ({why_not})")
-        return why_not is None
+        difference = self._identity.difference(module, name, document.get("hyper_parameters"))
+        if difference is not None:
+            self._skipped.append(f"{record.name} ({difference})")
+        return difference is None
 
-    def why_another(self, checkpoint: Checkpoint) -> str | None:
-        """Say how the run of a checkpoint differs from the new one; None where it does not."""
-        facts = checkpoint.manifest.facts
-        module = facts.run.get("module", "")
-        if not module:  # of a version that had no folders for runs
+    def difference_of(self, checkpoint: Checkpoint) -> str | None:
+        """Describe how the run of a checkpoint differs from this experiment; None if it does not."""
+        metadata = checkpoint.manifest.metadata
+        module = metadata.run.get("module", "")
+        if not module:  # written before runs had folders
             try:
                 made_of = checkpoint.state().get("made_of")
             except CheckpointError:
-                made_of = None  # it is passed over once it comes to that
+                made_of = None  # it is skipped later
             module = str(made_of.get("module", "")) if isinstance(made_of, dict) else ""
-        return self._identity.why_not(module, facts.run.get("name", ""), encoded(facts.hyper_parameters))
+        return self._identity.difference(
+            module, metadata.run.get("name", ""), encode_hyper_parameters(metadata.hyper_parameters)
+        )
 
-    def run_of(self, checkpoint: Checkpoint) -> Record | None:
-        """Return the record of the run that wrote a checkpoint; None where there is none any more."""
-        facts = checkpoint.manifest.facts
+    def find_run_of(self, checkpoint: Checkpoint) -> Record | None:
+        """Return the record of the run that wrote a checkpoint; None if it no longer exists."""
+        metadata = checkpoint.manifest.metadata
         parent, _, _ = checkpoint.path.rstrip("/").rpartition("/")
         above, _, name = parent.rpartition("/")
         record = self._read(above or "/") if name == CHECKPOINTS else None
-        if record is None or record.id != facts.run.get("id"):
-            record = self._read_elsewhere(facts.run.get("folder", ""))
-        return record if record is not None and record.id == facts.run.get("id") else None
+        if record is None or record.id != metadata.run.get("id"):
+            record = self._read_copied_from(metadata.run.get("folder", ""))
+        return record if record is not None and record.id == metadata.run.get("id") else None
 
-    def _read_elsewhere(self, folder: str) -> Record | None:
-        """Read the record that a checkpoint names. It may have been copied from where nobody here can look."""
-        if folder and folder not in self._out_of_reach:
+    def _read_copied_from(self, folder: str) -> Record | None:
+        """Read the record that a checkpoint names. A copied checkpoint may name a folder that is unreachable here."""
+        if folder and folder not in self._unreadable:
             try:
-                return self._asking_elsewhere.until_answered(partial(read, folder))
+                return self._short_retry.call(partial(read, folder))
             except CheckpointError as error:
-                self._out_of_reach.add(folder)
+                self._unreadable.add(folder)
                 logger.warning(
-                    "Whether the run in %r is under way is not known, and it is left alone: %s", folder, error
+                    "It is unknown whether the run in %r is alive; its folder is not continued: %s", folder, error
                 )
         return None
 
-    # Who lives
+    # Liveness
 
     def undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
-        """Return a run that may live, on another machine, where it would be chosen if it were dead; None for none.
+        """Return a run that would be chosen if it were dead, but may be alive on another machine; None for none.
 
         Args:
             check: as for `newest`.
         """
-        if self._occupant is not None and self._lives(self._occupant) is None:
-            return self._occupant
-        out_of_sight = [record for record in self._known.values() if self._lives(record) is None]
-        if not out_of_sight or not self._searches:
+        if self._folder_owner is not None and self._liveness_of(self._folder_owner) is None:
+            return self._folder_owner
+        out_of_sight = [record for record in self._known.values() if self._liveness_of(record) is None]
+        if not out_of_sight or not self._has_candidates:
             return next(iter(out_of_sight), None)
         _, record = self._newest(check)
         return record if record in out_of_sight else None
 
-    def watched(self, watch: Watch) -> None:
-        """Take what a watch over the run that was `undecided` has shown."""
+    def finish_watch(self, watch: HeartbeatWatch) -> None:
+        """Store the outcome of the watch on a run that `undecided` returned."""
         record = watch.record
         self._alive[record.folder] = bool(watch.is_alive)
-        if watch.after is not None and self._known.get(record.id) is record:
-            self._known[record.id] = watch.after
-        if watch.after is not None and self._occupant is record:
-            self._occupant = watch.after
+        if watch.latest is not None and self._known.get(record.id) is record:
+            self._known[record.id] = watch.latest
+        if watch.latest is not None and self._folder_owner is record:
+            self._folder_owner = watch.latest
 
-    def was_seen_to_live(self, record: Record) -> bool:
-        """Whether a run is known to be under way."""
-        return bool(self._lives(record))
+    def is_known_alive(self, record: Record) -> bool:
+        """Return whether a run is known to be alive."""
+        return bool(self._liveness_of(record))
 
-    def taken(self, record: Record) -> None:
-        """Note that somebody else has gone on with a run meanwhile."""
+    def mark_alive(self, record: Record) -> None:
+        """Mark a run as alive, because another process has resumed it meanwhile."""
         self._alive[record.folder] = True
 
-    def _lives(self, record: Record) -> bool | None:
+    def _liveness_of(self, record: Record) -> bool | None:
         if record.folder not in self._alive:
             self._alive[record.folder] = is_alive(record, self._jobs)
         return self._alive[record.folder]
 
     # Choosing
 
-    def newest(self, check: Callable[[Checkpoint], None], alive_too: bool = False) -> Choice:
-        """Return the newest checkpoint of the same experiment, and whose folder the run goes on in.
+    def newest(self, check: Callable[[Checkpoint], None], include_running: bool = False) -> ResumeChoice:
+        """Return the newest checkpoint of the experiment, and the run whose folder to continue.
 
-        What this job wrote when it ran before comes first.
+        Checkpoints of an earlier start of the same job come first.
 
         Args:
-            check: raises `CheckpointError` of what cannot be gone on from.
-            alive_too: do not pass over runs that are under way: nothing will be written.
+            check: raises `CheckpointError` for a checkpoint that cannot be resumed from.
+            include_running: also consider runs that are alive; for evaluations, which write nothing.
         """
-        found, record = self._newest(check, alive_too)
+        found, record = self._newest(check, include_running)
         return self._choice(None if found is None else found.path, record, found)
 
     def _newest(
-        self, check: Callable[[Checkpoint], None], alive_too: bool = False
+        self, check: Callable[[Checkpoint], None], include_running: bool = False
     ) -> tuple[Checkpoint | None, Record | None]:
-        """Return the checkpoint and its run; a run alone where this job was stopped before it had saved anything."""
+        """Return the newest checkpoint and its run; only a run if this job was stopped before its first save."""
         known = sorted(self._known.values(), key=_started, reverse=True)
-        dead = [one for one in known if alive_too or not self._is_alive(one)]
-        ids = {record.id for record in dead}
-        of_this_job = [one for one in dead if self._is_of_this_job(one)]
-        mine = {record.id for record in of_this_job}
-        beside = [one for one in self._beside if not self._belongs_to_another(one, ids)]
+        candidates = [record for record in known if include_running or not self._is_alive(record)]
+        ids = {record.id for record in candidates}
+        of_this_job = [record for record in candidates if self._is_of_this_job(record)]
+        ids_of_this_job = {record.id for record in of_this_job}
+        user_checkpoints = [
+            checkpoint for checkpoint in self._user_checkpoints if not self._is_of_running_run(checkpoint, ids)
+        ]
+        of_job = [each for each in user_checkpoints if each.manifest.metadata.run.get("id") in ids_of_this_job]
         for records, others in (
-            (of_this_job, [one for one in beside if one.manifest.facts.run.get("id") in mine]),
-            (dead, beside),
+            (of_this_job, of_job),
+            (candidates, user_checkpoints),
         ):
-            inside = {
-                one.path: (one, record)
+            in_run_folders = {
+                checkpoint.path: (checkpoint, record)
                 for record in records
-                for one in whole_in([child(record.folder, CHECKPOINTS)], self._asking)
-                if one.manifest.facts.run.get("id", record.id) == record.id
+                for checkpoint in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
+                if checkpoint.manifest.metadata.run.get("id", record.id) == record.id
             }
-            found = newest_of([*(one for one, _ in inside.values()), *others], self._asking, check)
-            if found is not None:
-                # As it was when it was found to be dead: by now somebody may go on with it.
-                return found, inside[found.path][1] if found.path in inside else self._known_run(found)
-            unfinished = [one for one in records if records is of_this_job and one.status != FINISHED]
-            if unfinished and not alive_too:
+            newest = select_newest([*(each for each, _ in in_run_folders.values()), *others], self._retry, check)
+            if newest is not None:
+                # Use the record that was judged dead: another process may have resumed the run since.
+                found = in_run_folders.get(newest.path)
+                return newest, self._known_run(newest) if found is None else found[1]
+            unfinished = [record for record in records if records is of_this_job and record.status != FINISHED]
+            if unfinished and not include_running:
                 return None, unfinished[0]
         return None, None
 
-    def at(self, checkpoint: Checkpoint) -> Choice:
-        """Return what going on from this very checkpoint means."""
+    def resume_from(self, checkpoint: Checkpoint) -> ResumeChoice:
+        """Return the choice for an explicit checkpoint: its run's folder is continued if it is the newest there."""
         record = self._known_run(checkpoint)
-        whole = record is not None and self.why_another(checkpoint) is None and not checkpoint.weights_only
-        if record is None or not whole or self._is_alive(record):
+        resumable = record is not None and self.difference_of(checkpoint) is None and not checkpoint.weights_only
+        if record is None or not resumable or self._is_alive(record):
             return self._choice(checkpoint.path, None, checkpoint)
         folder = checkpoint.path.rstrip("/").rpartition("/")[0]
-        inside = whole_in([child(record.folder, CHECKPOINTS), folder], self._asking)
-        of_its_run = [one for one in inside if one.manifest.facts.run.get("id") == record.id]
-        newest = newest_of(of_its_run, self._asking)
+        in_run_folders = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
+        of_its_run = [each for each in in_run_folders if each.manifest.metadata.run.get("id") == record.id]
+        newest = select_newest(of_its_run, self._retry)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
 
     def _known_run(self, checkpoint: Checkpoint) -> Record | None:
-        return self._known.get(checkpoint.manifest.facts.run.get("id", ""))
+        return self._known.get(checkpoint.manifest.metadata.run.get("id", ""))
 
-    def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> Choice:
-        if record is not None:  # where its folder is elsewhere, what is written goes where it was asked for
-            here = self._is_here(record)
-            record = record._replace(folder=child(self._place, record.name)) if here else None
-        parent = "" if checkpoint is None else checkpoint.manifest.facts.run.get("id", "")
-        return Choice(path, record, parent, tuple(self._passed_over))
+    def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
+        if record is not None:  # a run elsewhere is not continued: output goes to the requested folder
+            continued = self._is_in_place(record)
+            record = record._replace(folder=child(self._place, record.name)) if continued else None
+        parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
+        return ResumeChoice(path, record, parent, tuple(self._skipped))
 
-    def _is_here(self, record: Record) -> bool:
+    def _is_in_place(self, record: Record) -> bool:
         if self._version is not None and record.name != self._version:
             return False
         above = record.folder.rstrip("/").rpartition("/")[0]
-        return resolved(above) == resolved(self._place)
+        return resolve_folder(above) == resolve_folder(self._place)
 
     def _is_alive(self, record: Record) -> bool:
-        alive = self._lives(record)
+        alive = self._liveness_of(record)
         if alive:
             process = record.process
             where = "" if process is None else f", process {process.pid} on {process.host}"
-            told = f"{record.name} (it is under way{where})"
-            if told not in self._passed_over:
-                self._passed_over.insert(0, told)
+            skipped = f"{record.name} (it is running{where})"
+            if skipped not in self._skipped:
+                self._skipped.insert(0, skipped)
         return bool(alive)
 
     def _is_of_this_job(self, record: Record) -> bool:
-        return any(one.is_same(other) for one in self._jobs for other in record.jobs)
+        return any(job.is_same(other) for job in self._jobs for other in record.jobs)
 
-    def _belongs_to_another(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
-        """Whether its run is known, and none that can be gone on with."""
-        run = checkpoint.manifest.facts.run.get("id", "")
+    def _is_of_running_run(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
+        """Return whether the checkpoint's run is known and cannot be resumed."""
+        run = checkpoint.manifest.metadata.run.get("id", "")
         return run in self._known and run not in ids
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
     from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
-    from drivetrain.checkpoint._weights_fit import Misfit as Misfit
+    from drivetrain.checkpoint._weights_fit import WeightMismatch as WeightMismatch
     from drivetrain.strategies._embedding_checks import refuse_embedding_max_norm as refuse_embedding_max_norm
     from drivetrain.strategies._module_lock import may_move as may_move
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
@@ -48,7 +48,7 @@ _HOMES = {
     "DistributedStrategy": ".distributed",
     "LocalControl": "drivetrain._distributed.control_plane",
     "MemoryAdvice": "drivetrain._runtime.memory_advice",
-    "Misfit": "drivetrain.checkpoint._weights_fit",
+    "WeightMismatch": "drivetrain.checkpoint._weights_fit",
     "ParameterShard": "drivetrain._distributed.shards",
     "Pending": "drivetrain._distributed.control_plane",
     "Region": "drivetrain._distributed.shards",
@@ -79,7 +79,6 @@ __all__ = [
     "DistributedStrategy",
     "LocalControl",
     "MemoryAdvice",
-    "Misfit",
     "ParameterShard",
     "Pending",
     "Region",
@@ -87,6 +86,7 @@ __all__ = [
     "Span",
     "StepRunner",
     "Strategy",
+    "WeightMismatch",
     "absent_error",
     "broadcast_together",
     "changed_within_window",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.errors import CheckpointError
-from drivetrain.strategies import Misfit, ParameterShard, Region, Span, check_optimizer_fits, cut
+from drivetrain.strategies import ParameterShard, Region, Span, WeightMismatch, check_optimizer_fits, cut
 from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 
 
@@ -165,7 +165,9 @@ class State:
         own = self._module.state_dict(keep_vars=True)
         held = {name: self._find(value) for name, value in own.items()}
         whole = {name: held[name] or value for name, value in own.items()}
-        Misfit.between(whole, state, partly=not strict).settle("The weights", type(self._module).__name__, strict)
+        WeightMismatch.compare(whole, state, partial=not strict).raise_or_warn(
+            "The weights", type(self._module).__name__, strict
+        )
         extra, wanted = {}, {}
         for name, value in own.items():
             if name not in state:

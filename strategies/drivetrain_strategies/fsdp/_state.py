@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.strategies import Box, Misfit, ParameterShard, Region
+from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch
 from drivetrain_strategies.fsdp._internals import local_region
 
 
@@ -85,7 +85,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
         CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
     """
     own = module.state_dict(keep_vars=True)
-    Misfit.between(own, state, partly=not strict).settle("The weights", type(module).__name__, strict)
+    WeightMismatch.compare(own, state, partial=not strict).raise_or_warn("The weights", type(module).__name__, strict)
     extra = {}
     for name, place in own.items():
         if name not in state:

@@ -187,7 +187,7 @@ class TestWhatIsKept:
         retention = Retention(1, 0, mode)
         assert retention.add("a", "1", float("nan")) == []
         assert [one.name for one in retention.add("b", "2", 1.0)] == ["a"]
-        assert not retention.wants(float("nan"))
+        assert not retention.would_keep(float("nan"))
 
     def test_two_callbacks_of_one_class(self, tmp_path: Path) -> None:
         # F-12, F-16
@@ -220,9 +220,9 @@ class TestGoingOn:
             module = Scored([0.0] * epochs)
             fit(tmp_path, Checkpoint(**kept), max_epochs=epochs).fit(module, loader(), ckpt_path="auto")
             assert module.started == [epochs - 1]
-        facts = [load(tmp_path / RUN / "checkpoints" / name).manifest.facts for name in names(tmp_path)]
-        assert [len(one.lineage) for one in facts] == [1, 2, 3, 4]
-        assert [one.parent for one in facts[1:]] == [one.identifier for one in facts[:-1]]
+        metadata = [load(tmp_path / RUN / "checkpoints" / name).manifest.metadata for name in names(tmp_path)]
+        assert [len(one.lineage) for one in metadata] == [1, 2, 3, 4]
+        assert [one.parent for one in metadata[1:]] == [one.identifier for one in metadata[:-1]]
 
     def test_auto_starts_afresh_and_then_goes_on(self, tmp_path: Path) -> None:
         first, second = Scored([0.0] * 4), Scored([0.0] * 4)

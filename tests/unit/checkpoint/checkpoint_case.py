@@ -1,4 +1,4 @@
-"""Contents of a small checkpoint, and ways to hurt one."""
+"""Contents of a small checkpoint, and functions that damage one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 
 STATE = {
     "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},
@@ -21,7 +21,7 @@ STATE = {
 
 
 def contents(scale: float = 1.0, size: int = 3) -> Contents:
-    """Weights with a tie and several types, AdamW's state, a run's state and a rank's."""
+    """Return weights with a tied name and several dtypes, AdamW's state, a run's state and a rank's state."""
     weight = torch.arange(2.0 * size).view(2, size) * scale
     adam = {"exp_avg": weight + 1, "exp_avg_sq": weight + 2, "step": torch.tensor(5.0)}
     return Contents(
@@ -34,7 +34,7 @@ def contents(scale: float = 1.0, size: int = 3) -> Contents:
             "quantizer._extra_state": {"range": (0.0, 1.0)},
         },
         aliases={"head.weight": "layer.weight"},
-        facts=Facts("DDPStrategy", "bf16-mixed", {"step": 5, "epoch": 1}, {"width": 3}),
+        metadata=CheckpointMetadata("DDPStrategy", "bf16-mixed", {"step": 5, "epoch": 1}, {"width": 3}),
         optimizers=[
             {
                 "state": {"layer.weight": adam},
@@ -47,13 +47,13 @@ def contents(scale: float = 1.0, size: int = 3) -> Contents:
 
 
 def written(path: Path | str, scale: float = 1.0, size: int = 3) -> str:
-    """Save such a checkpoint, and return its path."""
+    """Save a small checkpoint, and return its path."""
     save(str(path), contents(scale, size), LocalControl())
     return str(path)
 
 
 def equal(ours: Any, theirs: Any) -> bool:
-    """Whether two nested values are equal, types of containers and of tensors included."""
+    """Return whether two nested values are equal, including container types and dtypes."""
     if isinstance(ours, torch.Tensor):
         return isinstance(theirs, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if type(ours) is not type(theirs):
@@ -73,7 +73,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def resealed(folder: Path, change: Any) -> None:
-    """Let ``change`` alter the manifest's document, and give it a right checksum, as a forger would."""
+    """Apply ``change`` to the manifest's document and recompute its checksum, as a forger would."""
     path = folder / "manifest.json"
     document = json.loads(path.read_text())
     document.pop("crc32")
@@ -83,5 +83,5 @@ def resealed(folder: Path, change: Any) -> None:
 
 
 def token_free(name: str) -> str:
-    """Return a file name without what makes it fresh."""
+    """Return a file name without its unique suffix."""
     return re.sub(r"-[0-9a-f]{16}", "", name)

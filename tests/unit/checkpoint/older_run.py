@@ -1,6 +1,6 @@
 """The small run whose checkpoints are kept in ``older/``, as later versions must read them.
 
-python tests/unit/checkpoint/older_run.py FOLDER     # writes one of each kind with the code as it stands
+python tests/unit/checkpoint/older_run.py FOLDER     # writes one of each kind with the current code
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drivetrain.callbacks import Checkpoint, EarlyStopping
 SAVED_AT = 5  # of 8 steps: in the middle of the second epoch
 
 KINDS = {"single_device": 1, "ddp": 2, "fsdp": 2, "deepspeed_stage_1": 2}
-"""Strategies and on how many ranks each wrote its checkpoint."""
+"""Strategies, and the number of ranks on which each wrote its checkpoint."""
 
 
 class Tiny(TrainModule):
@@ -62,7 +62,7 @@ class Tiny(TrainModule):
 
 
 class Counts(Callback):
-    """State of a callback's own: a number, a tuple, a tensor."""
+    """A callback with state: a number, a tuple, a tensor."""
 
     def __init__(self) -> None:
         self.seen: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class SaveAt(Callback):
 
 
 def run(strategy: str, *, save: Path | None = None, start: Path | None = None, folder: Path | None = None) -> Any:
-    """Train for two epochs of four steps on 16 samples, 4 a step over all ranks; return what came of it."""
+    """Train for two epochs of four steps on 16 samples, 4 a step over all ranks; return the results."""
     ranks = KINDS[strategy]
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator))
@@ -122,7 +122,7 @@ def write(strategy: str, folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    from older_run import write as write_on_a_rank  # by the name under which the ranks can import it
+    from older_run import write as write_on_a_rank  # the name under which spawned ranks can import it
     from safetensors.torch import save_file
 
     from drivetrain.testing import run_distributed

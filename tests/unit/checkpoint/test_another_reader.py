@@ -1,4 +1,4 @@
-"""A reader written from docs/checkpoint-format.md alone reads what we write."""
+"""A reader written only from docs/checkpoint-format.md can read our checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.checkpoint._format import Sizes, save
 
 
 class Reader:
-    """Knows JSON, CRC-32 and the safetensors library, and nothing of drivetrain."""
+    """Uses JSON, CRC-32 and the safetensors library, but not drivetrain."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Checksums of what a checkpoint of trained weights leaves out: the same however it is spread, others for others."""
+"""Checksums of the base weights of a trainable-only checkpoint: independent of sharding, different for other values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from drivetrain import Fit, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, ParameterShard, Span, cut
 from drivetrain.checkpoint import load, show, verify
-from drivetrain.checkpoint._base_weights import base_sums
+from drivetrain.checkpoint._base_weights import base_checksums
 from drivetrain.errors import CheckpointError
 
 WHOLE = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))
 
 
 def sum_of(value: Any) -> int:
-    """The checksum of a whole, or what a part adds to it."""
-    return int(base_sums({"w": value}, LocalControl())["w"], 16)
+    """Return the checksum of a tensor, or the contribution of a shard."""
+    return int(base_checksums({"w": value}, LocalControl())["w"], 16)
 
 
 def _boxes(*cuts: tuple[int, int]) -> list[Any]:
-    """Boxes that cut ``WHOLE`` into halves in some of its dimensions, each given with where."""
+    """Return boxes that cut ``WHOLE`` in two in some of its dimensions."""
     boxes = [Box((0, 0, 0), (6, 4, 5))]
     for dimension, at in cuts:
         halves = []
@@ -70,16 +70,16 @@ def test_every_element_counts_and_where_it_is(dtype: torch.dtype) -> None:  # L-
 
 def test_a_base_in_half_precision_is_the_same_held_in_float32() -> None:  # L-08
     half = WHOLE.bfloat16()
-    assert base_sums({"w": half}, LocalControl()) == base_sums({"w": half.float()}, LocalControl())
+    assert base_checksums({"w": half}, LocalControl()) == base_checksums({"w": half.float()}, LocalControl())
 
 
 def test_another_rank_speaks_for_a_part() -> None:
     one = ParameterShard(WHOLE, (6, 4, 5), Span(0, 120), is_primary=False)
-    assert base_sums({"w": one}, LocalControl()) == {"w": "0" * 16}
+    assert base_checksums({"w": one}, LocalControl()) == {"w": "0" * 16}
 
 
 class Adapted(TrainModule):
-    """A base that is frozen, and what is trained on it."""
+    """A frozen base and a trainable head."""
 
     count: torch.Tensor
 
@@ -125,7 +125,7 @@ def test_what_never_trained_is_left_out_and_known_again(tmp_path: Path) -> None:
     module, path = saved(tmp_path)
     checkpoint = load(path)
     assert set(checkpoint.weights()) == {"head.weight", "head.bias", "count"}
-    assert set(checkpoint.manifest.facts.base) == {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
+    assert set(checkpoint.manifest.metadata.base) == {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
     assert verify(path) == []
     assert "a base of 4 weights, which are not in it" in show(path)
     again = Adapted.load_from_checkpoint(path)
@@ -156,7 +156,7 @@ def test_a_module_without_a_part_of_the_base_is_refused(tmp_path: Path) -> None:
             self.base = nn.Sequential(self.base[0])
 
     _, path = saved(tmp_path)
-    with pytest.raises(CheckpointError, match=r"base\.1\.bias.* is not here"):
+    with pytest.raises(CheckpointError, match=r"base\.1\.bias.* is missing here"):
         Smaller.load_from_checkpoint(path)
 
 
@@ -173,7 +173,7 @@ def test_evaluation_and_training_go_on_with_it(tmp_path: Path) -> None:  # L-08
 
 
 class Wavering(Adapted):
-    """Trains its base for one epoch, and freezes it again."""
+    """Trains its base for one epoch, then freezes it again."""
 
     def on_train_epoch_start(self) -> None:
         self.base.requires_grad_(self.trainer.current_epoch == 0)
@@ -187,11 +187,11 @@ def test_what_has_trained_and_is_frozen_again_is_kept(tmp_path: Path) -> None:  
     trained(tmp_path, module).save_checkpoint(tmp_path / "c", trainable_only=True)
     assert not module.base[0].weight.requires_grad
     assert set(load(tmp_path / "c").weights()) == set(module.state_dict())
-    assert not load(tmp_path / "c").manifest.facts.base
+    assert not load(tmp_path / "c").manifest.metadata.base
 
 
 class Plain(Wavering):
-    """Its optimizer keeps nothing that would tell what has trained."""
+    """Its optimizer keeps no state that would show which parameters trained."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -200,8 +200,8 @@ class Plain(Wavering):
 def test_what_trained_before_a_run_went_on_is_kept(tmp_path: Path) -> None:  # L-08
     first = trained(tmp_path, Plain(trains_base=True))
     first.save_checkpoint(tmp_path / "whole")
-    first.save_checkpoint(tmp_path / "after", trainable_only=True)  # the run is over
-    assert not load(tmp_path / "after").manifest.facts.base
+    first.save_checkpoint(tmp_path / "after", trainable_only=True)  # after the run
+    assert not load(tmp_path / "after").manifest.metadata.base
     module = Plain(trains_base=True)
     fit = Fit(accelerator="cpu", barebones=True, max_epochs=3, seed=1, default_root_dir=tmp_path)
     fit.fit(module, rows(), ckpt_path=tmp_path / "whole")

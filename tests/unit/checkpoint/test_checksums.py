@@ -1,4 +1,4 @@
-"""Checksums of blocks, and that the faster library for them gives the same."""
+"""Block checksums; the faster library computes the same ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from drivetrain.checkpoint._format.checksums import BlockSums, block_count, crc32
+from drivetrain.checkpoint._format.checksums import BlockChecksums, block_count, crc32
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 95, 100])
@@ -15,7 +15,7 @@ def test_portions_of_any_size_give_the_same(size: int) -> None:
     content = random.Random(0).randbytes(size)
     expected = "".join(f"{zlib.crc32(content[start : start + 10]):08x}" for start in range(0, size, 10))
     for portion in (1, 3, 10, 25, 100):
-        sums = BlockSums(10)
+        sums = BlockChecksums(10)
         for start in range(0, size, portion):
             sums.update(content[start : start + portion])
         assert sums.text() == expected

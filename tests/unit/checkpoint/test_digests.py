@@ -22,7 +22,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage, verification
-from drivetrain.checkpoint._format.checksums import sums_of
+from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.file_writer import FileWriter
 
 
@@ -44,7 +44,7 @@ def test_every_file_has_its_own(tmp_path: Path) -> None:  # J-11
     folder = digested(tmp_path / "c", Sizes(small=10, large=40))
     files = described(folder)
     assert set(files) | {"manifest.json"} == set(os.listdir(folder))
-    assert len(files) > 6  # several of weights, their index, an optimizer's, documents
+    assert len(files) > 6  # weights in several files, their index, optimizer files, documents
     for name, one in files.items():
         assert one["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
     assert verify(folder) == []
@@ -67,15 +67,15 @@ def test_a_large_file_in_pieces(tmp_path: Path) -> None:
         record = writer.record()
         writer.close()
     assert record.sha256 == hashlib.sha256(b"".join(pieces)).hexdigest()
-    assert record.crc32 == sums_of(b"".join(pieces)).text()
+    assert record.crc32 == checksums_of(b"".join(pieces)).text()
 
 
 def forged(folder: Path, name: str) -> None:
-    """Alter a file as somebody does who knows the format: sizes and checksums are right."""
+    """Alter a file and adapt its size and checksums, as someone who knows the format could."""
     flip(folder / name, -1)
 
     def fit_for_it(document: dict[str, Any]) -> None:
-        document["files"][name]["crc32"] = sums_of((folder / name).read_bytes()).text()
+        document["files"][name]["crc32"] = checksums_of((folder / name).read_bytes()).text()
 
     resealed(folder, fit_for_it)
 
@@ -85,7 +85,7 @@ def test_what_was_forged_is_named(tmp_path: Path, name: str) -> None:  # J-11
     folder = digested(tmp_path / "c")
     forged(folder, name)
     (line,) = verify(folder)
-    assert line == f"{name} is not what was written: its checksums are right, and its SHA-256 is another"
+    assert line == f"{name} was altered: its checksums match, but its SHA-256 differs"
 
 
 def test_what_was_damaged_is_named_by_its_blocks(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_what_was_damaged_is_named_by_its_blocks(tmp_path: Path) -> None:
 
 
 def test_reading_goes_by_the_checksums_alone(tmp_path: Path) -> None:
-    """As the documentation says: a part of a file cannot be compared with a digest of all of it."""
+    """As documented: reading a part of a file cannot verify the digest of the whole."""
     folder = digested(tmp_path / "c")
     forged(folder, "model.safetensors")
     assert len(load(folder).weights().staged()) == 6
@@ -113,7 +113,7 @@ def test_a_digest_that_is_none_is_refused(tmp_path: Path, wrong: Any) -> None:  
 def test_one_that_is_left_out_is_missed(tmp_path: Path) -> None:
     folder = digested(tmp_path / "c")
     resealed(folder, lambda document: document["files"]["state.json"].pop("sha256"))
-    with pytest.raises(CheckpointError, match=r"'state.json' have no digest, and others have"):
+    with pytest.raises(CheckpointError, match=r"'state.json' have no digest, and other files have one"):
         load(folder)
 
 
@@ -121,7 +121,7 @@ def test_in_the_background_and_in_an_object_store() -> None:
     store = fsspec.filesystem("memory")
     whole = contents()
     whole.digest = "sha256"
-    for _ in range(2):  # the second time onto what is there
+    for _ in range(2):  # the second time over an existing checkpoint
         commit("memory://digests/c", stage(whole, 0, 1, snapshot=True), LocalControl())
     assert verify("memory://digests/c") == []
     files = load("memory://digests/c").manifest.files
@@ -131,7 +131,7 @@ def test_in_the_background_and_in_an_object_store() -> None:
 
 
 def test_zeros_that_take_no_place_are_worked_through(tmp_path: Path) -> None:
-    """A copy may keep none of them on the disk (``cp --sparse``)."""
+    """Zeros of a file may be holes after a copy (``cp --sparse``)."""
     whole = Contents({"w": torch.zeros(2**22)}, digest="sha256")
     save(str(tmp_path / "c"), whole, LocalControl())
     file = tmp_path / "c" / "model.safetensors"
@@ -144,14 +144,14 @@ def test_zeros_that_take_no_place_are_worked_through(tmp_path: Path) -> None:
 
 
 def test_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-10
-    monkeypatch.setattr(verification, "_MOST_ZEROS", 2**28)  # a sixty-fourth, to save the time
+    monkeypatch.setattr(verification, "_MAX_ZEROS", 2**28)  # a sixty-fourth of the limit, to save time
     folder = digested(tmp_path / "c")
     size, header = 2**40, b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (2**40 - 1024, 2**40 - 1024)
     content = (1016).to_bytes(8, "little") + header.ljust(1016)
     with open(folder / "model.safetensors", "wb") as stream:
         stream.write(content)
         stream.truncate(size)
-    first, zeros = sums_of(content + bytes(2**22 - 1024)), sums_of(bytes(2**22))
+    first, zeros = checksums_of(content + bytes(2**22 - 1024)), checksums_of(bytes(2**22))
 
     def grow(document: dict[str, Any]) -> None:
         record = {"size": size, "crc32": first.text() + zeros.text() * (size // 2**22 - 1), "sha256": "ab" * 32}
@@ -160,7 +160,7 @@ def test_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     resealed(folder, grow)
     began = time.process_time()
     (line,) = verify(folder)
-    assert "model.safetensors consists of zeros" in line
+    assert "model.safetensors has too many sparse zeros" in line
     assert time.process_time() - began < 60
 
 
@@ -174,7 +174,7 @@ def test_another_digest_is_refused(tmp_path: Path, wrong: Any) -> None:
 
 
 def test_one_may_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # J-11
-    """A signature over a manifest without digests covers nothing but checksums."""
+    """A signature over a manifest without digests covers only checksums."""
     folder = digested(tmp_path / "c")
     save(str(tmp_path / "without"), contents(), LocalControl())
     assert verify(folder, digest="sha256") == []
@@ -201,7 +201,7 @@ def test_a_signature_over_the_manifest_covers_all(tmp_path: Path) -> None:
     assert call(*check, stdin=(folder / "manifest.json").read_bytes()) == 0
     assert verify(folder) == []
     forged(folder, "model.safetensors")
-    # Whoever puts the digest right as well has to sign anew.
+    # Forging the digest too invalidates the signature.
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     resealed(folder, lambda document: document["files"]["model.safetensors"].update(sha256=digest))
     assert verify(folder) == []

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest: by lineage, not by clocks alone; and a storage that refuses is not an empty one."""
+"""The newest checkpoint is found by lineage, not only by clocks; a failing storage does not count as an empty one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import _discovery as finding
-from drivetrain.checkpoint._discovery import best_beside, newest
-from drivetrain.checkpoint._folders import children, is_taken, point_to
-from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, StorageError, save
+from drivetrain.checkpoint._discovery import find_best, newest
+from drivetrain.checkpoint._folders import children, is_taken, write_latest
+from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError, save
 from drivetrain.errors import CheckpointError
 from drivetrain.testing import FaultyStore
 
 
-def written(folder: Any, name: str, lineage: list[tuple[str, int]], **facts: Any) -> str:
+def written(folder: Any, name: str, lineage: list[tuple[str, int]], **metadata: Any) -> str:
     path = f"{folder}/{name}"
-    save(path, Contents({"w": torch.zeros(1)}, Facts(lineage=tuple(lineage), **facts)), LocalControl())
+    save(path, Contents({"w": torch.zeros(1)}, CheckpointMetadata(lineage=tuple(lineage), **metadata)), LocalControl())
     return path
 
 
@@ -35,16 +35,16 @@ def found(folder: Any, **options: Any) -> str | None:
 def test_a_descendant_is_newer_than_its_ancestors_whatever_the_clocks_say(
     ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # J-03: one clock an hour ahead, and each restart went on from step 12
+    # J-03: with one clock an hour ahead, each restart resumed from step 12
     clock = time.time
     monkeypatch.setattr("time.time", lambda: clock() + ahead)
     written(tmp_path, "step=12", [("first", 2)])
     monkeypatch.setattr("time.time", clock)
     assert found(tmp_path) == "step=12"
     written(tmp_path, "step=18", [("first", 3)])
-    assert found(tmp_path) == "step=18"  # of one run
+    assert found(tmp_path) == "step=18"  # within one run
     written(tmp_path, "step=24", [("first", 3), ("second", 1)])
-    assert found(tmp_path) == "step=24"  # of one that went on from it
+    assert found(tmp_path) == "step=24"  # in a run that resumed from it
     written(tmp_path, "step=30", [("first", 3), ("second", 1), ("third", 4)])
     assert found(tmp_path) == "step=30"
 
@@ -54,7 +54,7 @@ def test_between_branches_the_time_decides(tmp_path: Path) -> None:
     written(tmp_path, "one", [("first", 2), ("second", 9)])
     written(tmp_path, "other", [("first", 2), ("third", 1)])
     assert found(tmp_path) == "other"
-    written(tmp_path, "alone", [])  # from before lineages were written
+    written(tmp_path, "alone", [])  # written before checkpoints had a lineage
     assert found(tmp_path) == "alone"
 
 
@@ -73,7 +73,7 @@ def test_between_branches_the_time_decides(tmp_path: Path) -> None:
     ],
 )
 def test_descent(one: Any, other: Any, descends: bool) -> None:
-    assert Facts(lineage=tuple(one)).descends_from(Facts(lineage=tuple(other))) is descends
+    assert CheckpointMetadata(lineage=tuple(one)).descends_from(CheckpointMetadata(lineage=tuple(other))) is descends
 
 
 def test_what_is_torn_or_of_another_kind_is_passed_over(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_is_torn_or_of_another_kind_is_passed_over(tmp_path: Path) -> None:
 
 
 class Flaky:
-    """Lets a memory file system refuse the first calls of a kind, and counts them."""
+    """Makes a memory file system fail the first calls of a method, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, times: float) -> None:
         self.asked = 0
@@ -108,7 +108,7 @@ class Flaky:
 
 @pytest.mark.parametrize("method", ["cat_file", "ls", "info"])
 def test_a_storage_that_refuses_is_asked_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-03: one 503, and the run went on from an older one
+    # J-03: after one 503 the run resumed from an older checkpoint
     monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
     folder = f"memory://flaky-{method}"
     written(folder, "older", [("a", 1)])
@@ -120,22 +120,22 @@ def test_a_storage_that_refuses_is_asked_again(method: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("method", ["cat_file", "ls", "info"])
 def test_a_storage_that_goes_on_refusing_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-03: errors on all, and it started from scratch
+    # J-03: when all requests failed, the run started from scratch
     monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
     folder = f"memory://flaky-always-{method}"
     written(folder, "one", [("a", 1)])
     flaky = Flaky(monkeypatch, method, times=float("inf"))
     with pytest.raises(StorageError, match="503 Slow Down"):
-        found(folder, patience=0.05)
+        found(folder, retry_seconds=0.05)
     assert flaky.asked >= 3
 
 
 def test_a_listing_that_lags_behind(tmp_path: Path) -> None:
-    # J-03: what was written last is known by its name
+    # J-03: the newest checkpoint is found by name, although the listing lags
     store = FaultyStore(tmp_path).mount()
     written(store.url, "older", [("a", 1)])
     written(store.url, "newer", [("a", 2)])
-    point_to(store.url, "newer")
+    write_latest(store.url, "newer")
     os.utime(store.folder / "older" / "manifest.json", (1, 1))
     for name in os.listdir(store.folder / "older"):
         os.utime(store.folder / "older" / name, (1, 1))
@@ -156,14 +156,14 @@ def test_what_latest_says_may_be_anything(content: bytes, tmp_path: Path) -> Non
 def test_whether_a_name_is_taken_is_asked_again_and_never_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # J-01: fsspec's own `exists` takes an error for no, and what was there was written over
+    # J-01: fsspec's `exists` returns False on errors, so an existing checkpoint was overwritten
     monkeypatch.setattr("drivetrain.checkpoint._folders._PAUSES", (0.01, 0.01))
     store = FaultyStore(tmp_path).mount()
     written(store.url, "one", [("a", 1)])
     store.fail("size", times=2)
     assert is_taken(f"{store.url}/one")
     store.fail("size", times=None)
-    with pytest.raises(StorageError, match="cannot be told"):
+    with pytest.raises(StorageError, match="It is unknown whether"):
         is_taken(f"{store.url}/one")
 
 
@@ -173,14 +173,14 @@ def test_the_best_lies_beside_the_one_that_names_it(tmp_path: Path) -> None:
     best = written(tmp_path / "run", "best", [("a", 1)])
     outside = written(tmp_path, "outside", [("b", 1)])
     folder = str(tmp_path / "run")
-    assert best_beside(folder, "best") == best
-    assert best_beside(folder, f"/somewhere/else/{Path(best).name}") == best  # as earlier versions wrote it
+    assert find_best(folder, "best") == best
+    assert find_best(folder, f"/somewhere/else/{Path(best).name}") == best  # earlier versions stored a path
     for said in (outside, "../outside", "..", "", None, 7, "missing"):
-        assert best_beside(folder, said) is None
+        assert find_best(folder, said) is None
 
 
 def test_what_no_run_can_go_on_from_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-10: one planted folder does not stop "auto"
+    # J-10: one invalid checkpoint does not break "auto"
     written(tmp_path, "older", [("a", 1)])
     written(tmp_path, "newer", [("a", 2)])
 
@@ -192,11 +192,11 @@ def test_what_no_run_can_go_on_from_is_passed_over_and_said(tmp_path: Path, capl
         chosen = newest([str(tmp_path)], check=check)
     assert chosen is not None
     assert chosen.path.endswith("older")
-    assert "newer' is passed over. 'epoch' in manifest.json is 'x'" in caplog.text
+    assert f"Skipping checkpoint {str(tmp_path / 'newer')!r}. 'epoch' in manifest.json is 'x'" in caplog.text
 
 
 def test_a_storage_that_refuses_a_document_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-03: what it has may be whole
+    # J-03: the stored checkpoint may be intact
     monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
     folder = "memory://flaky-document"
     written(folder, "older", [("a", 1)])

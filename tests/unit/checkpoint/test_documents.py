@@ -1,4 +1,4 @@
-"""What JSON gives back equal, and what it refuses by name."""
+"""Values that documents restore as equal ones, and values that are rejected by name."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_anything_else_is_refused_by_name(value: Any) -> None:
 def test_what_holds_itself_is_refused() -> None:
     value: dict[str, Any] = {}
     value["self"] = value
-    with pytest.raises(CheckpointError, match="nested without end"):
+    with pytest.raises(CheckpointError, match="it contains itself"):
         encode(value, {}, "callbacks")
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint in a store that refuses, loses answers, or has another writer. J-04, J-14."""
+"""Saving to a store that fails, loses replies, or has a concurrent writer. J-04, J-14."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scale(url: str = URL) -> float:
 
 
 def orphans(store: FaultyStore) -> list[str]:
-    """The objects that no manifest names."""
+    """Return the objects that no manifest names."""
     named = {"runs/c/manifest.json", *(f"runs/c/{name}" for name in load(URL).manifest.files)}
     return [key for key in store.objects() if key not in named]
 
@@ -54,17 +54,17 @@ class TestTheManifest:
     def test_where_it_is_refused_to_the_end_the_former_one_stays(self, store: FaultyStore) -> None:
         written(URL, 1.0)
         store.fail("put", "*/manifest.json", times=None)
-        with pytest.raises(CheckpointError, match=r"could not be written, or nobody knows.*503 Slow Down"):
+        with pytest.raises(CheckpointError, match=r"may not have been written.*503 Slow Down"):
             written(URL, 2.0)
         store.heal()
         assert (scale(), verify(URL)) == (1.0, [])
 
     def test_where_nobody_knows_nothing_of_it_is_removed(self, store: FaultyStore) -> None:
-        """The manifest is out, its answer was lost, and the store does not say what is there."""
+        """The manifest is stored, the reply is lost, and reading it back fails."""
         written(URL, 1.0)
         store.fail("put", "*/manifest.json", lost=True, times=None)
         store.fail("get", "*/manifest.json", times=None)
-        with pytest.raises(CheckpointError, match="or nobody knows"):
+        with pytest.raises(CheckpointError, match="may not have been written"):
             written(URL, 2.0)
         store.heal()
         assert (scale(), verify(URL)) == (2.0, [])
@@ -106,7 +106,7 @@ class TestTwoWriters:
     @pytest.mark.parametrize("fresh", [True, False])
     @pytest.mark.parametrize("turn", ["*/model-*", "*/manifest.json"])
     def test_they_cannot_mix(self, store: FaultyStore, fresh: bool, turn: str) -> None:
-        """The other one saves from its beginning to its end, while this one is under way."""
+        """Another writer completes a save while this one is in progress."""
         if not fresh:
             written(URL, 1.0)
         store.fail("put", turn, error=None, call=lambda: written(URL, 3.0))
@@ -115,7 +115,7 @@ class TestTwoWriters:
         assert verify(URL) == []
 
     def test_one_that_comes_after_keeps_its_files(self, store: FaultyStore) -> None:
-        """This one's manifest is out, and before its answer comes the other's has taken its place."""
+        """Another writer's manifest replaces this one's before the reply to it arrives."""
         written(URL, 1.0)
         store.fail("get", "*/manifest.json", error=None, after=1, call=lambda: written(URL, 3.0))
         written(URL, 2.0)
@@ -129,7 +129,7 @@ class TestConsolidating:
 
     @pytest.fixture
     def damaged(self, tmp_path: Path) -> str:
-        """A checkpoint of 32 MB with damage near its end, which is found once most of it is read."""
+        """Return a checkpoint of 32 MB with damage near its end, found after most of it has been read."""
         path = tmp_path / "damaged"
         weights = {f"w{number}": torch.ones(2**20) for number in range(8)}
         save(str(path), replace(contents(), weights=weights), LocalControl())

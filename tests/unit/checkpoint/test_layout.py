@@ -1,4 +1,4 @@
-"""One process: what is written comes back, opens without us, and is replaced in one step."""
+"""One process: checkpoints are read back equal, open without drivetrain, and are replaced atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage
 from drivetrain.checkpoint._format.atomic_exchange import exchange
 from drivetrain.checkpoint._format.tensor_file import DTYPES, Spec
-from drivetrain.checkpoint._format.write_plan import deal
+from drivetrain.checkpoint._format.write_plan import plan_files
 
 LOCAL = LocalControl()
 
@@ -41,7 +41,7 @@ class TestWhatComesBack:
         assert checkpoint.rank_state(1) is None
         assert checkpoint.progress == {"step": 5, "epoch": 1}
         assert checkpoint.hyper_parameters == {"width": 3}
-        assert checkpoint.manifest.facts.strategy == "DDPStrategy"
+        assert checkpoint.manifest.metadata.strategy == "DDPStrategy"
         assert verify(tmp_path / "c") == []
 
     def test_every_dtype(self, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ class TestWithoutUs:
         assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".json", ".safetensors"}
 
     def test_several_files_carry_the_index(self, tmp_path: Path) -> None:
-        # F-10: a large model's files, made small
+        # F-10: the files of a large model, with small limits
         weights = {f"w{number}": torch.full((100,), float(number)) for number in range(10)}
         save(str(tmp_path / "c"), Contents(weights), LOCAL, sizes=Sizes(large=1000))
         index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
@@ -146,7 +146,7 @@ class TestDealing:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
     def test_balanced_and_complete(self, world_size: int) -> None:
         specs = [Spec(f"w{n}", torch.float32, (n % 7 + 1, 1000)) for n in range(60)]
-        files = deal("model", specs, world_size, Sizes(small=4000))
+        files = plan_files("model", specs, world_size, Sizes(small=4000))
         assert sorted(spec.name for file in files for spec in file.specs) == sorted(spec.name for spec in specs)
         assert [file.owner for file in files] == list(range(world_size))
         sizes = [sum(spec.nbytes for spec in file.specs) for file in files]
@@ -154,16 +154,16 @@ class TestDealing:
 
     def test_small_ones_share_a_file(self) -> None:
         specs = [Spec(f"w{n}", torch.float32, (10,)) for n in range(60)]
-        assert [file.name for file in deal("model", specs, 8, Sizes())] == ["model.safetensors"]
-        assert deal("state", [], 8, Sizes()) == []
+        assert [file.name for file in plan_files("model", specs, 8, Sizes())] == ["model.safetensors"]
+        assert plan_files("state", [], 8, Sizes()) == []
 
     def test_large_ones_are_split_for_one_rank_too(self) -> None:
         specs = [Spec(f"w{n}", torch.float32, (1000,)) for n in range(60)]
-        assert [file.owner for file in deal("model", specs, 2, Sizes(large=60_000))] == [0, 0, 1, 1]
+        assert [file.owner for file in plan_files("model", specs, 2, Sizes(large=60_000))] == [0, 0, 1, 1]
 
     def test_wide_elements_come_first(self) -> None:
         specs = [Spec("a", torch.int8, (3,)), Spec("b", torch.float64, (1,)), Spec("c", torch.float16, (1,))]
-        assert [spec.name for spec in deal("model", specs, 1, Sizes())[0].specs] == ["b", "c", "a"]
+        assert [spec.name for spec in plan_files("model", specs, 1, Sizes())[0].specs] == ["b", "c", "a"]
 
 
 class TestReplacing:
@@ -175,7 +175,7 @@ class TestReplacing:
             if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
                 pytest.skip("this disk cannot exchange two names")
         else:
-            monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda one, other: False)
+            monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda first, second: False)
         return bool(request.param)
 
     def test_the_new_one_takes_the_place_of_the_old(self, tmp_path: Path, exchanging: bool) -> None:
@@ -313,7 +313,7 @@ class TestDamage:
     def test_a_missing_manifest_means_no_checkpoint(self, tmp_path: Path) -> None:
         folder = Path(written(tmp_path / "c"))
         (folder / "manifest.json").unlink()
-        with pytest.raises(CheckpointError, match=r"no whole checkpoint: manifest\.json is missing"):
+        with pytest.raises(CheckpointError, match=r"not a complete checkpoint: manifest\.json is missing"):
             load(folder)
 
     def test_other_formats_are_refused_by_version(self, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ class TestStrangers:
             document["weights"]["tensors"] = [name]
 
         resealed(folder, rename)
-        with pytest.raises(CheckpointError, match="is no name of a file beside it"):
+        with pytest.raises(CheckpointError, match="is not a valid file name"):
             load(folder)
 
     @pytest.mark.parametrize(
@@ -374,25 +374,25 @@ class TestStrangers:
         ],
     )
     def test_a_forged_header_is_refused(self, tmp_path: Path, header: Any) -> None:
-        from drivetrain.checkpoint._format.checksums import sums_of
+        from drivetrain.checkpoint._format.checksums import checksums_of
 
         folder = Path(written(tmp_path / "c"))
         text = json.dumps(header).encode() if header is not None else b"\x80\x04pickle"
         content = len(text).to_bytes(8, "little") + text + bytes(8)
         (folder / "model.safetensors").write_bytes(content)
-        sums = sums_of(content)
+        sums = checksums_of(content)
         resealed(
             folder,
             lambda document: document["files"].update({"model.safetensors": {"size": sums.size, "crc32": sums.text()}}),
         )
-        with pytest.raises(CheckpointError, match=r"model.safetensors is no safetensors file"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is not a safetensors file"):
             load(folder).weights()
         assert len(verify(folder)) == 1
 
     def test_a_header_of_any_length_is_bounded(self, tmp_path: Path) -> None:
         from drivetrain.checkpoint._format.tensor_file import read_header
 
-        with pytest.raises(CheckpointError, match="its header is said to take"):
+        with pytest.raises(CheckpointError, match="its header claims to have"):
             read_header("x", 2**40, lambda begin, end: (2**39).to_bytes(8, "little"))
 
 
@@ -425,7 +425,7 @@ class TestUrls:
         weights = load("memory://place/c").weights()
 
         class Checking:
-            """Every file of the old one is as it was until the manifest comes."""
+            """No file of the old checkpoint changes until the manifest is written."""
 
             def __init__(self, pipe: Any) -> None:
                 self.pipe = pipe

@@ -1,4 +1,4 @@
-"""What a manifest says of secrets that were left out (J-11); `tests/unit/engine/test_secrets.py` has runs."""
+"""The manifest names secrets that were left out (J-11); `tests/unit/engine/test_secrets.py` has runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_one_that_an_earlier_version_wrote_is_not_shown(tmp_path: Path) -> None:
 
     path = written(tmp_path / "c")
     resealed(tmp_path / "c", as_it_was)
-    assert load(path).hyper_parameters == {"width": 3, "api_token": "sk-1"}  # it loads as it did
+    assert load(path).hyper_parameters == {"width": 3, "api_token": "sk-1"}  # loads as before
     assert verify(path) == []
     assert "sk-1" not in show(path)
     assert "without api_token" in show(path)
@@ -29,7 +29,7 @@ def test_what_was_left_out_is_shown_by_name(tmp_path: Path) -> None:
     path = written(tmp_path / "c")
     assert "without" not in show(path)
     resealed(tmp_path / "c", lambda document: document.update(left_out=["api_token", "auth.password"]))
-    assert load(path).manifest.facts.left_out == ("api_token", "auth.password")
+    assert load(path).manifest.metadata.left_out == ("api_token", "auth.password")
     assert "without api_token, auth.password" in show(path)
 
 

@@ -1,4 +1,4 @@
-"""Runs that save into one folder keep off each other on disks that lock only what is open for writing: J-01."""
+"""Runs that save into one folder exclude each other, also on disks that lock only files open for writing: J-01."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from checkpoint_case import written
 
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format.local_storage import claim
+from drivetrain.checkpoint._format.local_storage import claim_name
 
 
 @pytest.fixture
 def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS makes of `flock` a lock of bytes, which asks for a descriptor that may write (flock(2), NFS details)."""
+    """NFS implements `flock` as a byte-range lock, which requires a writable descriptor (flock(2), NFS details)."""
     flock = fcntl.flock
 
     def as_nfs(descriptor: int, operation: int) -> None:
@@ -32,7 +32,7 @@ def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that knows no locks, as Lustre without `flock` among its options."""
+    """A disk without locks, such as Lustre mounted without `flock`."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -51,15 +51,15 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
 
     def first_choice(claimed: Container[str]) -> str:
         second.start()
-        second_looks.wait(0.5)  # for the whole time, unless the second one is let in
+        second_looks.wait(0.5)  # times out unless the second run gets the lock
         return _next_to(claimed)
 
     def second_choice(claimed: Container[str]) -> str:
         second_looks.set()
         return _next_to(claimed)
 
-    second = threading.Thread(target=lambda: chosen.append(claim(str(tmp_path), second_choice)))
-    chosen.append(claim(str(tmp_path), first_choice))
+    second = threading.Thread(target=lambda: chosen.append(claim_name(str(tmp_path), second_choice)))
+    chosen.append(claim_name(str(tmp_path), first_choice))
     second.join(30)
     assert sorted(name for name, _ in chosen) == ["c", "c-v1"]
     for _, give_up in chosen:
@@ -70,7 +70,7 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
 @pytest.mark.usefixtures("_nfs")
 def test_one_who_was_killed_as_it_chose_keeps_nobody_out(tmp_path: Path) -> None:
     (tmp_path / ".choosing.lock").touch()
-    name, give_up = claim(str(tmp_path), _next_to)
+    name, give_up = claim_name(str(tmp_path), _next_to)
     give_up()
     assert name == "c"
     assert not list(tmp_path.iterdir())
@@ -81,7 +81,7 @@ def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(tmp_path: Pa
     token = "0123456789abcdef"
     (tmp_path / f".saving-{token}.lock").write_text("c")
     (tmp_path / f".saving-{token}").mkdir()
-    name, give_up = claim(str(tmp_path), _next_to)
+    name, give_up = claim_name(str(tmp_path), _next_to)
     path = written(tmp_path / name)
     give_up()
     assert name == "c-v1"

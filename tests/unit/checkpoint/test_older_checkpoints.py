@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote (``older/``, by ``older_run.py``): a run goes on from them as it did."""
+"""Checkpoints that an earlier version wrote (``older/``, by ``older_run.py``): a run still resumes from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worlds import on_ranks
 
 OLDER = Path(__file__).parent / "older"
 DROPOUT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
-"""Sums over two ranks may come in another order on another processor; the masks of dropout are the same to the bit."""
+"""Sums over two ranks may differ in order between processors; dropout masks are bit-identical."""
 
 
 def _go_on(kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where a path leads: the home folder, names with colons, and a file that is let go of (J-12)."""
+"""Paths: the home folder, names with colons, and files that are closed again (J-12)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_home_folder(home: Path) -> None:
-    # J-12: a folder called "~" was made
+    # J-12: a folder named "~" was created
     trainer = fit(callbacks=Checkpoint("~/kept"), logger=CSVLogger("~/logs"), log_every_n_steps=1)
     trainer.save_checkpoint("~/by-hand", weights_only=True)
     fit(callbacks=Checkpoint(), default_root_dir="~/root")
@@ -66,7 +66,7 @@ def test_the_home_folder(home: Path) -> None:
 
 
 def test_a_name_with_colons_is_a_folder(home: Path) -> None:
-    # J-12: it was taken for a URL, after an epoch
+    # J-12: the path was treated as a URL, after an epoch
     fit(callbacks=Checkpoint("exp::1"))
     assert load("exp::1/epoch=0-step=4").progress["epoch"] == 1
     assert filesystem_of("simplecache::memory://bucket/run")[0] is not None
@@ -74,7 +74,7 @@ def test_a_name_with_colons_is_a_folder(home: Path) -> None:
 
 
 def test_a_resumed_run_lets_go_of_what_it_read(home: Path) -> None:
-    # J-12: its files stayed mapped, and their space was not free once they were removed
+    # J-12: files stayed mapped, so removing them did not free their space
     fit(callbacks=Checkpoint("run"))
     held: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What the rates of saving and loading rest on, counted: each byte is summed, written and checked once (F-17).
+"""Counts the work of saving and loading: each byte is summed, written and verified once (F-17).
 
 `make bench ARGS=checkpoint` measures the rates themselves.
 """
@@ -29,7 +29,7 @@ NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 
 
 class Net(TrainModule):
-    """9 MiB of weights, more than one block of checksums, and twice as much in moments."""
+    """9 MiB of weights, more than one checksum block, and twice as much optimizer state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def fit() -> Fit:
 
 
 def _counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: Callable[..., int]) -> list[int]:
-    """Note what each call of ``owner.name`` is about, which does its work as ever."""
+    """Record the calls of ``owner.name`` without changing its behavior."""
     seen: list[int] = []
     work = getattr(owner, name)
 
@@ -74,7 +74,7 @@ def test_a_save_sums_and_writes_each_byte_once(fit: Fit, tmp_path: Path, monkeyp
     sizes = _sizes(tmp_path / "c")
     assert sum(written) == sum(sizes.values())
     assert sum(summed) == sum(sizes.values()) - sizes["manifest.json"]
-    # Every file, the folder before it gets its name, the folder that holds the name, and the run's record.
+    # Every file, the temporary folder before its rename, the parent folder, and the run's record.
     assert len(synced) == len(sizes) + 3
 
 
@@ -92,12 +92,12 @@ def test_a_read_reads_and_checks_each_byte_once(fit: Fit, tmp_path: Path, monkey
     first = [source.read() for source in sources]
     assert sum(read) == sum(checked) == sum(_sizes(tmp_path / "c")[name] for name in NUMBERS)
     again = [source.read() for source in sources]
-    # J-10: memory of its own, not the file's, which others may change or cut short
+    # J-10: memory of its own, not a map of the file, which others may truncate
     assert not {one.data_ptr() for one in first} & {one.data_ptr() for one in again}
 
 
 class _SlowDisk:
-    """Takes nothing until it is told to."""
+    """A sink that blocks until it is released."""
 
     def __init__(self) -> None:
         self.calls: list[list[bytes]] = []
@@ -126,7 +126,7 @@ def test_what_waits_for_the_disk_is_written_together() -> None:
 
 @pytest.fixture
 def _short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes 700 bytes a call, as one that is nearly full may."""
+    """A disk that writes 700 bytes per call, as a nearly full one may."""
     real = os.writev
     monkeypatch.setattr(os, "writev", lambda descriptor, contents: real(descriptor, [b"".join(contents)[:700]]))
 
@@ -148,7 +148,7 @@ def test_more_contents_than_one_call_takes(tmp_path: Path) -> None:
 
 
 def _many_small(count: int) -> dict[str, torch.Tensor]:
-    """Of every type that is stored, in turn: strided, conjugated and empty ones among them, and a large one between."""
+    """Tensors of every dtype, including strided, conjugated and empty ones, with a large one between them."""
     found: dict[str, torch.Tensor] = {}
     for number in range(count):
         dtype = list(DTYPES.values())[number % len(DTYPES)]
@@ -160,7 +160,7 @@ def _many_small(count: int) -> dict[str, torch.Tensor]:
 
 
 def _file_of(tensors: dict[str, torch.Tensor]) -> bytes:
-    """The same as safetensors' format says it, tensor by tensor."""
+    """Return the same tensors encoded as the safetensors format specifies, one by one."""
     places: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     content = b""
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -179,7 +179,7 @@ def test_small_tensors_are_written_many_at_a_time(tmp_path: Path, monkeypatch: p
     save(str(tmp_path / "c"), Contents(tensors), LocalControl())
     expected = _file_of(tensors)
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == expected
-    # The header, and the large one as it lies, with what comes before it and what comes after.
+    # The header, the tensors before the large one, the large one itself, and those after it.
     assert len(written) == 4
     assert sum(written) == len(expected)
     assert written[2] == tensors["large"].nbytes
@@ -206,7 +206,7 @@ def test_a_large_tensor_is_written_from_where_it_lies(tmp_path: Path, monkeypatc
 
 
 def test_a_value_is_not_looked_for_among_all_parameters() -> None:
-    """PyTorch's `load_state_dict` asks of each value which group its parameter is in."""
+    """PyTorch's `load_state_dict` looks up the parameter group of each value."""
     module = torch.nn.ParameterList(torch.ones(2) for _ in range(6))
     groups: list[dict[str, Any]] = [{"params": module[:2], "lr": 0.1}, {"params": module[2:]}]
     optimizer = torch.optim.Adam(groups)

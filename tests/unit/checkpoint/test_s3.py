@@ -36,7 +36,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A fresh bucket, as a URL finds it: through the variables that every S3 client reads."""
+    """Create a bucket, configured through the environment variables that S3 clients read."""
     import fsspec
 
     for name, value in {
@@ -81,7 +81,7 @@ def test_a_save_onto_an_existing_path(bucket: Any) -> None:
 
 
 def test_large_tensors_come_by_the_part(bucket: Any) -> None:
-    # Larger than what one upload takes, and than a block.
+    # Larger than one upload part and one block.
     value = torch.arange(15 * 2**20, dtype=torch.int32)
     save("s3://bucket/runs/c", Contents({"w": value}), LocalControl())
     source = load("s3://bucket/runs/c").weights().sources()["w"]
@@ -173,7 +173,7 @@ class Small(TrainModule):
 
 
 class Vanishing(Callback):
-    """Takes the bucket away after a step."""
+    """Deletes the bucket after a step."""
 
     def __init__(self, bucket: Any, step: int) -> None:
         self.bucket, self.step = bucket, step
@@ -181,13 +181,13 @@ class Vanishing(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             while self.bucket.exists("bucket"):
-                with suppress(OSError):  # a save in the background may just write to it
+                with suppress(OSError):  # a background save may be writing to it
                     self.bucket.rm("bucket", recursive=True)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_run_into_a_bucket(bucket: Any, in_background: bool, tmp_path: Path) -> None:
-    # F-09: it is saved, goes on from there, and fails by name once the bucket is gone
+    # F-09: saves, resumes, and raises a clear error once the bucket is deleted
     def run(max_steps: int, *more: Callback) -> Fit:
         saves = Checkpoint("s3://bucket/runs", every_n_train_steps=2, save_top_k=-1, save_async=in_background)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

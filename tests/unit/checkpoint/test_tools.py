@@ -1,4 +1,4 @@
-"""Looking at checkpoints, comparing them, carrying weights in and out."""
+"""The command line: show, diff, verify, consolidate and convert."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestConsolidate:
 class TestShow:
     def test_what_it_says(self, tmp_path: Path) -> None:
         text = show(written(tmp_path / "c"))
-        for part in ("a whole checkpoint", "DDPStrategy on 1 rank(s), bf16-mixed", "step=5, epoch=1", "width=3"):
+        for part in ("a full checkpoint", "DDPStrategy on 1 rank(s), bf16-mixed", "step=5, epoch=1", "width=3"):
             assert part in text
         rows = [line.split() for line in text.splitlines()]
         assert ["layer.weight", "F32", "2x3", "model.safetensors"] in rows
@@ -113,7 +113,7 @@ class TestCommandLine:
     def test_verify(self, tmp_path: Path, capsys: Any) -> None:
         path = written(tmp_path / "c")
         assert main(["verify", path]) == 0
-        assert "is whole" in capsys.readouterr().out
+        assert "is intact" in capsys.readouterr().out
         flip(tmp_path / "c" / "state.json", 3)
         assert main(["verify", path]) == 1
         assert "state.json was altered" in capsys.readouterr().out
@@ -135,7 +135,7 @@ class TestCommandLine:
         assert "There is no checkpoint" in capsys.readouterr().err
 
 
-# What others wrote
+# Files of other libraries
 
 
 class Planted:
@@ -149,7 +149,7 @@ class Planted:
 
 
 class OrderedOnly:
-    """Of a class that no reader knows."""
+    """A class that readers do not know."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -187,7 +187,7 @@ class TestLightning:
 
     def test_what_lightning_itself_wrote(self, tmp_path: Path) -> None:
         # By Lightning 2.6.6: two epochs of two batches, StepLR, ModelCheckpoint; a hyper-parameter is nn.ReLU.
-        with pytest.warns(UserWarning, match="'activation' is no JSON and is left out"):
+        with pytest.warns(UserWarning, match="'activation' cannot be stored as JSON and is left out"):
             convert(Path(__file__).parent / "lightning-2.6.6.ckpt", tmp_path / "c")
         checkpoint = load(tmp_path / "c")
         assert checkpoint.hyper_parameters == {"width": 3, "name": "lit"}
@@ -203,12 +203,12 @@ class TestLightning:
 
     def test_weights_of_unknown_classes_are_named(self, tmp_path: Path) -> None:
         lightning(tmp_path / "a.ckpt", state_dict={"w": torch.ones(2), "odd": OrderedOnly(3)})
-        with pytest.raises(CheckpointError, match=r"not torch's own: odd\."):
+        with pytest.raises(CheckpointError, match=r"weights that are not plain tensors: odd\."):
             convert(tmp_path / "a.ckpt", tmp_path / "c")
 
     def test_hyper_parameters_that_are_no_json_are_named(self, tmp_path: Path) -> None:
         lightning(tmp_path / "a.ckpt", hyper_parameters={"width": 4, "dtype": torch.float32})
-        with pytest.warns(UserWarning, match="'dtype' is no JSON and is left out"):
+        with pytest.warns(UserWarning, match="'dtype' cannot be stored as JSON and is left out"):
             convert(tmp_path / "a.ckpt", tmp_path / "c")
         assert load(tmp_path / "c").hyper_parameters == {"width": 4}
 
@@ -282,6 +282,6 @@ class TestDcp:
 
     def test_a_folder_of_an_unknown_kind(self, tmp_path: Path) -> None:
         assert not dist.is_initialized()
-        with pytest.raises(CheckpointError, match="a folder of an unknown kind"):
+        with pytest.raises(CheckpointError, match="a folder of an unknown format"):
             convert(tmp_path, tmp_path / "c")
         assert verify(tmp_path / "c") != []

@@ -1,4 +1,4 @@
-"""Weights that do not fit are listed by name, and what is skipped is said: F-11."""
+"""Mismatched weights are listed by name, and skipped ones are reported: F-11."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = [torch.ones(2, 4)] * 2
 
 
 class Net(TrainModule):
-    """A body, and heads by name; one is never used and gets no gradient."""
+    """A body with named heads; one head is unused and gets no gradient."""
 
     def __init__(self, heads: tuple[str, ...] = ("used", "unused"), width: int = 8) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Net(TrainModule):
 
 
 class Grown(Net):
-    """Another head in the place of one."""
+    """A module with another head."""
 
     def __init__(self) -> None:
         super().__init__(("used", "other"))
 
 
 class Wide(Net):
-    """Another width."""
+    """A module with another width."""
 
     def __init__(self) -> None:
         super().__init__(width=16)
@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_a_parameter_that_never_had_a_gradient(saved: str) ->
 
 
 class Loading(Callback):
-    """Gives the strategy weights that do not fit, in the midst of a run."""
+    """Loads mismatched weights through the strategy during a run."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}

@@ -577,7 +577,7 @@ MISTAKES = [
         lambda path: Run(fit(path), type("Net", (Net,), {"__init__": _lazy})()),
     ),
     # Checkpoints
-    Mistake("no checkpoint there", START, "missing", "nothing is there", "check the path", resumed("missing")),
+    Mistake("no checkpoint there", START, "missing", "the path does not exist", "check the path", resumed("missing")),
     Mistake(
         "none yet",
         START,

@@ -16,8 +16,8 @@ from engine_case import Tiny, fit, loader
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert
-from drivetrain.checkpoint._folders import claim
-from drivetrain.checkpoint._format.local_storage import LocalPlace
+from drivetrain.checkpoint._folders import claim_name
+from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from worlds import on_ranks
 
@@ -88,8 +88,8 @@ def test_so_does_what_is_there_for_a_while_alone(tmp_path: Path, mask: int) -> N
     folder = tmp_path / "made"
     folder.mkdir()
     with umask(mask):
-        _, give_up = claim(str(folder), "name", lambda taken: False)
-        place = LocalPlace.begin(str(folder / "c"))
+        _, give_up = claim_name(str(folder), "name", lambda taken: False)
+        place = LocalStorage.begin(str(folder / "c"))
         with place.open("model.safetensors") as file:
             file.write(b"half of it")
             found = modes(folder)

@@ -14,7 +14,7 @@ import torch
 from drivetrain import TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert
-from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ def saved(path: Path, **hyper_parameters: Any) -> Path:
     """Return a checkpoint of a `Net` built with these arguments."""
     save(
         str(path / "c"),
-        Contents(Net().state_dict(), Facts(hyper_parameters=hyper_parameters, weights_only=True)),
+        Contents(Net().state_dict(), CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)),
         LocalControl(),
     )
     return path / "c"
@@ -186,7 +186,7 @@ def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
         def __init__(self, mode: Any, lr: float) -> None:
             super().__init__()
 
-    with pytest.warns(UserWarning, match="'mode' is no JSON and is left out"):
+    with pytest.warns(UserWarning, match="'mode' cannot be stored as JSON and is left out"):
         convert(tmp_path / "l.ckpt", tmp_path / "c")
     with pytest.raises(CheckpointError, match="Moded needs 'mode'") as caught:
         Moded.load_from_checkpoint(tmp_path / "c")

@@ -88,7 +88,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bo
     assert len(list((tmp_path / "c").glob("epoch=*"))) == 3
     for path in (tmp_path / "end", *(tmp_path / "c").glob("epoch=*")):
         assert load(path).hyper_parameters == kept
-        assert load(path).manifest.facts.left_out == ("api_token", "auth.password")
+        assert load(path).manifest.metadata.left_out == ("api_token", "auth.password")
     written = everything_in(tmp_path)
     assert b"hyper_parameters" in written
     assert SECRET.encode() not in written

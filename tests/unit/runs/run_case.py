@@ -1,4 +1,4 @@
-"""Small runs that have folders, and what is read of these."""
+"""Small runs with folders, and functions that read or edit their records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "drivetrain_logs"
 
 
 class Net(TrainModule):
-    """A line with a hyper-parameter, which says when it comes to a step."""
+    """A linear module with a hyper-parameter; it calls ``at_step`` in each training step."""
 
     def __init__(self, lr: float = 0.1, at_step: Callable[[int], None] = lambda step: None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(TrainModule):
 
 
 class Another(Net):
-    """Of another class, and else the same."""
+    """The same module under another class."""
 
 
 def data(samples: int = 4 * STEPS) -> DataLoader[Any]:
@@ -55,14 +55,14 @@ def data(samples: int = 4 * STEPS) -> DataLoader[Any]:
 
 
 def fit(root: Path | str, **options: Any) -> Fit:
-    """A quiet Fit with a CSVLogger and a Checkpoint."""
+    """Return a quiet Fit with a CSVLogger and a Checkpoint."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "seed": 0, "log_every_n_steps": 1}
     settings = {"max_epochs": 1, "logger": CSVLogger(root), "callbacks": Checkpoint(), **quiet, **options}
     return Fit(default_root_dir=root, accelerator="cpu", **settings)
 
 
 def trained(root: Path | str, ckpt_path: Any = None, module: Net | None = None, **options: Any) -> Fit:
-    """A Fit that has run."""
+    """Run a Fit, and return it."""
     trainer = fit(root, **options)
     trainer.fit(Net() if module is None else module, data(), ckpt_path=ckpt_path)
     return trainer
@@ -79,14 +79,14 @@ def record(folder: Any) -> dict[str, Any]:
 
 
 def edit(folder: Any, **values: Any) -> dict[str, Any]:
-    """Change what a record says."""
+    """Edit a record."""
     document = {**record(folder), **values}
     (Path(folder) / "run.json").write_text(json.dumps(document))
     return document
 
 
 def stopped(root: Path, step: int, **options: Any) -> Fit:
-    """A Fit whose run failed as it came to a step, as one that was killed left it."""
+    """Return a Fit that failed at a step, with its folder as a killed run leaves it."""
 
     def fail(at: int) -> None:
         if at == step:
@@ -103,12 +103,12 @@ def stopped(root: Path, step: int, **options: Any) -> Fit:
 
 
 def left_running(folder: Any, **process: Any) -> None:
-    """Make a record say that its run is under way, in a process of which some facts are changed."""
+    """Edit a record so that its run is running, in a process with some changed fields."""
     document = record(folder)
     edit(folder, status="running", ended=None, why=None, process={**document["process"], **process})
 
 
 def process_of(pid: int) -> dict[str, Any]:
-    """What a record says of a process of this machine."""
+    """Return the record's entry for a process of this machine."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return {"pid": pid, "began": fields[19]}

@@ -1,4 +1,4 @@
-"""What one run leaves alone of another, and of itself: J-13."""
+"""Runs do not change each other's folders or records: J-13."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def two_roots(root: Path) -> list[CSVLogger]:
 
 
 class Bare(Net):
-    """Without hyper-parameters, so that nothing is written before the first values are."""
+    """A module without hyper-parameters, so that nothing is written before the first values."""
 
     def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
         TrainModule.__init__(self)
@@ -45,7 +45,7 @@ class Bare(Net):
 
 
 def test_loggers_elsewhere_go_on_where_they_were(tmp_path: Path) -> None:
-    # J-13: the second one took the first one's number, and with it the files of another run
+    # J-13: the second logger took the first one's version, and with it another run's files
     for _ in range(2):
         trained(tmp_path, logger=CSVLogger(tmp_path / "b"))
     others = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
@@ -60,11 +60,11 @@ def test_loggers_elsewhere_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once_have_their_own_folders_elsewhere(tmp_path: Path) -> None:
-    # J-13: both wrote to b/version_0, and the record of the second said so
+    # J-13: both wrote to b/version_0
     inner: list[Any] = []
 
     def other(step: int) -> None:
-        if step == 0:  # the outer one has been told a number, and has written nothing yet
+        if step == 0:  # the outer run has announced a version, and has not written yet
             inner.append(trained(tmp_path, module=Bare(), logger=two_roots(tmp_path)))
 
     outer = fit(tmp_path, logger=two_roots(tmp_path))
@@ -81,7 +81,7 @@ def test_a_name_that_was_only_expected_is_not_taken_from_another(tmp_path: Path)
     assert claim_version(str(tmp_path), expected="version_0") == "version_1"
 
 
-def test_auto_goes_on_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it began afresh, in silence
+def test_auto_goes_on_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it silently started afresh
     stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
     trainer, module = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2)), Net()
     trainer.validate(module, data(), verbose=False)
@@ -132,8 +132,8 @@ def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
 def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # J-13: it was copied from a store, say, which "auto" could not ask for the run's record
-    monkeypatch.setattr(_resume_choice, "_PATIENCE_ELSEWHERE", 0.0)
+) -> None:  # J-13: as after a copy from a store that is unreachable here
+    monkeypatch.setattr(_resume_choice, "_SHORT_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(checkpoints, "_lasting", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
@@ -146,11 +146,11 @@ def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
 @pytest.mark.parametrize("beats", [False, True])
 def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     tmp_path: Path, which: str | None, beats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # J-13: it was, and the other one's record was put aside
+) -> None:  # J-13: it was used, and the other run's record was archived
     trainer = trained(tmp_path, logger=CSVLogger(tmp_path, version=4))
     folder = trainer.log_dir
     left_running(folder, host="elsewhere")
-    monkeypatch.setattr(_liveness, "WATCH", 0.6)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.6)
     monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.3)
     ended = threading.Event()
 
@@ -184,7 +184,7 @@ def test_a_logger_that_cannot_write_costs_no_checkpoint(tmp_path: Path, caplog: 
             raise ValueError("no network")
 
         def finalize(self, status: str) -> None:
-            """Nothing to let go of."""
+            """Do nothing."""
 
     trainer = trained(tmp_path, logger=Offline(tmp_path))
     assert (trainer.global_step, record(trainer.log_dir)["status"]) == (6, "finished")
@@ -228,11 +228,11 @@ def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, mon
     ended = record(trainer.log_dir)
     left_running(trainer.log_dir, host="elsewhere")
     monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.01)
-    original = _liveness.Watch.look
+    original = _liveness.HeartbeatWatch.poll
 
     def look(self: Any, pause: float) -> None:
         (Path(str(trainer.log_dir)) / "run.json").write_text(json.dumps(ended))
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.Watch, "look", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", look)
     assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir

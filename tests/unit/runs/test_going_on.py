@@ -1,4 +1,4 @@
-"""Which run "auto", "last", "best" and a path go on with, and in which folder: J-13."""
+"""Which run "auto", "last", "best" and a path resume, and in which folder: J-13."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def every(step: int, **options: Any) -> Checkpoint:
 
 
 def of_an_earlier_version(checkpoint: Path) -> None:
-    """Let a manifest name no run, as those did that were written before runs had folders."""
+    """Remove the run from a manifest, as in checkpoints written before runs had folders."""
     manifest = checkpoint / "manifest.json"
     document = json.loads(manifest.read_text())
     del document["run"], document["crc32"]
@@ -67,7 +67,7 @@ def test_auto_goes_on_with_the_newest_run_in_its_folder(tmp_path: Path, caplog: 
 @pytest.mark.parametrize("which", ["auto", "last"])
 def test_a_run_of_another_class_is_passed_over(
     tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
-) -> None:  # J-13: it took class M's finished run, made no step and ended as a success
+) -> None:  # J-13: it resumed the finished run of another class, took no step and reported success
     trained(tmp_path)
     if which == "last":
         with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to resume from.*runs of Another"):
@@ -76,9 +76,7 @@ def test_a_run_of_another_class_is_passed_over(
     other = trained(tmp_path, which, module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
     (said,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
-    assert said == (
-        "a fresh start. Passed over: version_0 (its module is run_case.Net, and this one run_case.Another)."
-    )
+    assert said == ("a fresh start. Skipped: version_0 (its module is run_case.Net, and this one run_case.Another).")
 
 
 def test_a_run_with_other_hyper_parameters_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,8 +102,8 @@ def test_a_run_that_is_under_way_is_passed_over(tmp_path: Path, caplog: pytest.L
     left_running(first.log_dir, **process_of(1))
     second = trained(tmp_path, "auto", max_epochs=2)
     assert version(second) == "version_1"
-    assert "Passed over: version_0 (it is under way, process 1 on " in caplog.text
-    # Once it is dead it is taken: its number may be another process's by now.
+    assert "Skipped: version_0 (it is running, process 1 on " in caplog.text
+    # A dead run is resumed, even if its pid now belongs to another process.
     left_running(first.log_dir, pid=1, began="1")
     edit(second.log_dir, module="another")
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
@@ -121,7 +119,7 @@ def test_a_run_of_this_very_process_is_known(tmp_path: Path) -> None:  # J-13: a
 
     module = Nesting()
     outer = fit(tmp_path)
-    edited = outer.fit  # of the same class as far as records say
+    edited = outer.fit  # of the same class, judging by the records
     Nesting.__qualname__, Nesting.__module__ = Net.__qualname__, Net.__module__
     edited(module, data())
     assert (version(outer), Nesting.inner) == ("version_0", "version_1")
@@ -166,7 +164,7 @@ def test_the_same_holds_in_an_explicit_dirpath(tmp_path: Path, caplog: pytest.Lo
     left_running(again.log_dir, **process_of(1))
     aside = trained(tmp_path, "auto", callbacks=kept(), max_epochs=3)
     assert (aside.global_step, version(aside)) == (18, "version_3")
-    assert "version_0 (it is under way" in caplog.text
+    assert "version_0 (it is running" in caplog.text
 
 
 def test_a_dirpath_alone_is_enough_where_the_runs_folder_is_gone(tmp_path: Path) -> None:
@@ -191,7 +189,7 @@ def test_a_path_to_the_newest_goes_on_in_its_folder_and_others_begin_one(tmp_pat
     assert version(best) == "version_2"
     for one in (older, best):
         assert record(one.log_dir)["parent"] is not None
-    # What is named elsewhere is gone on from here: a folder of the user's own choice is not left.
+    # Checkpoints elsewhere are resumed from here: a folder that the user chose is kept.
     elsewhere = trained(tmp_path / "new", saved / "epoch=1-step=12", callbacks=every(3), max_epochs=3)
     assert elsewhere.log_dir == str(tmp_path / "new" / "drivetrain_logs" / "version_0")
     assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
@@ -240,7 +238,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
     def die(at: int) -> None:
         if at == step:
             for one in killed.loggers:
-                one.save()  # it may have written what comes after the checkpoint
+                one.save()  # it may have written rows after the checkpoint
             raise RuntimeError("killed")
 
     killed = fit(root, **options(root))
@@ -248,7 +246,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
         killed.fit(Net(at_step=die), data(), data())
     again = fit(root, **options(root))
     again.fit(Net(), data(), data(), ckpt_path="auto")
-    assert version(again) == ("version_0" if step > 1 else "version_1")  # before the first one there is none
+    assert version(again) == ("version_0" if step > 1 else "version_1")  # no checkpoint before the first save
     assert rows(again.log_dir) == rows(trainer.log_dir)
 
 
@@ -291,7 +289,7 @@ def test_auto_ends_a_run_that_was_stopped_early_until_it_may_be_more_patient(tmp
     assert version(more) == "version_0"
 
 
-# Jobs, and machines out of sight
+# Jobs, and runs on other machines
 
 
 def test_what_this_job_left_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
@@ -343,7 +341,7 @@ def test_a_job_that_had_saved_nothing_begins_again_in_its_folder(tmp_path: Path,
 
 
 def test_two_steps_of_one_slurm_job_may_run_side_by_side(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_liveness, "WATCH", 0.2)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.2)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     beside = stopped(tmp_path, step=5, callbacks=every(2))
@@ -358,15 +356,15 @@ def test_elsewhere_a_heartbeat_tells(
 ) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH", 0.3)
-    original = _liveness.Watch.look
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.3)
+    original = _liveness.HeartbeatWatch.poll
 
     def look(self: Any, pause: float) -> None:
         if beats:
             edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.Watch, "look", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", look)
     again = trained(tmp_path, "auto", max_epochs=2)
     assert "version_0 may be under way on another machine: its record is watched for 0 s" in caplog.text
     assert version(again) == ("version_1" if beats else "version_0")
@@ -374,7 +372,7 @@ def test_elsewhere_a_heartbeat_tells(
 
 def test_heartbeats_are_written_while_a_step_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-13, N-06
-    monkeypatch.setattr(_liveness, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(_liveness, "HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
     trainer = fit(tmp_path)
 
@@ -403,7 +401,7 @@ def test_only_a_run_that_would_be_taken_is_watched(
 ) -> None:
     older, _ = trained(tmp_path), trained(tmp_path)
     left_running(older.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH", 1000.0)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
     newer = trained(tmp_path, "auto", max_epochs=2)
     assert version(newer) == "version_1"
     path = newer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
@@ -416,7 +414,7 @@ def test_an_evaluation_watches_nothing(
 ) -> None:
     first = trained(tmp_path / "first", callbacks=Checkpoint(tmp_path / "chosen in setup"))
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH", 1000.0)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
 
     class Late(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:

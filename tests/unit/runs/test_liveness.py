@@ -1,4 +1,4 @@
-"""How a run that lives is told from one that was killed: J-13."""
+"""Telling live runs from killed ones: J-13."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drivetrain.runs import _process
-from drivetrain.runs._liveness import is_alive, under_way
+from drivetrain.runs._liveness import is_alive, running_ids
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import Record
 from drivetrain.testing import requires_linux
@@ -24,13 +24,13 @@ pytestmark = requires_linux()
 
 def test_a_process_lives_until_it_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    seen = replace(Process.here(), pid=child.pid, began=_process._began(child.pid))
+    seen = replace(Process.here(), pid=child.pid, began=_process._start_time(child.pid))
     assert seen.lives() is True
     assert Process.from_json(seen.as_json()) == seen
     child.send_signal(signal.SIGKILL)
     while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
-    assert seen.lives() is False  # though its parent has yet to ask for its exit code
+    assert seen.lives() is False  # a zombie that its parent has not reaped
     child.wait()
     assert seen.lives() is False
 
@@ -54,7 +54,7 @@ def test_a_process_of_somebody_elses_lives(monkeypatch: pytest.MonkeyPatch) -> N
     here = Process.here()
     assert here.lives() is True
     assert replace(here, began="1").lives() is False
-    monkeypatch.setattr(_process, "_began", lambda pid: "")  # the system hides it
+    monkeypatch.setattr(_process, "_start_time", lambda pid: "")  # hidden by the system
     assert here.lives() is True
 
 
@@ -96,18 +96,18 @@ def test_what_a_record_says_of_a_run() -> None:
     here, away = Process.here(), replace(Process.here(), host="another")
     ours, requeued = Job("slurm", "7"), Job("slurm", "7", restarts=1)
     assert is_alive(Record("f", {"status": "finished"}), []) is False
-    assert is_alive(Record("f", {"status": "running"}), []) is None  # it names no process
-    assert is_alive(_running(here), []) is False  # this process, which has no such run
-    under_way.add("a")
+    assert is_alive(Record("f", {"status": "running"}), []) is None  # the record names no process
+    assert is_alive(_running(here), []) is False  # this process runs no such run
+    running_ids.add("a")
     try:
         assert is_alive(_running(here), []) is True
     finally:
-        under_way.discard("a")
+        running_ids.discard("a")
     assert is_alive(_running(away), [ours]) is None
     assert is_alive(_running(away, ours), [ours]) is False
     assert is_alive(_running(away, ours), [requeued]) is False
-    assert is_alive(_running(replace(here, pid=1, began=_process._began(1)), ours), [requeued]) is False
-    assert is_alive(_running(replace(here, pid=1, began=_process._began(1)), ours), [ours]) is True
+    assert is_alive(_running(replace(here, pid=1, began=_process._start_time(1)), ours), [requeued]) is False
+    assert is_alive(_running(replace(here, pid=1, began=_process._start_time(1)), ours), [ours]) is True
     step = replace(ours, step="1")
     assert is_alive(_running(away, step), [replace(ours, step="2")]) is None
     assert is_alive(_running(away, Job("elastic", "x", 3)), [Job("elastic", "x", 3)]) is False

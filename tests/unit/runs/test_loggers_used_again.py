@@ -1,4 +1,4 @@
-"""What a logger that is used again, or was used before the run, has of other folders: J-13."""
+"""Loggers that are reused, or used before a run, do not mix files of several folders: J-13."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rows(folder: Any) -> list[dict[str, str]]:
 
 
 class Wide(Net):
-    """Logs a value of its own first."""
+    """Logs an additional value first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("first", 5.0)
@@ -47,7 +47,7 @@ def test_a_logger_that_is_used_again_at_a_url_begins_a_table() -> None:  # J-13
 
 
 def test_a_logger_that_goes_on_elsewhere_looks_at_the_table_there(tmp_path: Path) -> None:
-    # J-13: cells came under the names of others
+    # J-13: values were written to the wrong columns
     wide = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2), max_steps=4)
     wide.fit(Wide(), data())
     folder = Path(str(wide.log_dir))

@@ -1,4 +1,4 @@
-"""What run.json says, when it is written, and what is read of it: J-13, N-06."""
+"""The content of run.json, when it is written, and how it is read: J-13, N-06."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:  # J-13
     assert is_alive(said, []) is True
     process.kill()
     process.wait()
-    assert said == _record.read(str(folder))  # nobody has written how it ended
+    assert said == _record.read(str(folder))  # the end was not recorded
     assert is_alive(said, []) is False
 
 
 def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
     written: list[int] = []
-    original = _record.as_text
+    original = _record.encode_record
     trainer = fit(tmp_path, max_epochs=1, callbacks=Checkpoint(every_n_train_steps=4, save_top_k=-1))
     monkeypatch.setattr(
         _record,
-        "as_text",
+        "encode_record",
         lambda document: (written.append(trainer.global_step), original(document))[1],  # type: ignore[func-returns-value]
     )
     trainer.fit(Net(), data())
@@ -195,7 +195,7 @@ def test_a_record_of_any_content_is_no_obstacle(
 ) -> None:  # J-13
     from drivetrain.runs import _liveness
 
-    monkeypatch.setattr(_liveness, "WATCH", 0.0)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.0)
     trained(tmp_path)
     neighbour = tmp_path / "drivetrain_logs" / "version_1"
     neighbour.mkdir()
@@ -214,7 +214,7 @@ def test_what_json_does_not_know_is_text() -> None:
     found = _record.plain(values)
     name = f"{__name__}.test_what_json_does_not_know_is_text.<locals>.Odd"
     assert found == {"nan": "nan", "big": str(2**70), "path": "a", "odd": name, "kind": name, "3": [1, [2]]}
-    assert json.loads(_record.as_text(found)) == found
+    assert json.loads(_record.encode_record(found)) == found
 
 
 def test_times_are_in_order() -> None:
@@ -232,7 +232,7 @@ def test_a_store_that_refuses_is_asked_again_and_never_taken_for_empty(
     store.fail("get", "*/run.json", times=3)
     again = trained(store.url, "auto", max_epochs=2)
     assert (again.log_dir, again.global_step) == (first.log_dir, 12)
-    monkeypatch.setattr(_discovery, "PATIENCE", 0.05)
+    monkeypatch.setattr(_discovery, "RETRY_SECONDS", 0.05)
     store.fail("get", "*/run.json", times=None)
     with pytest.raises(StorageError, match=r"run\.json' cannot be read"):
         trained(store.url, "auto", max_epochs=3)

@@ -1,4 +1,4 @@
-"""Every fit has a folder of its own, and what is in it: J-13."""
+"""Every fit has a folder of its own; its content: J-13."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_loggers_of_one_root_and_name_share_it_and_others_do_not(tmp_path: Path)
         assert {"metrics.csv"} | {one.name for one in folder.glob("events.*")} <= {one.name for one in folder.iterdir()}
         assert len(list(folder.glob("events.*"))) >= 1
     assert folders(tmp_path / "beside", "b") == ["version_0", "version_1"]
-    # Gone on with, each goes on where it was.
+    # A resumed run continues in its folder.
     again = loggers()
     trained(tmp_path, "auto", logger=again, max_epochs=2)
     assert [one.version for one in again] == [0, 0, 1, 1]
@@ -66,7 +66,7 @@ def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.Log
     first = trained(tmp_path, logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version="mine")])
     assert first.log_dir == str(tmp_path / "drivetrain_logs" / "mine")
     assert folders(tmp_path) == ["mine"]
-    # The record of the run before it is kept, and its checkpoints are.
+    # The earlier run's record and checkpoints are kept.
     second = trained(tmp_path, logger=CSVLogger(tmp_path, version="mine"))
     assert "has an earlier run's files; its record is kept as run-1.json" in caplog.text
     assert second.run_id != first.run_id
@@ -76,7 +76,7 @@ def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.Log
         "epoch=0-step=6",
         "epoch=0-step=6-v1",
     ]
-    # It is taken from no run that is under way.
+    # The folder of a running run is refused.
     left_running(second.log_dir, **process_of(1))
     with pytest.raises(ConfigurationError, match=r"belongs to a run that is under way \(process 1 on "):
         fit(tmp_path, logger=CSVLogger(tmp_path, version="mine")).fit(Net(), data())
@@ -86,9 +86,9 @@ def test_a_number_that_somebody_was_told_stays(tmp_path: Path) -> None:  # J-13
     logger = CSVLogger(tmp_path)
     told = Path(logger.log_dir)
     told.mkdir(parents=True)
-    (told / "config.yaml").write_text("theirs")  # they keep something there before the run
+    (told / "config.yaml").write_text("theirs")  # the user puts a file there before the run
     assert trained(tmp_path, logger=logger).log_dir == str(told)
-    # A run that was quicker has it.
+    # Another run claimed it first.
     late = CSVLogger(tmp_path)
     assert late.version == 1
     trained(tmp_path)
@@ -117,7 +117,7 @@ def test_an_explicit_dirpath_takes_the_checkpoints_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True, "log_every_n_steps": 0}], ids=str)
 def test_what_is_only_tried_writes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:  # J-13
-    if "barebones" in options:  # which refuses callbacks of the user's
+    if "barebones" in options:  # barebones refuses user callbacks
         options = {**options, "callbacks": None, "logger": None}
     trainer = trained(tmp_path, **options)
     assert trainer.log_dir is None
@@ -169,7 +169,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError):
             fit(tmp_path / "new" / "root").fit(Refused(), data())
         assert list(tmp_path.iterdir()) == [], number
-    failed = stopped(tmp_path, step=3)  # one that has trained leaves its record
+    failed = stopped(tmp_path, step=3)  # a run that has trained leaves its record
     assert record(failed.log_dir)["status"] == "failed"
 
 
@@ -191,7 +191,7 @@ def test_a_folder_at_a_url_is_called_by_a_time_and_letters() -> None:  # J-13
 
 
 class Minimal(Logger):
-    """What a third party may write."""
+    """A third-party logger."""
 
     name = "minimal"
     version = "its own"
@@ -208,7 +208,7 @@ class Minimal(Logger):
         self.rows.append(step)
 
 
-def test_loggers_of_the_users(tmp_path: Path) -> None:  # J-13: the first with files counts
+def test_loggers_of_the_users(tmp_path: Path) -> None:  # J-13: the first logger with files decides
     none = trained(tmp_path / "a", logger=[Minimal(), CSVLogger(tmp_path / "a", name="second")])
     assert none.log_dir == str(tmp_path / "a" / "second" / "version_0")
     own = trained(tmp_path / "b", logger=[Minimal(tmp_path / "b"), CSVLogger(tmp_path / "b")])
@@ -219,7 +219,7 @@ def test_loggers_of_the_users(tmp_path: Path) -> None:  # J-13: the first with f
 
 
 class Told(Minimal):
-    """One that goes where the run is, as it is told."""
+    """A logger that writes to the run's folder."""
 
     version = ""
 

@@ -1,4 +1,4 @@
-"""What runs of every kind write into ``run.json`` is what docs/run.schema.json says of it. J-13."""
+"""The ``run.json`` of every kind of run matches docs/run.schema.json. J-13."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA: dict[str, Any] = json.loads((Path(__file__).parents[3] / "docs" / "run.s
 
 
 def _parts_of(schema: Any) -> Iterator[dict[str, Any]]:
-    """The schema and all within it that describes a value, but for the conditions."""
+    """Yield the schema and its sub-schemas, except for conditions."""
     if isinstance(schema, dict):
         yield schema
         within = [*schema.get("properties", {}).values(), *schema.get("$defs", {}).values(), *schema.get("anyOf", [])]
@@ -37,7 +37,7 @@ def _parts_of(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without room for what it does not describe: a field that somebody adds belongs in it."""
+    """Return the schema with unknown fields forbidden, so that a new field must be added to it."""
     closed = copy.deepcopy(schema)
     for one in _parts_of(closed):
         if "properties" in one:
@@ -49,7 +49,7 @@ OPEN, CLOSED = Draft202012Validator(SCHEMA), Draft202012Validator(_closed(SCHEMA
 
 
 def _checked(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The record in a folder, once it is what the schema says, and holds nothing besides."""
+    """Return the record in a folder after validating it against the strict schema."""
     with fsspec.open(f"{folder}/run.json", "r") as file:
         record: dict[str, Any] = json.load(file)
     CLOSED.validate(record)
@@ -75,7 +75,7 @@ class Net(TrainModule):
 
 
 class At(Callback):
-    """Does something after the third step."""
+    """Calls a function after the third step."""
 
     def __init__(self, what: Any) -> None:
         self._what = what

@@ -16,7 +16,7 @@ from drivetrain.callbacks._predictions.completed_predictions import PredictedBef
 from drivetrain.callbacks._predictions.data_identity import class_name, facts_of
 from drivetrain.callbacks._predictions.prediction_store import PredictionStore
 from drivetrain.callbacks._predictions.weights_digest import weights_digest
-from drivetrain.checkpoint._format.collective_errors import agreed, tell
+from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._format.pieces import bytes_of
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, header_of, in_file_order
@@ -77,7 +77,7 @@ class WritingPredictions:
                 store.release()
                 raise
 
-        self.store, goes_on = agreed(self._control, failing, begin)
+        self.store, goes_on = run_collectively(self._control, failing, begin)
         entries = [entry for part, _ in self.store.kept.values() for entry in part.entries]
         self._failing = failing
         self._before, self._token, self.goes_on = _told(self._control, entries, goes_on)
@@ -131,9 +131,9 @@ class WritingPredictions:
 
     def publish(self) -> None:
         """Write what is held, and make all of it predictions. Collective."""
-        agreed(self._control, self._failing, self._flush)
+        run_collectively(self._control, self._failing, self._flush)
         mine = [(part.stem, index_of(part).decode()) for part in self._parts]
-        told = tell(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
+        told = gather_or_raise(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
 
         def commit() -> None:
             if self._rank != 0:
@@ -150,7 +150,7 @@ class WritingPredictions:
                 )
             self.store.publish(self._identity, parts)
 
-        agreed(self._control, self._failing, commit)
+        run_collectively(self._control, self._failing, commit)
 
     def save_what_is_held(self) -> None:
         """Write what is held after a failure, if it can be written. Not collective."""

@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint._format.checksums import BlockSums
+from drivetrain.checkpoint._format.checksums import BlockChecksums
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.folder import as_os_errors, folder_at
 from drivetrain.checkpoint._format.local_storage import sync_folder
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.object_file import make_folder, put
-from drivetrain.checkpoint._format.object_storage import put_surely
+from drivetrain.checkpoint._format.object_file import make_folder, open_object
+from drivetrain.checkpoint._format.object_storage import put_with_retries
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.data._prediction_files import (
     BEGINNING,
@@ -256,7 +256,7 @@ class PredictionStore:
             return
         for pause in (*_PAUSES, None):
             try:
-                with put(self._filesystem, f"{self._root}/{name}") as stream:
+                with open_object(self._filesystem, f"{self._root}/{name}") as stream:
                     stream.write(b"".join(contents))
                 return
             except Exception as error:  # each store's library has errors of its own
@@ -279,7 +279,7 @@ class PredictionStore:
                 return bool(self._filesystem.cat_file(f"{self._root}/{name}") == content)
             return False
 
-        put_surely(self._filesystem, f"{self._root}/{name}", content, is_out)
+        put_with_retries(self._filesystem, f"{self._root}/{name}", content, is_out)
 
     def _remove(self, name: str) -> None:
         with suppress(Exception):  # what is left harms nobody
@@ -308,7 +308,7 @@ def _first_repeated(entries: Iterable[Entry]) -> int | None:
 
 
 def _record(contents: Sequence[Content]) -> FileRecord:
-    sums = BlockSums()
+    sums = BlockChecksums()
     for content in contents:
         sums.update(content)
     return FileRecord(sums.size, sums.text())

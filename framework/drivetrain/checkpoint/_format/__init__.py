@@ -1,27 +1,27 @@
-"""The checkpoint on disk: what its files hold, how they are written and read. Knows nothing of modules or runs."""
+"""The on-disk format of checkpoints, and its reading and writing. Independent of modules and runs."""
 
 from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save
-from drivetrain.checkpoint._format.collective_errors import agreed
+from drivetrain.checkpoint._format.collective_errors import run_collectively
 from drivetrain.checkpoint._format.folder import StorageError
-from drivetrain.checkpoint._format.manifest import Facts, Manifest, check_facts
-from drivetrain.checkpoint._format.staging import Contents, Staged, stage
+from drivetrain.checkpoint._format.manifest import CheckpointMetadata, Manifest, check_metadata
+from drivetrain.checkpoint._format.staging import Contents, StagedCheckpoint, stage
 from drivetrain.checkpoint._format.verification import verify
 from drivetrain.checkpoint._format.write_plan import Sizes
 
 __all__ = [
     "Checkpoint",
+    "CheckpointMetadata",
     "Contents",
-    "Facts",
     "Manifest",
     "Sizes",
-    "Staged",
+    "StagedCheckpoint",
     "StorageError",
     "Weights",
-    "agreed",
-    "check_facts",
+    "check_metadata",
     "commit",
     "load",
+    "run_collectively",
     "save",
     "stage",
     "verify",

@@ -1,4 +1,4 @@
-"""Two names for two folders, exchanged in one step where the system knows how."""
+"""Exchanges the names of two folders in one system call, where the system supports it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _AT_FDCWD = -100
 _UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def exchange(one: str, other: str) -> bool:
-    """Let two paths on one file system change places in one step; False where this system or disk cannot.
+def exchange(first: str, second: str) -> bool:
+    """Swap two paths on one file system atomically; return False if the system or file system cannot.
 
     Raises:
-        OSError: it can, and it failed.
+        OSError: the exchange is supported, and failed.
     """
     call = _system_call()
     if call is None:
         return False
-    if call(os.fsencode(one), os.fsencode(other)) == 0:
+    if call(os.fsencode(first), os.fsencode(second)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNKNOWN:
         return False
-    raise OSError(number, os.strerror(number), one, None, other)
+    raise OSError(number, os.strerror(number), first, None, second)
 
 
 @functools.cache
 def _system_call() -> Callable[[bytes, bytes], int] | None:
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux" and hasattr(library, "renameat2"):
-        return lambda one, other: int(library.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE))
+        return lambda first, second: int(library.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE))
     if sys.platform == "darwin" and hasattr(library, "renamex_np"):
-        return lambda one, other: int(library.renamex_np(one, other, _RENAME_SWAP))
+        return lambda first, second: int(library.renamex_np(first, second, _RENAME_SWAP))
     return None

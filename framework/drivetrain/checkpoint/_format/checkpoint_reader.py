@@ -1,4 +1,4 @@
-"""A checkpoint as it lies there: opened at once, read where it is asked."""
+"""Opens checkpoints and reads their parts lazily."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
-from drivetrain.checkpoint._format.documents import LONGEST_DOCUMENT, decode, loads
+from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
-from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
-from drivetrain.checkpoint._format.parallel_io import side_by_side
-from drivetrain.checkpoint._format.read_memory import check_fits
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damaged, tensors_in
+from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
+from drivetrain.checkpoint._format.parallel_io import map_in_threads
+from drivetrain.checkpoint._format.read_memory import check_memory
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.errors import CheckpointError, listed
 
 
 class Checkpoint:
-    """A checkpoint, of which only the manifest has been read so far. `load` opens one.
+    """A checkpoint opened for reading; at first only its manifest is read. `load` opens one.
 
     Args:
-        folder: where it is.
-        manifest: what it consists of.
+        folder: the folder it is read from.
+        manifest: its manifest.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
@@ -36,36 +36,36 @@ class Checkpoint:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The counters: epoch, steps, samples."""
-        return dict(self.manifest.facts.progress)
+        """The saved counters: epoch, steps, samples."""
+        return dict(self.manifest.metadata.progress)
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
         """The arguments that the module was built with."""
-        return dict(self.manifest.facts.hyper_parameters)
+        return dict(self.manifest.metadata.hyper_parameters)
 
     @property
     def weights_only(self) -> bool:
-        """Whether there is nothing here that a run could go on from."""
-        return self.manifest.facts.weights_only
+        """Whether the checkpoint holds only weights, so that no run can resume from it."""
+        return self.manifest.metadata.weights_only
 
     def weights(self) -> Weights:
-        """Every parameter and buffer by name, tied names too. A value is read when it is asked for."""
+        """Return every parameter and buffer by name, including tied names. Each is read on access."""
         part = self.manifest.weights
         sources = self._sources(part)
-        others = {} if part.document is None else self._document(part, sources)
+        others = {} if part.document is None else self._read_document(part, sources)
         if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
-            raise damaged(self.path, f"{part.document} is no dict of names")
-        own = {name: source for name, source in sources.items() if name not in self._set_aside(part)}
-        return Weights({**own, **others}, self.manifest.aliases, self.readers)
+            raise damage_error(self.path, f"{part.document} is not a dict of names")
+        tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
+        return Weights({**tensors, **others}, self.manifest.aliases, self.readers)
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
-        """Return an optimizer's state in its named form.
+        """Return an optimizer's state, keyed by parameter name.
 
         Args:
-            index: which optimizer.
-            regions: which part of the values that have their parameter's shape is wanted, by parameter name; these
-                come as `ParameterShard`. All others come whole.
+            index: index of the optimizer.
+            regions: by parameter name, the region to read of state tensors with their parameter's shape; those are
+                returned as `ParameterShard`, all others whole.
 
         Raises:
             CheckpointError: there is no such optimizer, or its state is damaged.
@@ -78,7 +78,7 @@ class Checkpoint:
                 "take another checkpoint, or load the weights alone.",
             )
         document = self.optimizer_document(index)
-        # Without regions the weights' file is not even opened.
+        # Without regions the files of the weights are not opened.
         shapes = {name: value.shape for name, value in self.weights().sources().items()} if regions else {}
         wanted: dict[int, Region] = {}
         for name, values in document["state"].items():
@@ -86,96 +86,100 @@ class Checkpoint:
             for value in values.values():
                 if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
                     wanted[id(value)] = region
-        filled: dict[str, Any] = _filled(document, wanted, self.readers)
+        filled: dict[str, Any] = _read_tensors(document, wanted, self.readers)
         return filled
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
-        """Return the names of the parameters in each of an optimizer's groups; no tensor is read."""
+        """Return the parameter names of each group of an optimizer, without reading tensors."""
         return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
 
     def optimizer_document(self, index: int) -> dict[str, Any]:
-        """Return an optimizer's state with a `TensorSource` for each tensor; none is read.
+        """Return an optimizer's state with a `TensorSource` in place of each tensor; no tensor is read.
 
         Raises:
-            CheckpointError: it is not in the form that is written; names what is not.
+            CheckpointError: the document does not have the form of an optimizer's state.
         """
         part = self.manifest.optimizers[index]
-        document: dict[str, Any] = {} if part.document is None else self._decoded(part, self._sources(part))
-        problem = _no_optimizer(document)
+        document: dict[str, Any] = {} if part.document is None else self._decode_with_sources(part, self._sources(part))
+        problem = _optimizer_state_problem(document)
         if problem is not None:
-            raise damaged(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
+            raise damage_error(
+                self.path, f"{part.document or f'optimizer {index}'} is not an optimizer's state: {problem}"
+            )
         return document
 
     def callback_tensors(self, key: str) -> Weights:
-        """The tensors of a callback by name, by its key; empty where it has saved none."""
+        """Return the tensors of the callback with this key by name; empty if it saved none."""
         part = self.manifest.callbacks.get(key)
         return Weights({} if part is None else self._sources(part), {}, self.readers)
 
     def state(self) -> Any:
-        """What rank 0 said of the run; None where it said nothing."""
+        """Return the run's state, which rank 0 saved; None if there is none."""
         part = self.manifest.state
-        return None if part is None or part.document is None else self._document(part, self._sources(part))
+        return None if part is None or part.document is None else self._read_document(part, self._sources(part))
 
     def rank_state(self, rank: int) -> Any:
-        """What one rank said of itself; None where it said nothing."""
+        """Return the state that one rank saved of itself; None if there is none."""
         if rank >= len(self.manifest.ranks):
             return None
         part = self.manifest.ranks[rank]
-        return None if part.document is None else self._document(part, self._sources(part))
+        return None if part.document is None else self._read_document(part, self._sources(part))
 
     def close(self) -> None:
-        """Let go of the files. Tensors that were read stay valid."""
+        """Close the files. Tensors that were read stay valid."""
         self._files.clear()
         self._folder.close()
 
-    # Parts and files
+    # Files and documents
 
     def file(self, name: str) -> CheckedFile:
-        """Return one of the files, which is opened once."""
+        """Return the file ``name``, opened on first use."""
         if name not in self._files:
             self._files[name] = CheckedFile(self._folder, name, self.manifest.files[name], self.manifest.block_size)
         return self._files[name]
 
     def document(self, part: Part) -> Any:
-        """Return a part's document with a `TensorSource` for each tensor; none is read."""
-        return self._decoded(part, self._sources(part))
+        """Return a part's document with a `TensorSource` in place of each tensor; no tensor is read."""
+        return self._decode_with_sources(part, self._sources(part))
 
     def tensors(self, part: Part) -> dict[str, TensorSource]:
-        """Return the tensors of a part as they are stored, by name."""
+        """Return the tensors of a part by stored name, unread."""
         return self._sources(part)
 
     def _sources(self, part: Part) -> dict[str, TensorSource]:
         found: dict[str, TensorSource] = {}
-        for one in side_by_side(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
-            twice = found.keys() & one.keys()
-            if twice:
-                raise damaged(self.path, f"{listed(sorted(twice))} is in several of {listed(part.tensors)}")
-            found.update(one)
+        for sources in map_in_threads(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
+            duplicates = found.keys() & sources.keys()
+            if duplicates:
+                raise damage_error(self.path, f"{listed(sorted(duplicates))} is in several of {listed(part.tensors)}")
+            found.update(sources)
         return found
 
-    def _loaded(self, part: Part) -> Any:
+    def _load_json(self, part: Part) -> Any:
         assert part.document is not None
         file = self.file(part.document)
-        if file.size > LONGEST_DOCUMENT:
-            raise damaged(self.path, f"{file.name} has {file.size} bytes, and no document has {LONGEST_DOCUMENT}")
+        if file.size > MAX_DOCUMENT_BYTES:
+            raise damage_error(
+                self.path, f"{file.name} has {file.size} bytes, and a document has at most {MAX_DOCUMENT_BYTES}"
+            )
         return loads(file.read(0, file.size), part.document)
 
-    def _document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
-        return _filled(self._decoded(part, sources), {}, self.readers)
+    def _read_document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        return _read_tensors(self._decode_with_sources(part, sources), {}, self.readers)
 
-    def _decoded(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+    def _decode_with_sources(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
         return self._decode(part, sources.__getitem__)
 
     def _decode(self, part: Part, tensor: Callable[[str], Any]) -> Any:
-        document = self._loaded(part)
+        document = self._load_json(part)
         try:
             return decode(document, tensor)
         except KeyError as error:
-            raise damaged(self.path, f"{part.document} names the tensor {error}, which is not there") from error
+            raise damage_error(self.path, f"{part.document} names the tensor {error}, which does not exist") from error
         except (ValueError, RecursionError) as error:
-            raise damaged(self.path, f"{part.document} cannot be read: {error}") from error
+            raise damage_error(self.path, f"{part.document} cannot be read: {error}") from error
 
-    def _set_aside(self, part: Part) -> set[str]:
+    def _document_tensor_names(self, part: Part) -> set[str]:
         names: set[str] = set()
         if part.document is not None:
             self._decode(part, names.add)
@@ -183,12 +187,12 @@ class Checkpoint:
 
 
 class Weights(Mapping[str, Any]):
-    """Parameters and buffers by name; each is read, and checked, when it is asked for.
+    """Parameters and buffers by name; each is read and verified on access.
 
     Args:
-        values: what is stored.
-        aliases: tied names and what they are tied to.
-        readers: how many reads at once pay.
+        values: stored values, with a `TensorSource` for each tensor.
+        aliases: ``{tied: first}`` for tied names.
+        readers: number of parallel reads that pay off.
     """
 
     def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
@@ -210,17 +214,17 @@ class Weights(Mapping[str, Any]):
         return len(self._values) + len(self._aliases)
 
     def sources(self) -> dict[str, TensorSource]:
-        """Return where the tensors are, with shape and dtype, tied names too; nothing is read."""
+        """Return a `TensorSource` (with shape and dtype) per tensor, including tied names; nothing is read."""
         return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
 
     def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
-        """Read everything, or of some tensors a region each; tied names give one object.
+        """Read all values, or only a region of some; tied names share one object.
 
         Args:
-            regions: which part is wanted, by name; these come as `ParameterShard`. All others come whole.
+            regions: the region to read, by name; those tensors are returned as `ParameterShard`, all others whole.
 
         Raises:
-            CheckpointError: what is there is not what was written.
+            CheckpointError: the stored bytes are damaged, or do not fit into memory.
         """
         wanted = {} if regions is None else dict(regions)
 
@@ -233,7 +237,7 @@ class Weights(Mapping[str, Any]):
         sources = ((source, wanted.get(name)) for name, source in self._values.items())
         _check_memory("the tensors", sources)
         stored = list(self._values)
-        found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
+        found = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
         return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
 
     def _stored(self, name: str) -> Any:
@@ -244,25 +248,25 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint at a path or URL. Only its manifest is read.
 
     Raises:
-        CheckpointError: there is none, it is not whole, or it is of another format.
-        StorageError: one of these, where the storage refuses to say.
+        CheckpointError: there is none, it is incomplete, or it has another format.
+        StorageError: a `CheckpointError` for a storage that refuses or does not answer.
     """
     folder = folder_at(os.fspath(path))
-    content = read_if_there(folder, MANIFEST, LONGEST_MANIFEST + 1)
+    content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES + 1)
     if content is None:
         raise CheckpointError(
-            f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing, or no file.",
-            "the manifest is written last, and without it the rest may be anything.",
-            "check the path, or take an earlier checkpoint; for what another library wrote, see "
+            f"{folder.path!r} is not a complete checkpoint: {MANIFEST} is missing, or not a regular file.",
+            "the manifest is written last, so without it the save did not finish.",
+            "check the path, or use an earlier checkpoint; for files of another library, see "
             "drivetrain.checkpoint.convert.",
         )
-    return Checkpoint(folder, unseal(content, folder.path))
+    return Checkpoint(folder, decode_manifest(content, folder.path))
 
 
-def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
-    """Replace each `TensorSource` in a decoded document by its values, or by the wanted part of them."""
+def _read_tensors(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
+    """Return a decoded document with each `TensorSource` replaced by its values, or by the wanted region of them."""
     found: dict[int, TensorSource] = {}
-    _collect(value, found)
+    _collect_sources(value, found)
 
     _check_memory("what a document refers to", ((source, wanted.get(key)) for key, source in found.items()))
 
@@ -271,51 +275,51 @@ def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
         values = source.read(region)
         return values if region is None else ParameterShard(values, source.shape, region)
 
-    values = side_by_side(read, found.values(), readers)
-    return _replaced(value, dict(zip(found, values, strict=True)))
+    values = map_in_threads(read, found.values(), readers)
+    return _replace_sources(value, dict(zip(found, values, strict=True)))
 
 
 def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
-    check_fits(sum(one.nbytes(region) for one, region in sources if isinstance(one, TensorSource)), what)
+    check_memory(sum(source.nbytes(region) for source, region in sources if isinstance(source, TensorSource)), what)
 
 
-def _no_optimizer(document: Any) -> str | None:
-    """What is wrong with the form of an optimizer's document; None where nothing is."""
+def _optimizer_state_problem(document: Any) -> str | None:
+    """Return what is wrong with the form of an optimizer's document, or None."""
     if not isinstance(document, dict):
         return f"it is a {type(document).__name__}"
     state, groups = document.get("state"), document.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
-        return "'state' is no dict" if not isinstance(state, dict) else "'param_groups' is no list"
+        return "'state' is not a dict" if not isinstance(state, dict) else "'param_groups' is not a list"
     for name, values in state.items():
         if not isinstance(name, str) or not isinstance(values, dict):
             return f"'state' has no dict for {reprlib.repr(name)}"
     names: list[str] = []
     for number, group in enumerate(groups):
-        held = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             return f"group {number} has no list of names as 'params'"
-        names += held
+        names += params
     if len(set(names)) != len(names):
         return "a parameter is in it twice"
     return None
 
 
-def _collect(value: Any, found: dict[int, TensorSource]) -> None:
+def _collect_sources(value: Any, found: dict[int, TensorSource]) -> None:
     if isinstance(value, TensorSource):
         found[id(value)] = value
     elif isinstance(value, dict):
         for part in value.values():
-            _collect(part, found)
+            _collect_sources(part, found)
     elif isinstance(value, list | tuple):
         for part in value:
-            _collect(part, found)
+            _collect_sources(part, found)
 
 
-def _replaced(value: Any, read: Mapping[int, Any]) -> Any:
+def _replace_sources(value: Any, read: Mapping[int, Any]) -> Any:
     if isinstance(value, TensorSource):
         return read[id(value)]
     if isinstance(value, dict):
-        return type(value)({key: _replaced(part, read) for key, part in value.items()})
+        return type(value)({key: _replace_sources(part, read) for key, part in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(part, read) for part in value)
+        return type(value)(_replace_sources(part, read) for part in value)
     return value

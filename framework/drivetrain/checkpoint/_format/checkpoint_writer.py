@@ -1,4 +1,4 @@
-"""Writes a checkpoint: all ranks together, and either all of it or nothing."""
+"""Writes a checkpoint collectively and atomically: either all of it is committed or nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain.checkpoint._format.checksums import sums_of
-from drivetrain.checkpoint._format.collective_errors import agreed, tell
-from drivetrain.checkpoint._format.gathered_writes import Gathering, Regions
-from drivetrain.checkpoint._format.local_storage import LocalPlace
-from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, seal, versions
-from drivetrain.checkpoint._format.object_storage import ObjectPlace
-from drivetrain.checkpoint._format.pieces import covered
-from drivetrain.checkpoint._format.staging import Contents, Held, Staged, StagedPart, speaks_for, stage
-from drivetrain.checkpoint._format.storage import Storage, Ticket, filesystem_of
+from drivetrain.checkpoint._format.checksums import checksums_of
+from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
+from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, Regions
+from drivetrain.checkpoint._format.local_storage import LocalStorage
+from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, encode_manifest, versions
+from drivetrain.checkpoint._format.object_storage import ObjectStorage
+from drivetrain.checkpoint._format.pieces import count_elements
+from drivetrain.checkpoint._format.staging import (
+    Contents,
+    StagedCheckpoint,
+    StagedPart,
+    TensorOrShard,
+    contributed_region,
+    stage,
+)
+from drivetrain.checkpoint._format.storage import JoinInfo, Storage, filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec
-from drivetrain.checkpoint._format.write_handshake import Greeting, Outcome
-from drivetrain.checkpoint._format.write_plan import USUAL, PlannedFile, Sizes
+from drivetrain.checkpoint._format.write_handshake import WriteRequest, WriteResult
+from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes
 from drivetrain.errors import CheckpointError
 
 
@@ -30,120 +37,120 @@ def save(
     path: str,
     contents: Contents,
     control: ControlPlane,
-    shard_of: Callable[[Any], Held] = lambda held: held,
-    sizes: Sizes = USUAL,
+    shard_of: Callable[[Any], TensorOrShard] = lambda held: held,
+    sizes: Sizes = DEFAULT_SIZES,
 ) -> None:
     """Write a checkpoint. Collective.
 
     Args:
-        path: a path or an fsspec URL; a checkpoint that is there is replaced in one step.
-        contents: what this rank has.
-        control: between the ranks.
-        shard_of: the strategy's.
-        sizes: how it is split.
+        path: a path or an fsspec URL; an existing checkpoint there is replaced atomically.
+        contents: this rank's contents.
+        control: the control plane.
+        shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
+        sizes: how tensors are split into files.
 
     Raises:
-        CheckpointError: on every rank, with the rank and the cause; what was at ``path`` is as it was.
+        CheckpointError: on every rank, naming the failed rank and the cause; what was at ``path`` is unchanged.
     """
     commit(path, stage(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
 
 
-def commit(path: str, staged: Staged, control: ControlPlane) -> None:
-    """Write what was staged. Collective; may run in a thread with a ``control`` of its own.
+def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
+    """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
 
     Raises:
-        CheckpointError: as `save` does.
+        CheckpointError: as for `save`.
     """
-    place: Storage | None = None
+    storage: Storage | None = None
     problem: Exception | None = staged.problem
     if control.rank == 0 and problem is None:
         try:
-            place = _begin(path, staged, control.world_size)
+            storage = _begin(path, staged, control.world_size)
         except Exception as error:
             problem = error
     try:
-        meeting = _meet(path, staged, place, problem, control)
-        if place is None:
-            place = _join(path, meeting.ticket)
-        written, parts = _write(path, staged, meeting, place, control)
-        _conclude(path, staged, place, written, parts, control)
+        plan = _agree_on_plan(path, staged, storage, problem, control)
+        if storage is None:
+            storage = _join(path, plan.join_info)
+        written, parts = _write(path, staged, plan, storage, control)
+        _commit_manifest(path, staged, storage, written, parts, control)
     except BaseException:
-        if place is not None:
-            place.abandon()
+        if storage is not None:
+            storage.abandon()
         raise
 
 
-def _begin(path: str, staged: Staged, world_size: int) -> Storage:
+def _begin(path: str, staged: StagedCheckpoint, world_size: int) -> Storage:
     filesystem, root = filesystem_of(path)
     if filesystem is not None:
-        return ObjectPlace.begin(filesystem, root)
+        return ObjectStorage.begin(filesystem, root)
     needed, files = staged.total(world_size)
-    return LocalPlace.begin(root, needed, files)
+    return LocalStorage.begin(root, needed, files)
 
 
-def _join(path: str, ticket: Ticket) -> Storage:
+def _join(path: str, join_info: JoinInfo) -> Storage:
     filesystem, root = filesystem_of(path)
-    return LocalPlace.join(root, ticket) if filesystem is None else ObjectPlace.join(filesystem, root, ticket)
+    return LocalStorage.join(root, join_info) if filesystem is None else ObjectStorage.join(filesystem, root, join_info)
 
 
-# The meeting: what each rank brings
+# Agreement before writing
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
-    """What the ranks told each other before anything was written.
+class _SavePlan:
+    """What the ranks agreed on before anything is written.
 
     Attributes:
-        ticket: to the place that rank 0 began.
-        regions: for each part that is dealt among the ranks, what each rank brings.
-        state: what rank 0's state holds.
-        digest: what all of them compute of each file besides its checksums.
+        join_info: what the other ranks need to write to rank 0's storage.
+        regions: for each shared part, the regions that each rank contributes.
+        state: the tensors of rank 0's state.
+        digest: the digest to compute of each file, if any.
     """
 
-    ticket: Ticket
+    join_info: JoinInfo
     regions: list[list[Regions]]
     state: list[Spec]
     digest: str | None
 
 
-def _meet(
-    path: str, staged: Staged, place: Storage | None, problem: Exception | None, control: ControlPlane
-) -> _Meeting:
-    shared = _shared(staged)
-    greeting = Greeting(
+def _agree_on_plan(
+    path: str, staged: StagedCheckpoint, storage: Storage | None, problem: Exception | None, control: ControlPlane
+) -> _SavePlan:
+    shared = _shared_parts(staged)
+    request = WriteRequest(
         path=path,
-        ticket=None if place is None else place.ticket,
+        join_info=None if storage is None else storage.join_info,
         digests=[part.digest() for part in shared],
-        regions=[{name: speaks_for(shard) for name, shard in part.shards().items()} for part in shared],
+        regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
         state=shared[-1].specs if shared and control.rank == 0 else [],
         digest=staged.digest,
     )
-    words = tell(control, f"The checkpoint {path!r} could not be written", greeting.said(), problem)
-    told = [Greeting.decode(one) for one in words]
-    paths = [one.path for one in told]
+    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
+    requests = [WriteRequest.decode(answer) for answer in answers]
+    paths = [other.path for other in requests]
     if len(set(paths)) > 1:
         raise CheckpointError(
             "The ranks save to different paths: "
             + ", ".join(f"rank {rank} to {other!r}" for rank, other in enumerate(paths[:8]))
             + ".",
             "they write one checkpoint together.",
-            "make the path on rank 0 and broadcast it; a path with the time in it differs.",
+            "build the path on rank 0 and broadcast it; a path that contains the time differs between ranks.",
         )
-    if any(one.digests != told[0].digests for one in told):
-        _name_the_difference(shared, control)
-    assert told[0].ticket is not None
-    regions = [[one.regions[number] for one in told] for number in range(len(shared))]
-    state = told[0].state
-    for part, brought in zip(shared, regions, strict=True):
-        _check_cover(path, state if part.role == "state" else part.specs, brought)
-    return _Meeting(told[0].ticket, regions, state, told[0].digest)
+    if any(other.digests != requests[0].digests for other in requests):
+        _raise_difference(shared, control)
+    assert requests[0].join_info is not None
+    regions = [[other.regions[number] for other in requests] for number in range(len(shared))]
+    state = requests[0].state
+    for part, rank_regions in zip(shared, regions, strict=True):
+        _check_coverage(path, state if part.role == "state" else part.specs, rank_regions)
+    return _SavePlan(requests[0].join_info, regions, state, requests[0].digest)
 
 
-def _shared(staged: Staged) -> list[StagedPart]:
+def _shared_parts(staged: StagedCheckpoint) -> list[StagedPart]:
     return [part for part in staged.parts if part.role != "rank"]
 
 
-def _name_the_difference(shared: Sequence[StagedPart], control: ControlPlane) -> NoReturn:
+def _raise_difference(shared: Sequence[StagedPart], control: ControlPlane) -> NoReturn:
     mine = {
         f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
         + (", sharded" if spec.name in part.shards() else "")
@@ -156,103 +163,104 @@ def _name_the_difference(shared: Sequence[StagedPart], control: ControlPlane) ->
     for rank, theirs in enumerate(everyone):
         for name in list(dict.fromkeys([*everyone[0], *theirs])):
             if everyone[0].get(name) != theirs.get(name):
-                lines.append(
-                    f"{name}: {everyone[0].get(name, 'lacks')} on rank 0, {theirs.get(name, 'lacks')} on {rank}"
-                )
+                first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
+                lines.append(f"{name}: {first} on rank 0, {other} on rank {rank}")
     raise CheckpointError(
         "The ranks have different things to save: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
-        "they write one checkpoint together, each its part of every tensor.",
+        "they write one checkpoint together, each its shard of every tensor.",
         "build the same module, optimizers and callbacks on every rank.",
     )
 
 
-def _check_cover(path: str, specs: Sequence[Spec], brought: Sequence[Regions]) -> None:
+def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Regions]) -> None:
     for spec in specs:
-        if spec.name not in brought[0]:
+        if spec.name not in rank_regions[0]:
             continue
-        count = covered([regions[spec.name] for regions in brought])
+        count = count_elements([regions[spec.name] for regions in rank_regions])
         if count != spec.numel:
             raise CheckpointError(
-                f"The checkpoint {path!r} cannot be written: of {spec.name!r}, {spec.numel} elements, the ranks hold "
-                f"{count}.",
-                "each element must be spoken for by exactly one rank.",
+                f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
+                f"ranks contribute {count}.",
+                "exactly one rank must contribute each element.",
                 "this is an error of the strategy's shard_of.",
             )
 
 
-# The files
+# Writing
 
 
 def _write(
-    path: str, staged: Staged, meeting: _Meeting, place: Storage, control: ControlPlane
+    path: str, staged: StagedCheckpoint, plan: _SavePlan, storage: Storage, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
-    """Write this rank's share; return its files, and the parts of the checkpoint as this rank knows them."""
+    """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     written: dict[str, FileRecord] = {}
     parts: list[tuple[str, Part]] = []
     problem: Exception | None = None
-    dealt = iter(meeting.regions)
+    shared_regions = iter(plan.regions)
     for part in staged.parts:
-        specs = meeting.state if part.role == "state" else None
+        specs = plan.state if part.role == "state" else None
         files = part.planned(control.rank, control.world_size, specs)
-        files = [replace(file, name=place.named(file.name)) for file in files]
-        regions = [{}] * control.world_size if part.role == "rank" else next(dealt)
-        document = None if part.document is None else place.named(f"{part.stem}.json")
+        files = [replace(file, name=storage.file_name(file.name)) for file in files]
+        regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
+        document = None if part.document is None else storage.file_name(f"{part.stem}.json")
         try:
-            # In step with the other ranks, hence whatever has happened so far.
-            gathering = Gathering(part.tensors, regions, control, place, staged.sizes.piece, meeting.digest)
+            # Collective, so it runs even after an earlier part has failed.
+            gathering = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
             written.update(gathering.write(files))
             if part.document is not None and document is not None and problem is None:
-                written[document] = _put(place, document, part.document, meeting.digest)
+                written[document] = _write_file(storage, document, part.document, plan.digest)
             index = _index(part, files)
             if index is not None and control.rank == 0 and problem is None:
-                name = place.named(f"{part.stem}.safetensors.index.json")
-                written[name] = _put(place, name, index, meeting.digest)
+                name = storage.file_name(f"{part.stem}.safetensors.index.json")
+                written[name] = _write_file(storage, name, index, plan.digest)
         except Exception as error:
             problem = problem or error
-        index_name = place.named(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
+        index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
-    words = tell(control, f"The checkpoint {path!r} could not be written", Outcome(written, parts).said(), problem)
-    told = [Outcome.decode(one) for one in words]
-    everything: dict[str, FileRecord] = {}
-    for one in told:
-        everything.update(one.written)
-    ranks = [part for one in told for part in one.parts if part[0] == "rank"]
-    return everything, [part for part in told[0].parts if part[0] != "rank"] + ranks
+    answers = gather_or_raise(
+        control, f"The checkpoint {path!r} could not be written", WriteResult(written, parts).plain_values(), problem
+    )
+    results = [WriteResult.decode(answer) for answer in answers]
+    records: dict[str, FileRecord] = {}
+    for result in results:
+        records.update(result.written)
+    ranks = [part for result in results for part in result.parts if part[0] == "rank"]
+    return records, [part for part in results[0].parts if part[0] != "rank"] + ranks
 
 
 def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
-    """The index that Hugging Face's libraries read, where there are several files."""
+    """Return the index file of a part with several files, as Hugging Face's libraries read it; None for one file."""
     if len(files) < 2:
         return None
-    place = {spec.name: file.name for file in files for spec in file.specs}
+    storage = {spec.name: file.name for file in files for spec in file.specs}
     total = sum(spec.nbytes for file in files for spec in file.specs)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: place[name] for name in part.tensors}}
+    index = {"metadata": {"total_size": total}, "weight_map": {name: storage[name] for name in part.tensors}}
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
-def _put(place: Storage, name: str, content: bytes, digest: str | None) -> FileRecord:
-    sums = sums_of(content)
-    with place.open(name) as sink:
+def _write_file(storage: Storage, name: str, content: bytes, digest: str | None) -> FileRecord:
+    sums = checksums_of(content)
+    with storage.open(name) as sink:
         sink.writelines([content])
     return FileRecord(sums.size, sums.text(), "" if digest is None else hashlib.new(digest, content).hexdigest())
 
 
-def _conclude(
+def _commit_manifest(
     path: str,
-    staged: Staged,
-    place: Storage,
+    staged: StagedCheckpoint,
+    storage: Storage,
     written: dict[str, FileRecord],
     parts: Sequence[tuple[str, Part]],
     control: ControlPlane,
 ) -> None:
-    """Write the manifest, which makes it a checkpoint."""
-    identifier = staged.facts.identifier or secrets.token_hex(16)
+    """Write the manifest, which commits the checkpoint."""
+    identifier = staged.metadata.identifier or secrets.token_hex(16)
 
-    def sealed() -> bytes:
+    def dump_with_checksum() -> bytes:
         if control.rank != 0:
             return b""
         for name, record in written.items():
-            _check_size(path, place, name, record.size, alone=control.world_size == 1)
+            _check_size(path, storage, name, record.size, alone=control.world_size == 1)
         of_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
         for role, part in parts:
             of_role[role].append(part)
@@ -260,7 +268,7 @@ def _conclude(
         manifest = Manifest(
             identifier=identifier,
             world_size=control.world_size,
-            facts=staged.facts,
+            metadata=staged.metadata,
             files=written,
             weights=of_role["weights"][0],
             aliases=staged.aliases,
@@ -270,31 +278,33 @@ def _conclude(
             ranks=tuple(of_role["rank"]) if any(part.files() for part in of_role["rank"]) else (),
             versions=versions(),
         )
-        return seal(manifest)
+        return encode_manifest(manifest)
 
-    content = agreed(control, f"The checkpoint {path!r} could not be written", sealed)
-    # Whether the manifest is out, not even rank 0 knows where its answer is lost: nothing of it may be removed now.
-    place.keep()
-    agreed(
+    content = run_collectively(control, f"The checkpoint {path!r} could not be written", dump_with_checksum)
+    # If the reply to the upload is lost, even rank 0 cannot know whether the manifest was stored: keep all files.
+    storage.keep()
+    run_collectively(
         control,
-        f"The checkpoint {path!r} could not be written, or nobody knows",
-        lambda: place.commit(content, identifier) if control.rank == 0 else None,
+        f"The checkpoint {path!r} may not have been written",
+        lambda: storage.commit(content, identifier) if control.rank == 0 else None,
     )
 
 
-def _check_size(path: str, place: Storage, name: str, size: int, alone: bool) -> None:
+def _check_size(path: str, storage: Storage, name: str, size: int, alone: bool) -> None:
     try:
-        seen = place.size(name)
+        seen = storage.size(name)
     except FileNotFoundError:
         seen = None
     if seen == size:
         return
-    there = "nothing" if seen is None else seen
-    what = f"{path!r} could not be written: {name} had {size} bytes, and rank 0 sees {there}."
+    found = "nothing" if seen is None else f"{seen} bytes"
+    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {found}."
     if alone:
-        raise CheckpointError(what, "something else removed or changed it.", "save where nothing else clears up.")
+        raise CheckpointError(
+            what, "another process removed or changed it.", "save where no other process deletes files."
+        )
     raise CheckpointError(
         what,
-        "all ranks must write to the same place.",
+        "all ranks must write to the same storage.",
         f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
     )

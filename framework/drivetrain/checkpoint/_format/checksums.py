@@ -1,4 +1,4 @@
-"""Checksums of a file, block by block, so that a reader can check the part that it reads; and a digest of all of it."""
+"""Checksums per block of a file, so that a reader can verify the blocks it reads; and digests of whole files."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-try:  # several times as fast, with the same sums
+try:  # same checksums, several times as fast
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
 
 from drivetrain.errors import ConfigurationError, nearest
 
-__all__ = ["BLOCK", "DIGESTS", "BlockSums", "block_count", "check_digest", "crc32", "sums_of"]
+__all__ = ["BLOCK", "DIGESTS", "BlockChecksums", "block_count", "check_digest", "checksums_of", "crc32"]
 
 BLOCK = 4 * 2**20
-"""Bytes of a block in what we write; a reader takes the size from the manifest."""
+"""Block size in bytes for writing; readers use the size in the manifest."""
 
 DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
-"""By name. A checksum tells of accidents: who alters a file on purpose keeps it right. Nobody can so keep a digest."""
+"""Digests by name. A CRC detects accidents and can be forged; a cryptographic digest cannot."""
 
 
 def check_digest(owner: str, digest: Any) -> None:
-    """Refuse what names no digest.
+    """Raise if ``digest`` is neither None nor the name of a known digest.
+
+    Args:
+        owner: whose argument it is, for the error.
+        digest: the value to check.
 
     Raises:
-        ConfigurationError: says whose argument it is, and what it may be.
+        ConfigurationError: the name is unknown.
     """
     if digest is not None and digest not in list(DIGESTS):
         raise ConfigurationError(
             f"{owner}(digest={digest!r}).{nearest(str(digest), DIGESTS)}",
-            f"it names what each file has beside its checksums: {' or '.join(map(repr, DIGESTS))}.",
-            "give that, or None for checksums alone.",
+            f"supported digests of files, in addition to their checksums: {' or '.join(map(repr, DIGESTS))}.",
+            "give one of these, or None for checksums only.",
         )
 
 
-class BlockSums:
-    """Takes a file's bytes in order, in portions of any size."""
+class BlockChecksums:
+    """Computes the checksum of each block of a file from its bytes in order, in portions of any size."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._block = block
@@ -47,7 +51,7 @@ class BlockSums:
         self.size = 0
 
     def update(self, content: bytes | memoryview) -> None:
-        """Go on with the next bytes."""
+        """Add the next bytes."""
         view = memoryview(content)
         self.size += len(view)
         while len(view):
@@ -59,7 +63,7 @@ class BlockSums:
                 self._close()
 
     def text(self) -> str:
-        """Return eight hexadecimal digits for each block, one after the other; the last block may be short."""
+        """Return the concatenated checksums, eight hexadecimal digits per block; the last block may be short."""
         if self._filled:
             self._close()
         return "".join(self._done)
@@ -69,13 +73,13 @@ class BlockSums:
         self._sum = self._filled = 0
 
 
-def sums_of(content: bytes) -> BlockSums:
-    """Return the checksums of a whole content."""
-    sums = BlockSums()
+def checksums_of(content: bytes) -> BlockChecksums:
+    """Return the checksums of a file's whole content."""
+    sums = BlockChecksums()
     sums.update(content)
     return sums
 
 
 def block_count(size: int, block: int) -> int:
-    """Return how many blocks a file of ``size`` bytes has."""
+    """Return the number of blocks of a file of ``size`` bytes."""
     return -(-size // block)

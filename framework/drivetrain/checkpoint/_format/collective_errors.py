@@ -1,4 +1,4 @@
-"""All ranks go on, or all of them raise."""
+"""Makes all ranks raise when one of them fails."""
 
 from __future__ import annotations
 
@@ -11,65 +11,68 @@ from drivetrain.errors import CheckpointError
 T = TypeVar("T")
 
 
-def tell(control: ControlPlane, failing: str, value: Any, problem: Exception | None) -> list[Any]:
-    """Return every rank's ``value``, unless one of them has a problem. Collective.
+def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Exception | None) -> list[Any]:
+    """Return every rank's ``value``, or raise on all ranks if any has a problem. Collective.
 
     Args:
-        control: between the ranks.
-        failing: what does not come about if one of them has.
-        value: this rank's; a plain one, as for `ControlPlane.gather_objects`.
-        problem: this rank's.
+        control: the control plane.
+        summary: what failed as a whole; begins the error message.
+        value: this rank's value, plain as for `ControlPlane.gather_objects`.
+        problem: this rank's problem, or None.
 
     Raises:
-        CheckpointError: naming the rank and the cause; a rank's own is raised there as it is.
+        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError`
+            raises that one.
     """
-    told, problems = _told(control, value, problem)
+    values, problems = _gather(control, value, problem)
     if not problems:
-        return told
+        return values
     if isinstance(problem, CheckpointError):
         raise problem
-    raise _error(failing, problems) from problem
+    raise _error_of_ranks(summary, problems) from problem
 
 
-def agreed(control: ControlPlane, failing: str, work: Callable[[], T]) -> T:
-    """Do ``work`` and return what it gives, once every rank has done its own. Collective.
+def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T]) -> T:
+    """Run ``work`` on this rank and return its result once every rank has succeeded. Collective.
 
     Args:
-        control: between the ranks.
-        failing: what does not come about if one of them fails.
-        work: this rank's.
+        control: the control plane.
+        summary: what failed as a whole; begins the error message.
+        work: this rank's work.
 
     Raises:
-        CheckpointError: as `tell` does.
+        CheckpointError: as for `gather_or_raise`.
     """
     try:
         result = work()
     except Exception as error:
-        problems = _told(control, None, error)[1]
+        problems = _gather(control, None, error)[1]
         if isinstance(error, CheckpointError):
-            raise  # as it is: raised once more by another function it would show the same frames twice
-        raise _error(failing, problems) from error
-    tell(control, failing, None, None)
+            raise  # re-raised here, so that the traceback shows each frame once
+        raise _error_of_ranks(summary, problems) from error
+    gather_or_raise(control, summary, None, None)
     return result
 
 
-def _told(
+def _gather(
     control: ControlPlane, value: Any, problem: Exception | None
 ) -> tuple[list[Any], dict[int, tuple[str, str, str]]]:
-    told = control.gather_objects((None, value) if problem is None else (_as_text(problem), None))
-    return [one for _, one in told], {rank: one for rank, (one, _) in enumerate(told) if one is not None}
+    answers = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
+    values = [rank_value for _, rank_value in answers]
+    problems = {rank: texts for rank, (texts, _) in enumerate(answers) if texts is not None}
+    return values, problems
 
 
-def _error(failing: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
+def _error_of_ranks(summary: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
     rank, (what, why, fix) = next(iter(problems.items()))
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return CheckpointError(f"{failing}: rank {rank}{others}: {what}", why, fix)
+    return CheckpointError(f"{summary}: rank {rank}{others}: {what}", why, fix)
 
 
-def _as_text(problem: Exception) -> tuple[str, str, str]:
+def _error_texts(problem: Exception) -> tuple[str, str, str]:
     if isinstance(problem, CheckpointError):
         return problem.what, problem.why, problem.fix
     text = f"{type(problem).__name__}: {problem}"
     if isinstance(problem, OSError):
-        return text, "the storage refused.", "check the path, its permissions and the space that is left."
-    return text, "", "look at the cause above; the training state is as it was."
+        return text, "the storage refused.", "check the path, its permissions and the free space."
+    return text, "", "see the cause above; the training state is unchanged."

@@ -1,4 +1,4 @@
-"""Whether a disk has room for a checkpoint, asked before anything of it is written."""
+"""Checks free disk space before a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 from drivetrain.errors import CheckpointError
 
-_PER_FILE = 4096  # bytes that a file's header, its last block and its line in the manifest may take beside its tensors
+_PER_FILE = 4096  # allowance in bytes for a file's header, partial last block and manifest entry
 
 
-def check_room(target: Path, needed: int, files: int = 0) -> None:
-    """Refuse to begin what could not be ended.
+def check_disk_space(target: Path, needed: int, files: int = 0) -> None:
+    """Raise if a checkpoint will not fit on the disk.
 
     Args:
-        target: where the checkpoint is to be; its parent exists.
-        needed: bytes of all its tensors and documents, of all ranks.
-        files: how many files there will be.
+        target: path of the checkpoint; its parent exists.
+        needed: bytes of all tensors and documents of all ranks.
+        files: number of files.
 
     Raises:
         CheckpointError: the disk has fewer bytes free.
@@ -26,16 +26,16 @@ def check_room(target: Path, needed: int, files: int = 0) -> None:
     if free is not None and free < needed:
         raise CheckpointError(
             f"{str(target)!r} needs {needed:,} bytes, and {str(target.parent)!r} has {free:,} bytes free.",
-            "a checkpoint is whole before an older one goes; nothing was written, and those that are there are whole",
-            "make room, keep fewer (save_top_k, keep_last), save weights alone (save_weights_only=True), or save to "
-            "another disk or an object store",
+            "an older checkpoint is removed only after the new one is complete; nothing was written",
+            "free some space, keep fewer checkpoints (save_top_k, keep_last), save weights only "
+            "(save_weights_only=True), or save to another disk or an object store",
         )
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Return how many bytes this process may still write to the disk of ``folder``; None where the disk does not tell.
+    """Return how many bytes this process may write to the disk of ``folder``; None if the disk does not report it.
 
-    A quota is not seen: what it refuses fails while it is written.
+    Quotas are not included; exceeding one fails during the write.
     """
     disk = os.statvfs(folder)
     if disk.f_blocks == 0:

@@ -1,4 +1,4 @@
-"""A local file whose bytes set out for the disk at once, instead of when somebody waits for them."""
+"""A local file whose writeback starts with each write instead of at the final fsync."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, and do not wait
-_WORTH_IT = 2**20  # bytes
-_MOST = 1024  # contents that one call takes, IOV_MAX of limits.h
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: start writeback without waiting
+_MIN_WRITEBACK = 2**20  # bytes; smaller writes do not start writeback
+_MAX_BUFFERS = 1024  # buffers per system call, IOV_MAX of limits.h
 
 
 class EagerFile:
-    """A new file to write to; left without an error, it is on the disk.
+    """A new file to write to; it is synced to disk when its context exits without an error.
 
     Args:
-        path: where it must not be yet.
+        path: the path, which must not exist yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -27,27 +27,27 @@ class EagerFile:
         self._written = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        """Write all of it."""
+        """Write all of ``content``."""
         self.writelines([content])
 
     def writelines(self, contents: Iterable[bytes | memoryview]) -> None:
-        """Write all of them, in one call if they are not too many.
+        """Write all of ``contents``, in as few system calls as possible.
 
-        The system keeps what one call brings in few large pieces of memory, which are read at less cost.
+        One large call lets the kernel use large folios in the page cache, which are cheaper to read.
         """
-        left, begin = [memoryview(content) for content in contents], self._written
-        while left:
-            count = os.writev(self._file.fileno(), left[:_MOST])
+        remaining, begin = [memoryview(content) for content in contents], self._written
+        while remaining:
+            count = os.writev(self._file.fileno(), remaining[:_MAX_BUFFERS])
             self._written += count
             whole = 0
-            while whole < len(left) and count >= len(left[whole]):
-                count -= len(left[whole])
+            while whole < len(remaining) and count >= len(remaining[whole]):
+                count -= len(remaining[whole])
                 whole += 1
-            del left[:whole]
+            del remaining[:whole]
             if count:
-                left[0] = left[0][count:]
+                remaining[0] = remaining[0][count:]
         start_writing = _system_call()
-        if start_writing is not None and self._written - begin >= _WORTH_IT:
+        if start_writing is not None and self._written - begin >= _MIN_WRITEBACK:
             start_writing(self._file.fileno(), begin, self._written - begin)
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ def _system_call() -> Callable[[int, int, int], int] | None:
     if sys.platform != "linux" or not hasattr(library, "sync_file_range"):
         return None
     wide = ctypes.c_int64
-    # What it answers does not matter: fsync tells whether all went well.
+    # The result is ignored, since fsync reports errors.
     return lambda descriptor, begin, size: int(
         library.sync_file_range(descriptor, wide(begin), wide(size), _START_WRITING)
     )

@@ -1,4 +1,4 @@
-"""Where a checkpoint is read: by byte ranges, on a local disk or in an object store."""
+"""Reads the files of a checkpoint by byte ranges, from a local disk or an object store."""
 
 from __future__ import annotations
 
@@ -9,57 +9,59 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.checkpoint._format.local_file import NoFileError, OpenFiles, read_whole
-from drivetrain.checkpoint._format.local_storage import standing_in
-from drivetrain.checkpoint._format.storage import filesystem_of, is_there
+from drivetrain.checkpoint._format.local_storage import find_interrupted_replacement
+from drivetrain.checkpoint._format.storage import filesystem_of, path_exists
 from drivetrain.errors import CheckpointError
 
 
 class StorageError(CheckpointError):
-    """A storage did not give what may well be there: it refused, or does not answer."""
+    """The storage failed or did not answer; the checkpoint itself may be intact."""
 
 
 class Source(Protocol):
-    """The bytes of one file.
+    """The bytes of one open file.
 
     Attributes:
-        size: how many, when it was opened.
+        size: its size in bytes when it was opened.
     """
 
     size: int
 
     def fill(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes from ``begin`` on.
+        """Fill ``memory`` with the bytes starting at ``begin``.
 
         Raises:
-            OSError: there are fewer, or the storage failed.
+            OSError: there are fewer bytes, or the storage failed.
         """
 
     def is_hole(self, begin: int, end: int) -> bool:
-        """Whether the bytes from ``begin`` to before ``end`` are known to be zeros without reading them."""
+        """Return whether the bytes from ``begin`` up to ``end`` are known to be zeros without reading them."""
 
 
 class Folder(Protocol):
     """The files of one checkpoint.
 
     Attributes:
-        path: as it was asked for.
-        readers: how many reads at once pay.
+        path: the path as the caller gave it.
+        readers: number of parallel reads that pay off.
     """
 
     path: str
     readers: int
 
     def open(self, name: str) -> Source:
-        """Raises:
-        FileNotFoundError: it is not there.
-        OSError: it is no file, or cannot be read.
+        """Open a file.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            OSError: it is not a regular file, or cannot be read.
         """
 
     def read_all(self, name: str, limit: int) -> bytes:
-        """Return a whole file, or its first ``limit`` bytes where it has more."""
+        """Return a file's content, truncated to ``limit`` bytes."""
 
     def close(self) -> None:
-        """Hold no file open; reading opens them again."""
+        """Close all files; reading opens them again."""
 
 
 def folder_at(path: str) -> Folder:
@@ -72,20 +74,20 @@ def folder_at(path: str) -> Folder:
     if filesystem is not None:
         return _object_folder(path, filesystem, root.rstrip("/"))
     if not os.path.lexists(root):
-        instead = standing_in(root)
-        if instead is None:
-            raise _nothing_at(path)
-        root = instead
+        moved_aside = find_interrupted_replacement(root)
+        if moved_aside is None:
+            raise _missing_error(path)
+        root = moved_aside
     if not os.path.isdir(root):
-        raise CheckpointError(f"{path!r} is no checkpoint.", "it is a file, and a checkpoint is a folder.", _CONVERT)
+        raise CheckpointError(f"{path!r} is not a checkpoint.", "it is a file, and a checkpoint is a folder.", _CONVERT)
     return _LocalFolder(path, Path(root))
 
 
 def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
-    """Return the first ``limit`` bytes of a file; None where there is no such file.
+    """Return the first ``limit`` bytes of a file; None if there is no such file.
 
     Raises:
-        StorageError: the storage refuses to say.
+        StorageError: the storage refuses.
     """
     try:
         return folder.read_all(name, limit)
@@ -99,15 +101,15 @@ def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
         ) from error
 
 
-_CONVERT = "for what another library wrote, see drivetrain.checkpoint.convert."
+_CONVERT = "for files of another library, see drivetrain.checkpoint.convert."
 
 
-def _nothing_at(path: str) -> CheckpointError:
-    return CheckpointError(f"There is no checkpoint at {path!r}.", "nothing is there.", "check the path.")
+def _missing_error(path: str) -> CheckpointError:
+    return CheckpointError(f"There is no checkpoint at {path!r}.", "the path does not exist.", "check the path.")
 
 
 class _LocalFolder:
-    readers = 1  # the disk reads ahead by itself, and threads take turns (measured, cold and warm)
+    readers = 1  # the kernel reads ahead; more threads were not faster (measured, cold and warm)
 
     def __init__(self, path: str, root: Path) -> None:
         self.path = path
@@ -128,21 +130,21 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
     try:
         with as_os_errors():
             filesystem.invalidate_cache()
-            there = is_there(filesystem, root)
+            exists = path_exists(filesystem, root)
     except OSError as error:
         raise StorageError(
             f"{path!r} cannot be reached: {error}.",
             "the storage refused, or does not answer.",
             "check the URL, the credentials and the network.",
         ) from error
-    if not there:
-        raise _nothing_at(path)
+    if not exists:
+        raise _missing_error(path)
     return _ObjectFolder(path, filesystem, root)
 
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Each store's library has errors of its own."""
+    """Convert errors of a storage's library, whose classes vary, to `OSError`."""
     try:
         yield
     except (OSError, CheckpointError):
@@ -167,10 +169,10 @@ class _ObjectFolder:
         path = f"{self._root}/{name}"
         with as_os_errors():
             size = min(int(self._filesystem.size(path)), limit)
-            return _range(self._filesystem, path, 0, size)
+            return _read_range(self._filesystem, path, 0, size)
 
     def close(self) -> None:
-        """An object store holds nothing."""
+        """Do nothing: no files are held open."""
 
 
 class _RemoteFile:
@@ -181,17 +183,17 @@ class _RemoteFile:
 
     def fill(self, begin: int, memory: memoryview) -> None:
         with as_os_errors():
-            memory[:] = _range(self._filesystem, self._path, begin, begin + len(memory))
+            memory[:] = _read_range(self._filesystem, self._path, begin, begin + len(memory))
 
     def is_hole(self, begin: int, end: int) -> bool:
         return False
 
 
-def _range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
-    """Return some bytes of an object, and no others whatever the store answers."""
+def _read_range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
+    """Return exactly the bytes from ``begin`` up to ``end`` of an object, or raise `OSError`."""
     if begin >= end:
         return b""  # stores refuse an empty range
     content: bytes = filesystem.cat_file(path, start=begin, end=end)
     if len(content) != end - begin:
-        raise OSError(f"{len(content)} bytes came for {end - begin}")
+        raise OSError(f"{len(content)} bytes were received instead of {end - begin}")
     return content

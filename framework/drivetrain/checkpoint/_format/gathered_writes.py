@@ -1,4 +1,4 @@
-"""Tensors that lie in parts on several ranks, written whole: piece by piece, through the owner of their file."""
+"""Writes sharded tensors whole: the rank that owns a file gathers it piece by piece from the others."""
 
 from __future__ import annotations
 
@@ -12,53 +12,62 @@ import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard, Region
-from drivetrain.checkpoint._format.file_writer import COPIES, FileWriter
+from drivetrain.checkpoint._format.file_writer import MAX_WAITING_PIECES, FileWriter
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.pieces import Piece, batches_of, bytes_of, overlap, put, rounds_of, rows_of, take
-from drivetrain.checkpoint._format.staging import Held
+from drivetrain.checkpoint._format.pieces import (
+    Piece,
+    batches_of,
+    bytes_of,
+    overlap,
+    read_overlap,
+    rounds_of,
+    rows_of,
+    write_overlap,
+)
+from drivetrain.checkpoint._format.staging import TensorOrShard
 from drivetrain.checkpoint._format.storage import Storage
 from drivetrain.checkpoint._format.tensor_file import header_of
 from drivetrain.checkpoint._format.write_plan import PlannedFile
 
 Regions = Mapping[str, Region | None]
-"""What one rank brings to a checkpoint, by name; only what is sharded stands here."""
+"""The regions of sharded tensors that one rank contributes, by name."""
 
-_Whole = tuple[torch.Tensor, bool]
-"""A piece, and whether it is memory that is there anyway."""
+_FlatPiece = tuple[torch.Tensor, bool]
+"""A flat piece, and whether its memory belongs to an existing tensor."""
 
 _ALIGNED = 16  # bytes
-_SMALL = 2**16  # bytes of a piece that is copied at less cost than two threads are asked to write and sum it
+_SMALL = 2**16  # bytes; copying smaller pieces together costs less than handing each to the writer's threads
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
-    """How the tensors of one part come together.
+class GatheredWriter:
+    """Writes the tensors of one part.
 
     Args:
-        held: what this rank has.
-        regions: what each rank brings, by rank.
-        control: between the ranks.
-        place: where the files go.
-        piece: bytes that are on their way at once.
-        digest: of each file, besides its checksums.
+        held: this rank's tensors and shards.
+        regions: the regions that each rank contributes, by rank.
+        control: the control plane.
+        storage: where the files are written.
+        piece: bytes that are exchanged at a time.
+        digest: digest to compute of each file, if any.
     """
 
-    held: Mapping[str, Held]
+    held: Mapping[str, TensorOrShard]
     regions: Sequence[Regions]
     control: ControlPlane
-    place: Storage
+    storage: Storage
     piece: int
     digest: str | None = None
 
     def write(self, files: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        """Write the files that this rank owns and help with the others. Collective.
+        """Write the files that this rank owns, and send shards for the others. Collective.
 
         Raises:
-            Exception: whatever went wrong with one of this rank's own files, once all the others are done.
+            Exception: the first error of this rank's own files, raised after all files are done.
         """
         records: dict[str, FileRecord] = {}
         problem: Exception | None = None
-        for wave in _waves(files):
+        for wave in _split_into_waves(files):
             try:
                 records.update(self._write_wave(wave))
             except _WriteFailedError as error:
@@ -68,31 +77,35 @@ class Gathering:
         return records
 
     def _write_wave(self, wave: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        """Write files of different owners side by side, one round of each at a time."""
+        """Write files of different owners concurrently, one round of pieces of each at a time."""
         sharded = frozenset(self.regions[0])
-        own = next((file for file in wave if file.owner == self.control.rank), None)
-        output = None if own is None else _Output(own, self.place, self.digest)
-        incoming, pieces_of_own = _Buffers(1), _Buffers(COPIES + 1)
+        owned = next((file for file in wave if file.owner == self.control.rank), None)
+        output = None if owned is None else _Output(owned, self.storage, self.digest)
+        receive_buffers, assembly_buffers = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
         rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
         try:
             while True:
-                now = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
-                if not now:
+                current_round = [
+                    (owner, pieces) for owner, remaining in rounds if (pieces := next(remaining, None)) is not None
+                ]
+                if not current_round:
                     break
-                received = self._exchange(now, incoming)
-                for owner, pieces in now:
+                received = self._exchange(current_round, receive_buffers)
+                for owner, pieces in current_round:
                     if owner == self.control.rank and output is not None:
-                        output.write(self._assembled(pieces, received, pieces_of_own))
+                        output.write(self._assembled(pieces, received, assembly_buffers))
             return {} if output is None else output.finish()
         finally:
             if output is not None:
                 output.close()
 
-    def _exchange(self, now: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
-        """Send this rank's parts of the pieces to their owners; return the bytes that came, by the rank they are of."""
+    def _exchange(
+        self, current_round: Sequence[tuple[int, list[Piece]]], receive_buffers: _Buffers
+    ) -> dict[int, torch.Tensor]:
+        """Send this rank's parts of the pieces to their owners; return the bytes received, by sending rank."""
         control, sends = self.control, {}
         receives: dict[int, torch.Tensor] = {}
-        for owner, pieces in now:
+        for owner, pieces in current_round:
             if owner != control.rank:
                 parts = [part.view(torch.uint8) for part in self._parts(pieces)]
                 if parts:
@@ -100,7 +113,7 @@ class Gathering:
                 continue
             others = [rank for rank in range(control.world_size) if rank != control.rank]
             nbytes = {rank: count for rank in others if (count := self._nbytes_from(rank, pieces))}
-            receives = dict(zip(nbytes, incoming.cut(list(nbytes.values())), strict=True))
+            receives = dict(zip(nbytes, receive_buffers.cut(list(nbytes.values())), strict=True))
         if control.world_size > 1:
             control.exchange(sends, receives)
         return receives
@@ -111,7 +124,7 @@ class Gathering:
             region = self.regions[self.control.rank].get(piece.spec.name)
             part = None if region is None else overlap(region, piece)
             if part is not None and region is not None and isinstance(held, ParameterShard):
-                yield take(held.local, region, part)
+                yield read_overlap(held.local, region, part)
 
     def _nbytes_from(self, rank: int, pieces: Sequence[Piece]) -> int:
         total = 0
@@ -123,14 +136,14 @@ class Gathering:
 
     def _assembled(
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
-    ) -> Iterator[_Whole]:
-        """Yield each piece whole and flat; small ones that this rank has, several as one."""
-        taken = dict.fromkeys(received, 0)
+    ) -> Iterator[_FlatPiece]:
+        """Yield each piece whole and flat; small ones that this rank holds whole are joined into one."""
+        consumed = dict.fromkeys(received, 0)
         for batch in batches_of(pieces, self._is_small, self.piece):
             piece = batch[0]
             if len(batch) > 1:
-                (memory,) = buffers.cut([sum(one.nbytes for one in batch)])
-                yield torch.cat([self._rows(one).view(torch.uint8) for one in batch], out=memory), False
+                (memory,) = buffers.cut([sum(small.nbytes for small in batch)])
+                yield torch.cat([self._rows(small).view(torch.uint8) for small in batch], out=memory), False
                 continue
             held = self.held[piece.spec.name]
             if not isinstance(held, ParameterShard):
@@ -145,12 +158,12 @@ class Gathering:
                 if part is None or region is None:
                     continue
                 if rank == self.control.rank:
-                    values = take(held.local, region, part)
+                    values = read_overlap(held.local, region, part)
                 else:
-                    begin = taken[rank]
-                    taken[rank] += part.numel * piece.spec.dtype.itemsize
-                    values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
-                put(whole, piece, part, values)
+                    begin = consumed[rank]
+                    consumed[rank] += part.numel * piece.spec.dtype.itemsize
+                    values = received[rank][begin : consumed[rank]].view(piece.spec.dtype)
+                write_overlap(whole, piece, part, values)
             yield whole, False
 
     def _is_small(self, piece: Piece) -> bool:
@@ -163,28 +176,28 @@ class Gathering:
 
 
 class _Buffers:
-    """Memory that is used in turn, since of what comes and goes an allocator keeps several times as much.
+    """A ring of reused buffers, because repeated allocation makes the allocator keep several times as much.
 
     Args:
-        count: after so many calls the memory of the first one is used again.
+        count: number of buffers; one is reused after ``count`` calls.
     """
 
     def __init__(self, count: int) -> None:
         self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * count)
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return a tensor of each size in bytes, aligned for every type."""
-        places = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        """Return one tensor per size in bytes, aligned for every dtype."""
+        offsets = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
         buffer = self._buffers.popleft()
-        if buffer.numel() < places[-1]:
-            del buffer  # before there is another
-            buffer = torch.empty(places[-1], dtype=torch.uint8)
+        if buffer.numel() < offsets[-1]:
+            del buffer  # free it before allocating a larger one
+            buffer = torch.empty(offsets[-1], dtype=torch.uint8)
         self._buffers.append(buffer)
-        return [buffer[begin : begin + size] for begin, size in zip(places, sizes, strict=False)]
+        return [buffer[begin : begin + size] for begin, size in zip(offsets, sizes, strict=False)]
 
 
 class _WriteFailedError(Exception):
-    """A file could not be written, while the ranks went on together."""
+    """Carries the error of one file to the end of its wave, since all ranks must finish the exchange."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -192,21 +205,21 @@ class _WriteFailedError(Exception):
 
 
 class _Output:
-    """One file of this rank's. A failure is kept until the end, since the others still send."""
+    """A file that this rank owns. An error is kept until `finish`, because the other ranks still send."""
 
-    def __init__(self, file: PlannedFile, place: Storage, digest: str | None) -> None:
+    def __init__(self, file: PlannedFile, storage: Storage, digest: str | None) -> None:
         self._name = file.name
         self._problem: Exception | None = None
         self._stack = ExitStack()
         self._writer: FileWriter | None = None
         try:
-            sink = self._stack.enter_context(place.open(file.name))
+            sink = self._stack.enter_context(storage.open(file.name))
             self._writer = FileWriter(sink, digest)
             self._writer.write(header_of(file.specs))
         except Exception as error:
             self._fail(error)
 
-    def write(self, pieces: Iterator[_Whole]) -> None:
+    def write(self, pieces: Iterator[_FlatPiece]) -> None:
         for piece, borrowed in pieces:
             if self._writer is None:
                 return
@@ -230,22 +243,22 @@ class _Output:
         raise _WriteFailedError(self._problem)
 
     def close(self) -> None:
-        """End the threads, and the file too, which is given up where it was not finished."""
+        """Stop the threads and close the file; a file that was not finished is discarded."""
         if self._writer is not None:
-            self._fail(RuntimeError("the save was broken off"))
+            self._fail(RuntimeError("the save was aborted"))
 
     def _fail(self, error: Exception) -> None:
         self._problem = self._problem or error
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        # The file must learn of the error: it would be made to last else.
+        # Pass the error to the file's context, which would otherwise commit the file.
         with suppress(Exception):
             self._stack.__exit__(type(error), error, error.__traceback__)
 
 
-def _waves(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
-    """Put files into groups that have no owner twice."""
+def _split_into_waves(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
+    """Yield waves of files with at most one file per owner."""
     of_owner: dict[int, list[PlannedFile]] = {}
     for file in files:
         of_owner.setdefault(file.owner, []).append(file)

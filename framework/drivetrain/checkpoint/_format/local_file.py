@@ -1,4 +1,4 @@
-"""A file of a local checkpoint: a regular one, read into memory that the reader owns, with few descriptors open."""
+"""Reads regular files of a local checkpoint, with a bounded number of open descriptors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_OPEN_AT_ONCE = 64
-"""Descriptors that the files of one checkpoint hold: it may have thousands of files, and a process 1,024."""
+_MAX_OPEN = 64
+"""Open descriptors per checkpoint: it may have thousands of files, and a process often at most 1,024 descriptors."""
 
 _SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
 
 
 class ChangedFileError(OSError):
-    """It is another file by now, or has become shorter."""
+    """The file was replaced or truncated while the checkpoint was open."""
 
 
 class NoFileError(OSError):
-    """What has the name of a file is a directory, a pipe, a device, or a link that leads nowhere."""
+    """The path is a directory, a pipe, a device or a broken link instead of a regular file."""
 
 
 class OpenFiles:
-    """The files of one checkpoint that are open; the one that was used longest ago is closed for another."""
+    """The open files of one checkpoint; the least recently used one is closed when there are too many."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,27 +37,27 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close them; one that is read from again is opened again."""
+        """Close all files that are not being read; reading reopens them."""
         with self._lock:
-            for file in [one for one, descriptor in self._open.items() if not self._in_use[descriptor]]:
+            for file in [candidate for candidate, descriptor in self._open.items() if not self._in_use[descriptor]]:
                 os.close(self._open.pop(file))
 
     def open(self, path: Path) -> LocalFile:
         """Open a file.
 
         Raises:
-            NoFileError: it is none.
-            OSError: it is not there, or cannot be read.
+            NoFileError: it is not a regular file.
+            OSError: it does not exist, or cannot be read.
         """
-        descriptor, found = _opened(path)
-        file = LocalFile(self, path, found)
+        descriptor, stat_result = _open_regular(path)
+        file = LocalFile(self, path, stat_result)
         with self._lock:
             self._keep(file, descriptor)
         return file
 
     def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
-        """Fill ``memory`` from byte ``begin`` on, as far as the file goes; return how many bytes that were."""
-        with self._used(file) as descriptor:
+        """Fill ``memory`` from offset ``begin``, up to the end of the file; return the number of bytes read."""
+        with self._in_use_descriptor(file) as descriptor:
             done = 0
             while done < len(memory):
                 count = os.preadv(descriptor, [memory[done:]], begin + done)
@@ -67,17 +67,17 @@ class OpenFiles:
         return done
 
     def is_hole(self, file: LocalFile, begin: int, end: int) -> bool:
-        """Whether nothing was ever written from ``begin`` to before ``end``, so that it reads as zeros."""
+        """Return whether ``begin`` up to ``end`` is a hole of a sparse file, which reads as zeros."""
         if _SEEK_DATA is None:
             return False
-        with self._used(file) as descriptor:
+        with self._in_use_descriptor(file) as descriptor:
             try:
                 return os.lseek(descriptor, begin, _SEEK_DATA) >= end
-            except OSError as error:  # there is no data behind it, or the disk cannot tell
+            except OSError as error:  # no data after `begin` (ENXIO), or not supported
                 return error.errno == errno.ENXIO and os.fstat(descriptor).st_size >= end
 
     @contextmanager
-    def _used(self, file: LocalFile) -> Iterator[int]:
+    def _in_use_descriptor(self, file: LocalFile) -> Iterator[int]:
         with self._lock:
             descriptor = self._descriptor(file)
             self._in_use[descriptor] += 1
@@ -91,8 +91,8 @@ class OpenFiles:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
-        descriptor, found = _opened(file.path)
-        if not os.path.samestat(found, file.found):
+        descriptor, stat_result = _open_regular(file.path)
+        if not os.path.samestat(stat_result, file.stat_result):
             os.close(descriptor)
             raise ChangedFileError(f"{file.path.name} was replaced while the checkpoint was read")
         self._keep(file, descriptor)
@@ -100,38 +100,40 @@ class OpenFiles:
 
     def _keep(self, file: LocalFile, descriptor: int) -> None:
         self._open[file] = descriptor
-        idle = [one for one in self._open if one is not file and not self._in_use[self._open[one]]]
-        for one in idle[: len(self._open) - _OPEN_AT_ONCE] if len(self._open) > _OPEN_AT_ONCE else ():
-            os.close(self._open.pop(one))
+        idle = [
+            candidate for candidate in self._open if candidate is not file and not self._in_use[self._open[candidate]]
+        ]
+        for candidate in idle[: len(self._open) - _MAX_OPEN] if len(self._open) > _MAX_OPEN else ():
+            os.close(self._open.pop(candidate))
 
 
 class LocalFile:
-    """One of the open files.
+    """A file of `OpenFiles`.
 
     Args:
-        files: that it is one of.
-        path: where it is.
-        found: what the system said of it as it was opened.
+        files: the open files that it belongs to.
+        path: its path.
+        stat_result: its status when it was opened.
     """
 
-    def __init__(self, files: OpenFiles, path: Path, found: os.stat_result) -> None:
+    def __init__(self, files: OpenFiles, path: Path, stat_result: os.stat_result) -> None:
         self._files = files
         self.path = path
-        self.found = found
-        self.size = found.st_size
+        self.stat_result = stat_result
+        self.size = stat_result.st_size
 
     def fill(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes from ``begin`` on.
+        """Fill ``memory`` with the bytes starting at ``begin``.
 
         Raises:
             OSError: the disk failed, or the file has become shorter.
         """
         count = self._files.read(self, begin, memory)
         if count < len(memory):
-            raise ChangedFileError(f"it had {self.size} bytes, and has become shorter")
+            raise ChangedFileError(f"it had {self.size} bytes and is shorter now")
 
     def is_hole(self, begin: int, end: int) -> bool:
-        """Whether the bytes from ``begin`` to before ``end`` are zeros that take no place on the disk."""
+        """Return whether the bytes from ``begin`` up to ``end`` are a hole of a sparse file."""
         return self._files.is_hole(self, begin, end)
 
 
@@ -139,16 +141,16 @@ def read_whole(path: Path, limit: int) -> bytes:
     """Return a file's first ``limit`` bytes.
 
     Raises:
-        NoFileError: it is none.
-        OSError: it is not there, or cannot be read.
+        NoFileError: it is not a regular file.
+        OSError: it does not exist, or cannot be read.
     """
-    descriptor, _ = _opened(path)
+    descriptor, _ = _open_regular(path)
     with open(descriptor, "rb") as stream:
         return stream.read(limit)
 
 
-def _opened(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file, and nothing else: a pipe would wait for a writer, and a device may act when it is opened."""
+def _open_regular(path: Path) -> tuple[int, os.stat_result]:
+    """Open a regular file only: opening a pipe would block, and opening a device may have side effects."""
     try:
         _check_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -157,14 +159,16 @@ def _opened(path: Path) -> tuple[int, os.stat_result]:
             raise NoFileError(f"{path.name} is a link to itself") from error
         raise
     try:
-        found = os.fstat(descriptor)
-        _check_regular(path, found)
+        stat_result = os.fstat(descriptor)
+        _check_regular(path, stat_result)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, found
+    return descriptor, stat_result
 
 
-def _check_regular(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise NoFileError(f"{path.name} is a {'directory' if stat.S_ISDIR(found.st_mode) else 'device or a pipe'}")
+def _check_regular(path: Path, stat_result: os.stat_result) -> None:
+    if not stat.S_ISREG(stat_result.st_mode):
+        raise NoFileError(
+            f"{path.name} is a {'directory' if stat.S_ISDIR(stat_result.st_mode) else 'device or a pipe'}"
+        )

@@ -1,4 +1,4 @@
-"""A checkpoint on a local disk: written into a folder beside, and renamed into its place in one step."""
+"""Writes a checkpoint to a local disk: into a temporary folder that is then renamed into place."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drivetrain.checkpoint._format.atomic_exchange import exchange
-from drivetrain.checkpoint._format.disk_space import check_room
+from drivetrain.checkpoint._format.disk_space import check_disk_space
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.local_file import read_whole
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.storage import Ticket, is_ours
+from drivetrain.checkpoint._format.storage import JoinInfo, is_checkpoint_file
 from drivetrain.errors import CheckpointError
 
-# Beside the target, on the same file system: a folder that is being written, one that was moved out of the way, and
-# the file that its writer holds locked. The lock file is there before the folders and goes after them, and holds the
-# name of the target.
-_LONGEST_NAME = 1024  # bytes
-_LOCK = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
-_CHOOSING = ".choosing.lock"  # a file, opened for writing: NFS locks nothing else
+# A writer uses three entries in the target's parent folder: `.saving-<token>` (being written), `.replaced-<token>` (the
+# old checkpoint, moved aside) and a lock file that holds the target's name. The lock file is created first and removed
+# last.
+_MAX_NAME_BYTES = 1024
+_LOCK_NAME = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
+_CLAIM_LOCK = ".choosing.lock"  # locked while a name is chosen; opened for writing, as NFS requires
 
 
-class LocalPlace:
-    """A folder that becomes a checkpoint.
+class LocalStorage:
+    """A temporary folder that becomes a checkpoint.
 
     Args:
-        target: where the checkpoint is to be.
-        token: tells this writer's folders from all others.
-        lock: the descriptor of the locked file, on rank 0.
+        target: path of the checkpoint.
+        token: makes the names of this writer's folders unique.
+        lock: descriptor of the locked file, on rank 0.
     """
 
     def __init__(self, target: Path, token: str, lock: int | None = None) -> None:
@@ -44,43 +44,43 @@ class LocalPlace:
         self._folder = target.parent / f".saving-{token}"
 
     @classmethod
-    def begin(cls, path: str, needed: int = 0, files: int = 0) -> LocalPlace:
-        """Make the folder, and clear what dead writers left beside it.
+    def begin(cls, path: str, needed: int = 0, files: int = 0) -> LocalStorage:
+        """Create the temporary folder, and clean up what killed writers left in the parent folder.
 
         Args:
-            path: where the checkpoint is to be.
-            needed: bytes that all ranks are going to write, in so many ``files``.
-            files: how many.
+            path: path of the checkpoint.
+            needed: bytes that all ranks will write.
+            files: number of files that they will write.
 
         Raises:
-            CheckpointError: what is there now is no checkpoint, or the disk has no room for another.
-            OSError: the folder cannot be made.
+            CheckpointError: the target exists and is not a checkpoint, or the disk is too full.
+            OSError: the folder cannot be created.
         """
         target = Path(os.path.realpath(path))
-        _refuse_what_is_not_ours(target)
+        _check_is_checkpoint(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(target.parent)
-        check_room(target, needed, files)
+        check_disk_space(target, needed, files)
         token = secrets.token_hex(8)
-        lock = _locked(_lock_file(target.parent, token), target.name)
-        place = cls(target, token, lock)
+        lock = _create_locked(_lock_file(target.parent, token), target.name)
+        storage = cls(target, token, lock)
         try:
-            place._folder.mkdir()
+            storage._folder.mkdir()
         except BaseException:
-            place.abandon()
+            storage.abandon()
             raise
-        return place
+        return storage
 
     @classmethod
-    def join(cls, path: str, ticket: Ticket) -> LocalPlace:
-        """Write to the folder that rank 0 made."""
-        return cls(Path(os.path.realpath(path)), ticket["token"])
+    def join(cls, path: str, join_info: JoinInfo) -> LocalStorage:
+        """Return the storage that rank 0 began."""
+        return cls(Path(os.path.realpath(path)), join_info["token"])
 
     @property
-    def ticket(self) -> Ticket:
+    def join_info(self) -> JoinInfo:
         return {"token": self._token}
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         return name
 
     def open(self, name: str) -> EagerFile:
@@ -90,7 +90,7 @@ class LocalPlace:
         return (self._folder / name).stat().st_size
 
     def keep(self) -> None:
-        """A folder that is not renamed is no checkpoint, and one that is has its name: nothing changes."""
+        """Do nothing: an uncommitted folder is never a checkpoint, and a committed one has been renamed."""
 
     def commit(self, manifest: bytes, identifier: str) -> None:
         with self.open(MANIFEST) as stream:
@@ -108,14 +108,14 @@ class LocalPlace:
             os.rename(self._folder, self._target)
             return
         except OSError:
-            # Only a folder that holds something is in the way.
+            # Renaming fails if the target is a folder with content, which is then exchanged.
             if not self._target.is_dir() or not any(self._target.iterdir()):
                 raise
-        _refuse_what_is_not_ours(self._target)
+        _check_is_checkpoint(self._target)
         if exchange(str(self._folder), str(self._target)):
             return
-        # Killed between these two, the old one is found through the lock file, see `standing_in`.
-        aside = _aside(self._target.parent, self._token)
+        # If killed between the renames, `find_interrupted_replacement` finds the old one through the lock file.
+        aside = _moved_aside_path(self._target.parent, self._token)
         os.rename(self._target, aside)
         try:
             os.rename(self._folder, self._target)
@@ -125,86 +125,86 @@ class LocalPlace:
 
     def _clean_up(self) -> None:
         if self._lock is not None:
-            _clear(_lock_file(self._target.parent, self._token), self._lock)
+            _remove_leftovers(_lock_file(self._target.parent, self._token), self._lock)
             self._lock = None
 
 
-def standing_in(path: str) -> str | None:
-    """Return where the checkpoint of ``path`` is, if a writer died in the moment in which it had no name.
+def find_interrupted_replacement(path: str) -> str | None:
+    """Return the folder that holds the checkpoint of ``path`` if its writer was killed between two renames, or None.
 
-    That moment is there only where the disk cannot exchange two names in one step.
+    Only possible on file systems that cannot exchange two names atomically.
     """
     target = Path(os.path.realpath(path))
-    for lock in _locks_in(target.parent):
-        aside = _aside(target.parent, _token(lock))
+    for lock in _find_lock_files(target.parent):
+        aside = _moved_aside_path(target.parent, _token(lock))
         with suppress(OSError):
-            if _name_in(lock) == target.name and (aside / MANIFEST).exists():
+            if _read_target_name(lock) == target.name and (aside / MANIFEST).exists():
                 return str(aside)
     return None
 
 
-# What else is done in a folder of checkpoints. Killed on the way, each leaves what the next save clears.
+# Other operations on a folder of checkpoints. If one is killed, the next save cleans up what it left.
 
 
-def discard(path: str) -> None:
-    """Remove a checkpoint, in one step."""
+def remove_checkpoint(path: str) -> None:
+    """Remove a checkpoint; it disappears in one step."""
     target = Path(os.path.realpath(path))
     if target.exists():
         token = secrets.token_hex(8)
-        lock = _locked(_lock_file(target.parent, token), "")
+        lock = _create_locked(_lock_file(target.parent, token), "")
         with suppress(FileNotFoundError):
             os.rename(target, target.parent / f".saving-{token}")
-        _clear(_lock_file(target.parent, token), lock)
+        _remove_leftovers(_lock_file(target.parent, token), lock)
 
 
-def write_name(path: str, name: str) -> None:
-    """Write a small file that holds a name, in one step, whoever else does so too."""
+def write_pointer(path: str, name: str) -> None:
+    """Write a small file that holds a name, atomically and safely against concurrent writers."""
     target = Path(os.path.realpath(path))
     lock_file = _lock_file(target.parent, secrets.token_hex(8))
-    lock = _locked(lock_file, name)
+    lock = _create_locked(lock_file, name)
     try:
         os.replace(lock_file, target)
     finally:
         os.close(lock)
 
 
-def claim(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
-    """Choose a name for a checkpoint, and keep it from other runs.
+def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
+    """Choose a name for a checkpoint and reserve it against other runs.
 
     Args:
-        folder: where it is to be.
-        free: chooses, from the names that others have claimed and not written yet.
+        folder: the folder of checkpoints.
+        free: chooses a name, given the names that others have reserved.
 
     Returns:
-        the name, and what gives up the claim.
+        The name, and a function that releases it.
     """
     parent = Path(os.path.realpath(folder))
     parent.mkdir(parents=True, exist_ok=True)
-    with alone_in(parent):
+    with lock_folder(parent):
         clear_leftovers(parent)
-        name = free(_names_held_in(parent))
+        name = free(_claimed_names(parent))
         lock_file = _lock_file(parent, secrets.token_hex(8))
-        lock = _locked(lock_file, name)
-    return name, lambda: _clear(lock_file, lock)
+        lock = _create_locked(lock_file, name)
+    return name, lambda: _remove_leftovers(lock_file, lock)
 
 
-def _names_held_in(folder: Path) -> set[str]:
+def _claimed_names(folder: Path) -> set[str]:
     names = set()
-    for lock in _locks_in(folder):
-        with suppress(FileNotFoundError):  # it is whole by now
-            names.add(_name_in(lock))
+    for lock in _find_lock_files(folder):
+        with suppress(FileNotFoundError):  # its writer has finished
+            names.add(_read_target_name(lock))
     return names
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep others out who choose a name in ``folder``, by a file that is there meanwhile.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock while choosing a name in ``folder``, through a lock file in it.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the lock file cannot be written.
     """
-    path = folder / _CHOOSING
-    lock = _locked(path, "")
+    path = folder / _CLAIM_LOCK
+    lock = _create_locked(path, "")
     try:
         yield
     finally:
@@ -214,8 +214,8 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what dead writers left in ``folder``. Those who live hold their locks, and keep theirs."""
-    for path in _locks_in(folder):
+    """Remove what killed writers left in ``folder``. Live writers hold their locks, and their files stay."""
+    for path in _find_lock_files(folder):
         with suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -223,27 +223,27 @@ def clear_leftovers(folder: Path) -> None:
             except OSError:
                 os.close(lock)
             else:
-                _clear(path, lock)
+                _remove_leftovers(path, lock)
 
 
-def _locks_in(folder: Path) -> list[Path]:
+def _find_lock_files(folder: Path) -> list[Path]:
     with suppress(OSError):
-        entries = [entry for entry in os.scandir(folder) if _LOCK.fullmatch(entry.name)]
+        entries = [entry for entry in os.scandir(folder) if _LOCK_NAME.fullmatch(entry.name)]
         return [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
     return []
 
 
-def _name_in(lock_file: Path) -> str:
-    """The name that a lock file holds; "" where it holds none."""
-    name = os.fsdecode(read_whole(lock_file, _LONGEST_NAME + 1))
-    return "" if len(name) > _LONGEST_NAME or "/" in name or "\0" in name or name in (".", "..") else name
+def _read_target_name(lock_file: Path) -> str:
+    """Return the name that a lock file holds; "" if it holds none."""
+    name = os.fsdecode(read_whole(lock_file, _MAX_NAME_BYTES + 1))
+    return "" if len(name) > _MAX_NAME_BYTES or "/" in name or "\0" in name or name in (".", "..") else name
 
 
-def _clear(lock_file: Path, lock: int) -> None:
-    """Remove the folders that ``lock_file`` stands for, and it too; ``lock`` is closed."""
+def _remove_leftovers(lock_file: Path, lock: int) -> None:
+    """Remove a writer's lock file and folders, restore a checkpoint that it had moved aside, and close ``lock``."""
     folder, token = lock_file.parent, _token(lock_file)
     with suppress(OSError):
-        target, aside = folder / _name_in(lock_file), _aside(folder, token)
+        target, aside = folder / _read_target_name(lock_file), _moved_aside_path(folder, token)
         if aside.exists() and not target.exists():
             os.rename(aside, target)
         shutil.rmtree(aside, ignore_errors=True)
@@ -254,7 +254,7 @@ def _clear(lock_file: Path, lock: int) -> None:
 
 
 def _unlock(lock: int) -> None:
-    """By hand, since a process that was forked meanwhile holds a copy of the descriptor."""
+    """Unlock explicitly, because a forked process may still hold a copy of the descriptor."""
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
@@ -264,7 +264,7 @@ def _lock_file(folder: Path, token: str) -> Path:
     return folder / f".saving-{token}.lock"
 
 
-def _aside(folder: Path, token: str) -> Path:
+def _moved_aside_path(folder: Path, token: str) -> Path:
     return folder / f".replaced-{token}"
 
 
@@ -272,12 +272,12 @@ def _token(lock_file: Path) -> str:
     return lock_file.name.removeprefix(".saving-").removesuffix(".lock")
 
 
-def _locked(path: Path, name: str) -> int:
+def _create_locked(path: Path, name: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # a disk that knows no locks: docs/checkpoints.md says what holds then
+        with suppress(OSError):  # no locks on this file system; docs/checkpoint-format.md describes the consequences
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # Somebody who clears leftovers may have been quicker, and has removed what we hold now.
+        # A concurrent cleanup may have removed the file before it was locked.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.write(lock, os.fsencode(name))
@@ -285,7 +285,7 @@ def _locked(path: Path, name: str) -> int:
         os.close(lock)
 
 
-def _refuse_what_is_not_ours(target: Path) -> None:
+def _check_is_checkpoint(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -293,23 +293,23 @@ def _refuse_what_is_not_ours(target: Path) -> None:
             f"{str(target)!r} is a file.", "a checkpoint is a folder.", "save to another path, or move the file away."
         )
     names = sorted(os.listdir(target))
-    foreign = [name for name in names if not is_ours(name)]
+    foreign = [name for name in names if not is_checkpoint_file(name)]
     if names and (foreign or MANIFEST not in names):
         raise CheckpointError(
-            f"{str(target)!r} holds {', '.join(foreign[:5]) or 'files without a manifest'}, which is no part of a "
+            f"{str(target)!r} holds {', '.join(foreign[:5]) or 'files without a manifest'}, which is not part of a "
             "checkpoint.",
-            "saving onto a path replaces all that is there.",
+            "saving to a path replaces everything in it.",
             "save to another path, or move these files away.",
         )
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder last."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks know it for files alone
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can only sync files
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""One object in a store, written as a stream: it is there whole, or not at all."""
+"""Writes one object of a store as a stream; it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from drivetrain.checkpoint._format.storage import protocols_of
 
-# There, "making a folder" would make the bucket, and a misspelt name would be one more. What is put is there at once.
+# On these, creating a folder would create a bucket (also for a misspelt name), and uploads are atomic.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 
 
 def is_object_store(filesystem: Any) -> bool:
-    """Whether it keeps objects under keys, without folders, each of which is there whole or not at all."""
+    """Return whether a file system is an object store: it has no folders, and each upload is atomic."""
     return bool(_OBJECT_STORES.intersection(protocols_of(filesystem)))
 
 
 def make_folder(filesystem: Any, root: str) -> None:
-    """Make a folder where the storage keeps folders."""
+    """Create a folder, on storages that have folders."""
     if not is_object_store(filesystem):
         filesystem.makedirs(root, exist_ok=True)
 
 
 @contextmanager
-def put(filesystem: Any, path: str) -> Iterator[Any]:
-    """Give a stream to write to; once it is left without an error, what was written is there.
+def open_object(filesystem: Any, path: str) -> Iterator[Any]:
+    """Yield a stream whose content is stored when the context exits without an error.
 
-    The last of it is sent as the stream is closed. Where that fails, the store may have taken it all the same: it is
-    asked how much is there. ``path`` must be of a name that nobody else writes to.
+    The upload ends when the stream is closed. If that raises, the store may have stored the object nevertheless, so its
+    size is compared. No other writer may use ``path``.
     """
     stream = filesystem.open(path, "wb")
     try:
@@ -41,7 +41,7 @@ def put(filesystem: Any, path: str) -> Iterator[Any]:
             if not _has(filesystem, path, nbytes):
                 raise
     except BaseException:
-        # Neither now nor when it is collected may the half of it be uploaded.
+        # The incomplete content must not be uploaded, not even when the stream is garbage-collected.
         with suppress(Exception):
             stream.discard()
         with suppress(AttributeError):
@@ -50,22 +50,22 @@ def put(filesystem: Any, path: str) -> Iterator[Any]:
 
 
 @contextmanager
-def replaced(filesystem: Any, path: str) -> Iterator[Any]:
-    """Give a stream as `put` does, of an object that may be there: until this one is whole it stays as it is."""
+def open_replacement(filesystem: Any, path: str) -> Iterator[Any]:
+    """Yield a stream like `open_object`, for a path that may exist; it is replaced once the new content is complete."""
     if is_object_store(filesystem):
-        with put(filesystem, path) as stream:
+        with open_object(filesystem, path) as stream:
             yield stream
         return
     folder, slash, name = path.rpartition("/")
-    half = f"{folder}{slash}.{name}-{secrets.token_hex(8)}"
+    temporary = f"{folder}{slash}.{name}-{secrets.token_hex(8)}"
     make_folder(filesystem, folder)
     try:
-        with put(filesystem, half) as stream:
+        with open_object(filesystem, temporary) as stream:
             yield stream
-        filesystem.mv(half, path)
+        filesystem.mv(temporary, path)
     except BaseException:
         with suppress(Exception):
-            filesystem.rm_file(half)
+            filesystem.rm_file(temporary)
         raise
 
 
@@ -73,5 +73,5 @@ def _has(filesystem: Any, path: str, nbytes: int) -> bool:
     try:
         filesystem.invalidate_cache()
         return int(filesystem.size(path)) == nbytes
-    except Exception:  # each store's library has errors of its own
+    except Exception:  # error classes depend on the store's library
         return False

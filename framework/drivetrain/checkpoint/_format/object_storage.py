@@ -1,4 +1,4 @@
-"""A checkpoint in an object store: fresh names for its files, and the manifest is all that is overwritten."""
+"""Writes a checkpoint to an object store: files get unique names, and only the manifest is overwritten."""
 
 from __future__ import annotations
 
@@ -8,49 +8,48 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, unseal
-from drivetrain.checkpoint._format.object_file import make_folder, put
-from drivetrain.checkpoint._format.storage import Ticket
+from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from drivetrain.checkpoint._format.object_file import make_folder, open_object
+from drivetrain.checkpoint._format.storage import JoinInfo
 from drivetrain.errors import CheckpointError
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between tries to put the manifest, and between looks whether it is there
+_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts to upload the manifest
 
 
-def put_surely(filesystem: Any, path: str, content: bytes, is_there: Callable[[], bool]) -> None:
-    """Put a small object, and again where the store refuses, or gives no answer and does not have it.
+def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Callable[[], bool]) -> None:
+    """Upload a small object, retrying if the store refuses or its reply is lost.
 
     Args:
-        filesystem: fsspec's.
-        path: of the object, which may be there.
-        content: of it.
-        is_there: whether it is there by now, as the store says.
+        filesystem: the fsspec file system.
+        path: path of the object, which may exist.
+        content: its content.
+        is_stored: returns whether the store holds the new content.
 
     Raises:
-        Exception: it is not known to be there.
+        Exception: the object could not be confirmed to be stored.
     """
     for pause in (*_PAUSES, None):
         try:
             filesystem.pipe_file(path, content)
             return
-        except Exception as error:  # each store's library has errors of its own
-            if is_there():
+        except Exception as error:  # error classes depend on the store's library
+            if is_stored():
                 return
             if pause is None or isinstance(error, PermissionError):
                 raise
         time.sleep(pause)
 
 
-class ObjectPlace:
+class ObjectStorage:
     """A prefix in an object store.
 
-    Whoever else writes there, files of two writers are never under one name, and the manifest that is there names
-    those of one. Once a manifest may be out, nothing that it names is removed by who wrote it: not where the answer
-    is lost, nor on the ranks that have not heard it.
+    Concurrent writers never share file names, and the manifest names the files of one of them. Once a manifest may have
+    been stored, its writer deletes none of its files: neither if the reply is lost, nor on ranks that did not get it.
 
     Args:
-        filesystem: fsspec's.
+        filesystem: the fsspec file system.
         root: the prefix.
-        suffix: what makes the names of this save its own.
+        suffix: makes the file names of this save unique.
     """
 
     def __init__(self, filesystem: Any, root: str, suffix: str) -> None:
@@ -60,27 +59,27 @@ class ObjectPlace:
         self._created: list[str] = []
 
     @classmethod
-    def begin(cls, filesystem: Any, root: str) -> ObjectPlace:
-        """Choose names of its own."""
+    def begin(cls, filesystem: Any, root: str) -> ObjectStorage:
+        """Begin a save with unique file names."""
         make_folder(filesystem, root)
         return cls(filesystem, root, f"-{secrets.token_hex(8)}")
 
     @classmethod
-    def join(cls, filesystem: Any, root: str, ticket: Ticket) -> ObjectPlace:
-        """Write beside rank 0."""
-        return cls(filesystem, root, ticket["suffix"])
+    def join(cls, filesystem: Any, root: str, join_info: JoinInfo) -> ObjectStorage:
+        """Return the storage that rank 0 began."""
+        return cls(filesystem, root, join_info["suffix"])
 
     @property
-    def ticket(self) -> Ticket:
+    def join_info(self) -> JoinInfo:
         return {"suffix": self._suffix}
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         stem, dot, extension = name.partition(".")
         return f"{stem}{self._suffix}{dot}{extension}"
 
     def open(self, name: str) -> AbstractContextManager[Any]:
         self._created.append(name)
-        return put(self._filesystem, self._path(name))
+        return open_object(self._filesystem, self._path(name))
 
     def size(self, name: str) -> int:
         self._filesystem.invalidate_cache()
@@ -90,10 +89,10 @@ class ObjectPlace:
         self._created.clear()
 
     def commit(self, manifest: bytes, identifier: str) -> None:
-        before = self._there()
+        before = self._read_manifest()
         self._put_manifest(manifest, identifier)
-        now = self._there()
-        # What another writer's manifest names, which came after this one, is that writer's to remove.
+        now = self._read_manifest()
+        # If another writer has replaced this manifest meanwhile, the cleanup is that writer's.
         if before is not None and now is not None and now.identifier == identifier:
             self._remove(before.files.keys() - now.files.keys())
 
@@ -101,21 +100,21 @@ class ObjectPlace:
         self._remove(self._created)
 
     def _put_manifest(self, content: bytes, identifier: str) -> None:
-        """Put it; where the store refuses, or gives no answer, ask what is there, and put it again."""
+        """Upload the manifest, retrying until the store holds this identifier."""
 
-        def is_out() -> bool:
-            there = self._there()
-            return there is not None and there.identifier == identifier
+        def is_stored() -> bool:
+            stored = self._read_manifest()
+            return stored is not None and stored.identifier == identifier
 
-        put_surely(self._filesystem, self._path(MANIFEST), content, is_out)
+        put_with_retries(self._filesystem, self._path(MANIFEST), content, is_stored)
 
-    def _there(self) -> Manifest | None:
-        """The manifest that is there now; None where none is, or it cannot be read: what it names is left alone."""
+    def _read_manifest(self) -> Manifest | None:
+        """Return the stored manifest; None if there is none or it cannot be read, so that its files are kept."""
         with suppress(Exception):
             self._filesystem.invalidate_cache()
-            content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=LONGEST_MANIFEST + 1)
+            content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=MAX_MANIFEST_BYTES + 1)
             with suppress(CheckpointError):
-                return unseal(content, self._root)
+                return decode_manifest(content, self._root)
         return None
 
     def _remove(self, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Work that waits, or that the system does for us, in several threads."""
+"""Runs I/O in several threads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def side_by_side(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
-    """Return ``[work(item) for item in items]``, as many at a time as there are ``threads``."""
+def map_in_threads(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
+    """Return ``[work(item) for item in items]``, computed in up to ``threads`` threads."""
     items = list(items)
     threads = min(threads, len(items))
     if threads < 2:

@@ -1,4 +1,4 @@
-"""Tensors in pieces of bounded size: what a rank holds of one, and where it goes."""
+"""Splits tensors into pieces of bounded size, and maps a rank's region to its place in a piece."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from drivetrain._distributed.shards import Region, Span
 from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.tensor_file import Spec
 
-_WHOLE = 16 * 2**20  # bytes of a piece that does not travel: on the CPU it is memory that is there anyway
+_LOCAL_PIECE = 16 * 2**20  # bytes of a piece that is not exchanged; a CPU tensor is written without a copy
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rows from ``first`` to before ``last`` of a tensor."""
+    """The rows ``first`` to ``last - 1`` of a tensor."""
 
     spec: Spec
     first: int
@@ -33,12 +33,12 @@ class Piece:
 
 
 def as_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return ``shape`` with at least one dimension; a number is a row of one."""
+    """Return ``shape`` with at least one dimension; a scalar is one row."""
     return tuple(shape) or (1,)
 
 
 def row_size(shape: Sequence[int]) -> int:
-    """Return the number of elements in a row, which is whatever the first dimension counts."""
+    """Return the number of elements per index of the first dimension."""
     size = 1
     for length in as_rows(shape)[1:]:
         size *= length
@@ -46,7 +46,7 @@ def row_size(shape: Sequence[int]) -> int:
 
 
 def pieces_of(spec: Spec, limit: int) -> Iterator[Piece]:
-    """Cut a tensor into pieces of at most ``limit`` bytes, a row at least."""
+    """Split a tensor into pieces of at most ``limit`` bytes, but at least one row."""
     rows = as_rows(spec.shape)[0]
     step = max(1, limit // max(1, row_size(spec.shape) * spec.dtype.itemsize))
     for first in range(0, rows, step):
@@ -54,11 +54,11 @@ def pieces_of(spec: Spec, limit: int) -> Iterator[Piece]:
 
 
 def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Iterator[list[Piece]]:
-    """Put the pieces of a file, in their order, into rounds that hold at most ``limit`` bytes of sharded tensors."""
+    """Group the pieces of a file, in order, into rounds with at most ``limit`` bytes of sharded tensors each."""
     gathered: list[Piece] = []
     filled = 0
     for spec in specs:
-        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _WHOLE)):
+        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _LOCAL_PIECE)):
             nbytes = piece.nbytes if spec.name in sharded else 0
             if filled and filled + nbytes > limit:
                 yield gathered
@@ -70,7 +70,7 @@ def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Ite
 
 
 def batches_of(pieces: Iterable[Piece], joins: Callable[[Piece], bool], limit: int) -> Iterator[list[Piece]]:
-    """Put consecutive pieces into batches of at most ``limit`` bytes, where both join; any other stays by itself."""
+    """Group consecutive pieces for which ``joins`` is true into batches of at most ``limit`` bytes."""
     batch: list[Piece] = []
     filled, joined = 0, False
     for piece in pieces:
@@ -86,13 +86,13 @@ def batches_of(pieces: Iterable[Piece], joins: Callable[[Piece], bool], limit: i
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a region has of a piece.
+    """The intersection of a region and a piece.
 
     Attributes:
-        source: where it lies in the rank's part.
-        target: where it goes in the piece.
-        shape: of both.
-        flat: whether the indices are into the row-major run of elements, not into rows.
+        source: its index in the rank's local tensor.
+        target: its index in the piece.
+        shape: its shape.
+        flat: whether the indices refer to flattened (row-major) elements instead of rows.
     """
 
     source: tuple[slice, ...]
@@ -109,7 +109,7 @@ class Overlap:
 
 
 def overlap(region: Region, piece: Piece) -> Overlap | None:
-    """Return what ``region`` has of ``piece``, or None."""
+    """Return the intersection of ``region`` and ``piece``, or None."""
     if isinstance(region, Span):
         row = row_size(piece.spec.shape)
         begin, end = piece.first * row, piece.last * row
@@ -131,8 +131,8 @@ def overlap(region: Region, piece: Piece) -> Overlap | None:
     )
 
 
-def take(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
-    """Return the elements of ``part`` from what a rank holds, flat and on the CPU."""
+def read_overlap(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
+    """Return the elements of ``part`` from the local tensor, flat and on the CPU."""
     held = local.detach()
     if part.flat:
         return row_major(held.reshape(-1)[part.source]).cpu()
@@ -140,8 +140,8 @@ def take(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
     return row_major(held.reshape(region.sizes or (1,))[part.source]).cpu()
 
 
-def put(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
-    """Write flat ``values`` into the piece, of shape (piece.numel,), where ``part`` says."""
+def write_overlap(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
+    """Copy flat ``values`` to their place in the piece's tensor, of shape (piece.numel,)."""
     if part.flat:
         whole[part.target].copy_(values)
     else:
@@ -150,7 +150,7 @@ def put(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) 
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece of a whole tensor, flat and on the CPU; a view where that can be."""
+    """Return a piece of a whole tensor, flat and on the CPU; a view if possible."""
     held = tensor.detach().resolve_conj().resolve_neg()
     if piece.numel < held.numel():
         held = held.reshape(as_rows(held.shape))[piece.first : piece.last]
@@ -162,8 +162,8 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(row_major(flat).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def covered(regions: Sequence[Region | None]) -> int:
-    """Return how many elements the ranks' regions of one tensor hold together."""
+def count_elements(regions: Sequence[Region | None]) -> int:
+    """Return the total number of elements in all ranks' regions of one tensor."""
     count = 0
     for region in regions:
         if isinstance(region, Span):

@@ -1,4 +1,4 @@
-"""Copies of a device's tensors in pinned memory, packed so that the allocator's rounding wastes little of it."""
+"""Copies CUDA tensors to pinned memory, packed to limit the allocator's rounding loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _ALIGNED = 64  # bytes, more than any dtype needs
 
 
 def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Begin to copy tensors from CUDA, each on its device's current stream, and return the copies.
+    """Start copying CUDA tensors to pinned memory, each on its device's current stream, and return the copies.
 
-    torch rounds every block of pinned memory up to a power of two, and pinning one takes the driver some 0.1 ms. Hence
-    the copies share few blocks, whose sizes are such powers.
+    torch rounds each pinned allocation up to a power of two, and each takes the driver about 0.1 ms. The copies
+    therefore share few blocks with sizes that are powers of two.
     """
-    sizes = [-(-one.numel() * one.element_size() // _ALIGNED) * _ALIGNED for one in tensors]
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED for tensor in tensors]
     copies: list[torch.Tensor] = [torch.empty(())] * len(tensors)
     for capacity, members in blocks(sizes):
         block = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
@@ -27,27 +27,27 @@ def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def blocks(sizes: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Pack things of ``sizes`` bytes into blocks whose sizes are powers of two.
+    """Pack items of ``sizes`` bytes into blocks whose sizes are powers of two.
 
-    Of what is left, a block takes the largest power of two that it fills, or the next one that holds the largest thing.
+    Each block is the largest power of two that the remaining items fill, or the next one that holds the largest item.
 
     Returns:
-        for each block its size, and the index and offset of each thing in it.
+        For each block its size, and the index and offset of each item in it.
     """
-    left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    remaining = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     packed = []
-    while left:
-        total = sum(sizes[index] for index in left)
-        capacity = max(_power_below(total), _power_above(sizes[left[0]]))
+    while remaining:
+        total = sum(sizes[index] for index in remaining)
+        capacity = max(_power_below(total), _power_above(sizes[remaining[0]]))
         members, others, start = [], [], 0
-        for index in left:
+        for index in remaining:
             if start + sizes[index] <= capacity:
                 members.append((index, start))
                 start += sizes[index]
             else:
                 others.append(index)
         packed.append((capacity, members))
-        left = others
+        remaining = others
     return packed
 
 

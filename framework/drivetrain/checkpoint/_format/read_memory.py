@@ -1,4 +1,4 @@
-"""Memory that tensors are read into, asked for only where there can be as much."""
+"""Allocates memory for tensors that are read, after checking that the machine has enough."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ import torch
 
 from drivetrain.errors import CheckpointError
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def room_for(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Return a new tensor on the CPU, of shape (numel,), whose values are to come.
+def allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return a new uninitialized CPU tensor of shape (numel,).
 
     Raises:
-        CheckpointError: there is no room; says so of ``what``.
+        CheckpointError: there is not enough memory; ``what`` begins the message.
     """
-    check_fits(numel * dtype.itemsize, what)
+    check_memory(numel * dtype.itemsize, what)
     try:
         return torch.empty(numel, dtype=dtype, device="cpu")
     except (RuntimeError, MemoryError) as error:
-        raise _too_large(numel * dtype.itemsize, what, "the system gives no more") from error
+        raise _too_large(numel * dtype.itemsize, what, "the allocation failed") from error
 
 
-def new_bytes(count: int) -> memoryview:
-    """Return memory that holds anything; a bytearray would be filled with zeros first."""
+def allocate_bytes(count: int) -> memoryview:
+    """Return uninitialized memory; a bytearray would be zero-filled first."""
     return memoryview(torch.empty(count, dtype=torch.uint8, device="cpu").numpy())  # type: ignore[arg-type]
 
 
-def check_fits(nbytes: int, what: str) -> None:
-    """Refuse what this machine, or the container, has no memory for.
+def check_memory(nbytes: int, what: str) -> None:
+    """Raise if ``nbytes`` exceed the memory of the machine or container.
 
     Raises:
-        CheckpointError: says so of ``what``.
+        CheckpointError: there is not enough memory; ``what`` begins the message.
     """
-    most = _most()
-    if nbytes > most:
-        raise _too_large(nbytes, what, f"{most:,} bytes are all that there is here")
+    limit = _memory_limit()
+    if nbytes > limit:
+        raise _too_large(nbytes, what, f"this machine or container has {limit:,} bytes")
 
 
 def _too_large(nbytes: int, what: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{what} takes {nbytes:,} bytes of memory.",
         f"{why}.",
-        "take another checkpoint if it cannot be that large; else read it on more ranks, or tensor by tensor.",
+        "if it should not be that large, use another checkpoint; otherwise read it on more ranks, or tensor by tensor.",
     )
 
 
 @functools.cache
-def _most() -> int:
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _LIMITS:
-        with suppress(OSError, ValueError):  # another system, or "max"
-            found.append(int(Path(path).read_text()))
-    return min(found)
+def _memory_limit() -> int:
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # another system, or unlimited ("max")
+            limits.append(int(Path(path).read_text()))
+    return min(limits)

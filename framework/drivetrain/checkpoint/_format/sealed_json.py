@@ -1,4 +1,4 @@
-"""A JSON document that ends with a checksum of all that comes before, so that half of one is never taken for whole."""
+"""JSON documents that end with a checksum of their content, so that a truncated one is detected."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 import zlib
 from typing import Any
 
-_SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
+_CHECKSUM_END = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 
 
-def sealed(document: dict[str, Any]) -> bytes:
-    """Return a document, of values that JSON knows, as text with its checksum."""
+def dump_with_checksum(document: dict[str, Any]) -> bytes:
+    """Return a JSON-able document as text that ends with its checksum."""
     body = json.dumps(document, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
 
-def is_sealed(content: bytes) -> bool:
-    """Whether a text is as `sealed` made it."""
-    end = _SEAL.search(content)
+def has_valid_checksum(content: bytes) -> bool:
+    """Return whether a text ends with the checksum of its content, as `dump_with_checksum` writes it."""
+    end = _CHECKSUM_END.search(content)
     return end is not None and int(end[1], 16) == zlib.crc32(content[: end.start()])

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, as this rank has it: encoded, checked and, where asked for, copied."""
+"""Prepares this rank's contents for writing: encodes, validates and, for background saves, copies them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region, Span
 from drivetrain.checkpoint._format.documents import dumps, encode
-from drivetrain.checkpoint._format.manifest import Facts
+from drivetrain.checkpoint._format.manifest import CheckpointMetadata
 from drivetrain.checkpoint._format.pinned_copies import pinned_copies
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, in_file_order
-from drivetrain.checkpoint._format.write_plan import USUAL, PlannedFile, Sizes, deal
+from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes, plan_files
 from drivetrain.errors import CheckpointError
 
-Held = torch.Tensor | ParameterShard
+TensorOrShard = torch.Tensor | ParameterShard
 
 
 @dataclass(slots=True)
 class Contents:
-    """What one rank has of a checkpoint. Every rank gives the same names in the same order, and its own values.
+    """What one rank contributes to a checkpoint. All ranks give the same names in the same order.
 
     Attributes:
-        weights: by parameter name: tensors that every rank holds whole, or what it holds of them; what is no tensor
-            (an ``_extra_state``) is kept too.
-        facts: what goes into the manifest.
-        aliases: tied names and what they are tied to, ``{tied: first}``; the tied ones are left out of the weights.
-        optimizers: their states by name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
-        callbacks: tensors by the callback's key and their name; as the weights, whole or spread over the ranks.
-        state: nested JSON-able values and tensors; rank 0's is stored. None for no such document.
-        rank_state: the same, of which every rank's own is stored.
-        digest: of each file, besides its checksums; rank 0's choice counts.
+        weights: by parameter name: tensors that every rank holds whole, shards, or other values (an ``_extra_state``).
+        metadata: metadata for the manifest.
+        aliases: tied names, ``{tied: first}``; the tied ones are not stored.
+        optimizers: their states by parameter name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
+        callbacks: tensors by the callback's key and by name, whole or sharded as the weights.
+        state: nested JSON-able values and tensors, of which rank 0's are stored; None for none.
+        rank_state: the same, stored for each rank.
+        digest: digest to store for each file, if any; rank 0's choice counts.
     """
 
     weights: Mapping[str, Any]
-    facts: Facts = field(default_factory=Facts)
+    metadata: CheckpointMetadata = field(default_factory=CheckpointMetadata)
     aliases: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[Mapping[str, Any]] = ()
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -48,33 +47,35 @@ class Contents:
 
 @dataclass(slots=True)
 class StagedPart:
-    """A document and the tensors that were set aside from it.
+    """One part of a checkpoint: an encoded document and the tensors that it refers to.
 
     Attributes:
-        stem: how the names of its files begin.
+        stem: beginning of its file names.
         role: "weights", "optimizer", "callback", "state" or "rank".
-        document: the text of the JSON file; None where there is none, or another rank writes it.
-        tensors: by name, in order.
-        key: the callback's.
-        specs: of the tensors, made once: there may be many.
+        document: text of the JSON file; None if there is none, or another rank writes it.
+        tensors: tensors and shards by name, in order.
+        sizes: how tensors are split into files.
+        key: the callback's key.
+        specs: names, dtypes and shapes of the tensors; computed once, because there may be many.
     """
 
     stem: str
     role: str
     document: bytes | None
-    tensors: dict[str, Held]
+    tensors: dict[str, TensorOrShard]
     sizes: Sizes
     key: str = ""
     specs: list[Spec] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.specs = [Spec(name, held.dtype, tuple(held.shape)) for name, held in self.tensors.items()]
+        self.specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in self.tensors.items()]
 
     def shards(self) -> dict[str, ParameterShard]:
-        return {name: held for name, held in self.tensors.items() if isinstance(held, ParameterShard)}
+        """Return the tensors that are sharded."""
+        return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
 
     def digest(self) -> str:
-        """What all ranks must have alike: everything, but of rank 0's state only what is spread over the ranks."""
+        """Return a hash of what must be equal on all ranks; of rank 0's state, only the sharded tensors."""
         lines = [
             f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], ParameterShard)}"
             for spec in self.specs
@@ -83,38 +84,38 @@ class StagedPart:
         return hashlib.sha256("\n".join([self.stem, self.key, *lines]).encode()).hexdigest()
 
     def planned(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
-        """Return the files of the tensors (or of ``specs`` instead), and who writes them."""
+        """Return the files for the tensors (or for ``specs`` instead), with their owners."""
         specs = self.specs if specs is None else specs
         if self.role in ("weights", "optimizer", "callback"):
-            return deal(self.stem, specs, world_size, self.sizes)
+            return plan_files(self.stem, specs, world_size, self.sizes)
         owner = 0 if self.role == "state" else rank
         return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedCheckpoint:
     """A checkpoint that is ready to be written.
 
     Attributes:
-        parts: what this rank has.
-        facts: for the manifest.
-        aliases: for the manifest.
-        sizes: how it is split.
-        digest: of each file, besides its checksums.
-        problem: why this rank has nothing to write; told to the others when they meet.
+        parts: this rank's parts.
+        metadata: metadata for the manifest.
+        aliases: tied names for the manifest.
+        sizes: how tensors are split into files.
+        digest: digest to store for each file, if any.
+        problem: why staging failed on this rank; `commit` raises it on all ranks.
     """
 
     parts: list[StagedPart]
-    facts: Facts
+    metadata: CheckpointMetadata
     aliases: dict[str, str]
     sizes: Sizes
     digest: str | None = None
     problem: CheckpointError | None = None
 
     def total(self, world_size: int) -> tuple[int, int]:
-        """Return how many bytes all ranks together are going to write, in how many files, as rank 0 can tell.
+        """Return the bytes and the number of files that all ranks will write, as estimated by rank 0.
 
-        What each rank keeps of its own is taken to be as large as rank 0's.
+        The rank states of the other ranks are assumed to be as large as rank 0's.
         """
         nbytes = files = 0
         for part in self.parts:
@@ -130,53 +131,56 @@ def stage(
     contents: Contents,
     rank: int,
     world_size: int,
-    shard_of: Callable[[Any], Held] = lambda held: held,
+    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
     snapshot: bool = False,
-    sizes: Sizes = USUAL,
-) -> Staged:
-    """Make a checkpoint's contents ready to be written. Talks to nobody.
+    sizes: Sizes = DEFAULT_SIZES,
+) -> StagedCheckpoint:
+    """Prepare a checkpoint's contents for writing. Not collective.
 
-    What cannot be stored is not raised here, where the other ranks would wait, but by `commit`, on all of them.
+    Contents that cannot be stored are not reported here, where the other ranks would wait, but by `commit` on all
+    ranks.
 
     Args:
-        contents: what this rank has.
+        contents: this rank's contents.
         rank: this rank.
-        world_size: among how many.
-        shard_of: the strategy's: turns a sharded value into the `ParameterShard` that this rank holds.
-        snapshot: copy what this rank is going to write, so that training may go on meanwhile.
-        sizes: how it is split.
+        world_size: the number of ranks.
+        shard_of: the strategy's function that turns a sharded value into this rank's `ParameterShard`.
+        snapshot: copy what this rank will write, so that training can continue during the write.
+        sizes: how tensors are split into files.
     """
     try:
-        parts = list(_parts(contents, rank, shard_of, sizes))
-        nothing_aside: dict[str, Any] = {}
-        encode(contents.facts.progress, nothing_aside, "progress")
-        encode(contents.facts.hyper_parameters, nothing_aside, "hyper_parameters")
-        encode(contents.facts.data_hyper_parameters, nothing_aside, "data_hyper_parameters")
+        parts = list(_stage_parts(contents, rank, shard_of, sizes))
+        unexpected: dict[str, Any] = {}
+        encode(contents.metadata.progress, unexpected, "progress")
+        encode(contents.metadata.hyper_parameters, unexpected, "hyper_parameters")
+        encode(contents.metadata.data_hyper_parameters, unexpected, "data_hyper_parameters")
         for part in parts:
-            for name, held in part.tensors.items():
-                _check(part, name, held)
+            for name, value in part.tensors.items():
+                _check_storable(part, name, value)
         if snapshot:
-            _copy(parts, rank, world_size)
+            _copy_to_host(parts, rank, world_size)
     except CheckpointError as error:
-        return Staged([], contents.facts, {}, sizes, problem=error)
-    return Staged(parts, contents.facts, dict(contents.aliases), sizes, contents.digest)
+        return StagedCheckpoint([], contents.metadata, {}, sizes, problem=error)
+    return StagedCheckpoint(parts, contents.metadata, dict(contents.aliases), sizes, contents.digest)
 
 
-def _check(part: StagedPart, name: str, held: Held) -> None:
-    if not isinstance(held, ParameterShard):
-        check_storable(f"{part.stem}: {name}", held)
+def _check_storable(part: StagedPart, name: str, value: TensorOrShard) -> None:
+    if not isinstance(value, ParameterShard):
+        check_storable(f"{part.stem}: {name}", value)
         return
-    check_storable(f"{part.stem}: {name}", held.local)
+    check_storable(f"{part.stem}: {name}", value.local)
     if part.role == "rank":
         raise CheckpointError(
-            f"{part.stem}: {name!r} is spread over the ranks.",
-            "this part is each rank's own.",
-            "keep a local tensor in it.",
+            f"{part.stem}: {name!r} is sharded.",
+            "this part is stored per rank.",
+            "save a local tensor instead.",
         )
 
 
-def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes: Sizes) -> Iterator[StagedPart]:
-    first = rank == 0
+def _stage_parts(
+    contents: Contents, rank: int, shard_of: Callable[[Any], TensorOrShard], sizes: Sizes
+) -> Iterator[StagedPart]:
+    is_rank_0 = rank == 0
 
     def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> StagedPart:
         text = None if document is None else dumps(document)
@@ -189,52 +193,52 @@ def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes
             continue
         (tensors if isinstance(value, torch.Tensor | ParameterShard) else others)[name] = value
     document = encode(others, tensors)
-    yield part("model", "weights", document if others and first else None, tensors)
+    yield part("model", "weights", document if others and is_rank_0 else None, tensors)
     for number, state in enumerate(contents.optimizers):
         tensors = {}
         document = {
             "state": encode(state["state"], tensors),
             "param_groups": encode(state["param_groups"], tensors, "param_groups"),
         }
-        yield part(f"optimizer-{number}", "optimizer", document if first else None, tensors)
-    for number, (key, held) in enumerate(contents.callbacks.items()):
-        yield part(f"callback-{number}", "callback", None, held, key)
-    # What other ranks have of it may be spread over all of them too, hence every rank has this part.
+        yield part(f"optimizer-{number}", "optimizer", document if is_rank_0 else None, tensors)
+    for number, (key, value) in enumerate(contents.callbacks.items()):
+        yield part(f"callback-{number}", "callback", None, value, key)
+    # Every rank has this part, because tensors of the state may be sharded.
     tensors = {}
     document = encode(contents.state, tensors)
-    yield part("state", "state", document if first and contents.state is not None else None, tensors)
+    yield part("state", "state", document if is_rank_0 and contents.state is not None else None, tensors)
     tensors = {}
     document = encode(contents.rank_state, tensors)
     yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
 
 
-def speaks_for(shard: ParameterShard) -> Region | None:
-    """Return the region that this rank brings to a checkpoint; None where it has nothing, or another speaks for it."""
+def contributed_region(shard: ParameterShard) -> Region | None:
+    """Return the region that this rank writes; None if it is empty, or another rank writes the same one."""
     region = shard.region
     empty = region.start >= region.stop if isinstance(region, Span) else 0 in region.sizes
     return None if empty or not shard.is_primary else region
 
 
-def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
-    """Put copies in the host's memory in the place of what this rank writes, and wait for them."""
-    places: list[tuple[StagedPart, str, torch.Tensor]] = []
+def _copy_to_host(parts: list[StagedPart], rank: int, world_size: int) -> None:
+    """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
+    sources: list[tuple[StagedPart, str, torch.Tensor]] = []
     for part in parts:
-        mine = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
-        for name, held in part.tensors.items():
-            if isinstance(held, ParameterShard):
-                part.tensors[name] = replace(held, gather=None)
-                if speaks_for(held) is not None:
-                    places.append((part, name, held.local))
-            elif name in mine:
-                places.append((part, name, held))
-    on_device = [tensor for _, _, tensor in places if tensor.device.type == "cuda"]
+        owned = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
+        for name, value in part.tensors.items():
+            if isinstance(value, ParameterShard):
+                part.tensors[name] = replace(value, gather=None)
+                if contributed_region(value) is not None:
+                    sources.append((part, name, value.local))
+            elif name in owned:
+                sources.append((part, name, value))
+    on_device = [tensor for _, _, tensor in sources if tensor.device.type == "cuda"]
     pinned = iter(pinned_copies(on_device))
-    for part, name, tensor in places:
+    for part, name, tensor in sources:
         if tensor.device.type == "cuda":
             copy = next(pinned)
         else:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        held = part.tensors[name]
-        part.tensors[name] = replace(held, local=copy) if isinstance(held, ParameterShard) else copy
+        value = part.tensors[name]
+        part.tensors[name] = replace(value, local=copy) if isinstance(value, ParameterShard) else copy
     for device in {tensor.device for tensor in on_device}:
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is written: what a local disk and an object store have in common."""
+"""The interface for writing a checkpoint to a local disk or an object store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from drivetrain.checkpoint._format.file_writer import Sink
 from drivetrain.errors import CheckpointError
 
-Ticket = dict[str, str]
+JoinInfo = dict[str, str]
 
-_OURS = re.compile(
-    r"manifest\.json|weights\.safetensors"  # the second one of format 0
+_CHECKPOINT_FILE = re.compile(
+    r"manifest\.json|weights\.safetensors"  # `weights.safetensors` is format 0
     r"|(model|optimizer-\d+|callback-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
 )
 
@@ -22,59 +22,59 @@ _EATEN_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 class Storage(Protocol):
-    """A checkpoint that is being written. Rank 0 begins it; the others join with its ticket."""
+    """A checkpoint being written. Rank 0 begins it; the other ranks join with its `join_info`."""
 
     @property
-    def ticket(self) -> Ticket:
-        """What the other ranks need to write to the same place."""
+    def join_info(self) -> JoinInfo:
+        """What the other ranks need to write to the same storage."""
 
-    def named(self, name: str) -> str:
-        """Return the name that a file gets here, fresh where a file of that name may be in use."""
+    def file_name(self, name: str) -> str:
+        """Return the name to use for a file; unique where an existing file of that name may be in use."""
 
     def open(self, name: str) -> AbstractContextManager[Sink]:
-        """Create a file; once it is left without an error, it lasts."""
+        """Create a file; it is durable once the context exits without an error."""
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes, as the storage sees it now."""
+        """Return a file's current size in bytes."""
 
     def keep(self) -> None:
-        """From here on rank 0 may commit: what this rank wrote is no longer its to remove."""
+        """Stop owning the files written so far, because rank 0 may commit them from now on."""
 
     def commit(self, manifest: bytes, identifier: str) -> None:
-        """Make what was written the checkpoint, in one step. Rank 0 only.
+        """Commit the files as the checkpoint, atomically. Rank 0 only.
 
         Args:
-            manifest: the content of `manifest.json`.
-            identifier: in it.
+            manifest: content of `manifest.json`.
+            identifier: the identifier in it.
 
         Raises:
-            Exception: it is not known to be one. Whether it is, shows when it is read.
+            Exception: the commit is not confirmed; it may have happened nevertheless.
         """
 
     def abandon(self) -> None:
-        """Remove what this rank wrote and nobody has committed, as well as can be: the storage itself may fail."""
+        """Remove this rank's uncommitted files, as far as the storage allows."""
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file name is one that a checkpoint of ours may hold."""
-    return _OURS.fullmatch(name) is not None
+def is_checkpoint_file(name: str) -> bool:
+    """Return whether a file name is one that a checkpoint may contain."""
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
-    """Return the fsspec file system and the path on it; the file system is None for the local disk, ``~`` its home.
+    """Return the fsspec file system and the path on it; None and the path, with ``~`` expanded, for the local disk.
 
     Raises:
-        CheckpointError: nobody knows the protocol, or what serves it is not installed.
+        CheckpointError: the protocol is unknown, or its library is not installed.
     """
     if _EATEN_SLASH.match(path):
         raise CheckpointError(
             f"{path!r} is neither a path nor a URL.",
-            "a URL has two slashes after its protocol; pathlib.Path leaves one of them out.",
+            "a URL has two slashes after its protocol; pathlib.Path removes one of them.",
             "pass the URL as a str.",
         )
     if not _is_url(path):
         return None, os.path.expanduser(path)
-    # Imported here: a local path does not need it, and importing it costs time.
+    # Imported late: local paths do not need it, and the import is slow.
     import fsspec
 
     try:
@@ -83,13 +83,13 @@ def filesystem_of(path: str) -> tuple[Any, str]:
         raise CheckpointError(
             f"{path!r} cannot be reached: {error}.",
             "URLs go through fsspec, which finds a file system by the protocol.",
-            "check the spelling, or install what serves it: pip install 'drivetrain[s3]' for s3://.",
+            "check the spelling, or install its library: pip install 'drivetrain[s3]' for s3://.",
         ) from error
     return (None, root) if "file" in protocols_of(filesystem) else (filesystem, root)
 
 
 def _is_url(path: str) -> bool:
-    """Whether it is fsspec's: with a protocol before ``://``, or chained by ``::`` to one that fsspec knows."""
+    """Return whether fsspec handles this path: it has a ``://``, or is chained by ``::`` to a known protocol."""
     if "://" in path:
         return True
     chained, double_colon, _ = path.partition("::")
@@ -100,11 +100,11 @@ def _is_url(path: str) -> bool:
     return chained in registry or chained in known_implementations
 
 
-def is_there(filesystem: Any, path: str) -> bool:
-    """Whether there is an object, or a folder; fsspec's own ``exists`` takes an error for no.
+def path_exists(filesystem: Any, path: str) -> bool:
+    """Return whether an object or folder exists. Unlike fsspec's ``exists``, raise on errors.
 
     Raises:
-        Exception: the storage refuses to say: an error of its library's.
+        Exception: the storage refuses, with an error of its library.
     """
     try:
         filesystem.info(path)
@@ -114,6 +114,6 @@ def is_there(filesystem: Any, path: str) -> bool:
 
 
 def protocols_of(filesystem: Any) -> set[str]:
-    """Return the protocols that a file system goes by."""
+    """Return the protocol names of a file system."""
     known = filesystem.protocol
     return {known} if isinstance(known, str) else set(known)

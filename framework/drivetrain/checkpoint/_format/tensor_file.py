@@ -1,7 +1,7 @@
-"""The safetensors format, as far as a stream needs it: a header with every tensor's place, then their bytes.
+"""The safetensors format: a header with dtype, shape and byte offsets of each tensor, followed by their bytes.
 
-https://huggingface.co/docs/safetensors/index#format . The library writes a file from tensors that are all there; here
-they come one after the other.
+https://huggingface.co/docs/safetensors/index#format . The safetensors library needs all tensors in memory; this module
+supports writing and reading them one at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint._format.documents import METADATA, parsed
+from drivetrain.checkpoint._format.documents import METADATA, parse_json
 from drivetrain.errors import CheckpointError
 
-LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
-_ALIGNMENT = 64  # bytes; where the first tensor begins
-_MOST = 2**63 - 1  # what a number of elements, bytes or a dimension of a tensor may be
-_MOST_DIMENSIONS = 64
+MAX_HEADER_BYTES = 100_000_000  # bytes, the safetensors library's limit
+_ALIGNMENT = 64  # bytes; alignment of the first tensor
+_MAX_COUNT = 2**63 - 1  # maximum of dimensions, element counts and byte counts
+_MAX_DIMENSIONS = 64
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -46,7 +46,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is known of a tensor before its values are."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -63,20 +63,22 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Spec):
-    """A tensor in a file: its bytes go from ``begin`` to before ``end``."""
+    """A tensor in a file; its bytes are at offsets ``begin`` up to ``end``."""
 
     begin: int
     end: int
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raises:
-    CheckpointError: a tensor that safetensors cannot hold, by name.
+    """Raise if safetensors cannot store a tensor.
+
+    Raises:
+        CheckpointError: names the tensor.
     """
     if name.rpartition(": ")[2] == METADATA:
         raise CheckpointError(
-            f"A checkpoint cannot hold a tensor that is called {METADATA!r}.",
-            "the header of a safetensors file has a key of that name for something else.",
+            f"A checkpoint cannot hold a tensor named {METADATA!r}.",
+            "the header of a safetensors file reserves that key.",
             "give the parameter or buffer another name.",
         )
     if tensor.dtype not in NAMES:
@@ -89,19 +91,19 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         return
     raise CheckpointError(
         f"A checkpoint cannot hold {name!r}, a tensor {problem}.",
-        "tensors are stored as safetensors, which knows dense tensors of these types: " + ", ".join(DTYPES) + ".",
-        "store it in another form, a pair of real numbers for a complex one, say, or leave it out.",
+        "tensors are stored as safetensors, which supports dense tensors of these types: " + ", ".join(DTYPES) + ".",
+        "convert it, for example a complex tensor to pairs of real numbers, or leave it out.",
     )
 
 
 def in_file_order(specs: Iterable[Spec]) -> list[Spec]:
-    """Return ``specs`` with wide elements first, so that each tensor is aligned to its own."""
+    """Return ``specs`` with the widest elements first, so that each tensor is aligned to its element size."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 
 
 def header_of(specs: Sequence[Spec]) -> bytes:
-    """Return the beginning of a file that holds ``specs``, in that order, with nothing in between."""
-    # Joined from texts: a dict and two lists for each of many tensors cost the garbage collector more than the rest.
+    """Return the header of a file that holds ``specs`` contiguously, in that order."""
+    # Built from strings: with many tensors, a dict and two lists each would cost more in garbage collection.
     places = [f'"{METADATA}":{{"format":"pt"}}']
     begin = 0
     for spec in specs:
@@ -117,47 +119,47 @@ def header_of(specs: Sequence[Spec]) -> bytes:
 
 
 def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearray]) -> dict[str, Entry]:
-    """Return what a file holds, by name.
+    """Return the tensors of a file by name.
 
     Args:
-        name: of the file, for the error.
-        size: of the file in bytes.
-        read: gives the bytes from one offset to before another.
+        name: name of the file, for the error.
+        size: size of the file in bytes.
+        read: returns the bytes from one offset up to another.
 
     Raises:
-        CheckpointError: this is no safetensors file, or its header points outside of it.
+        CheckpointError: it is not a safetensors file, or its header points outside the file.
     """
     try:
         if size < 8:
             raise ValueError(f"it has {size} bytes")
         length = int.from_bytes(read(0, 8), "little")
-        if not 0 < length <= min(size - 8, LONGEST_HEADER):
-            raise ValueError(f"its header is said to take {length} bytes of {size}")
-        places = parsed(bytes(read(8, 8 + length)), _without_repeats)
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"its header claims to have {length} of {size} bytes")
+        places = parse_json(bytes(read(8, 8 + length)), _without_repeats)
         if not isinstance(places, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
         _check_metadata(places.pop(METADATA, {}))
         entries = {key: _entry(key, place, 8 + length, size) for key, place in places.items()}
-        _check_side_by_side(entries.values(), 8 + length, size)
+        _check_contiguous(entries.values(), 8 + length, size)
         return entries
     except ValueError as error:
         raise CheckpointError(
-            f"{name} is no safetensors file: {error}.",
-            "its header must be JSON that gives each tensor a place within the file.",
-            "take another checkpoint; this one is damaged or of another kind.",
+            f"{name} is not a safetensors file: {error}.",
+            "its header must be JSON that gives each tensor's offsets within the file.",
+            "use another checkpoint; this one is damaged or has another format.",
         ) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in its header twice")
+        raise ValueError("its header has a name twice")
     return found
 
 
-def _check_metadata(said: Any) -> None:
-    if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
-        raise ValueError(f"{METADATA} is {reprlib.repr(said)}, and must be texts")
+def _check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"{METADATA} is {reprlib.repr(metadata)}, and must map names to strings")
 
 
 def _entry(name: str, place: Any, data: int, size: int) -> Entry:
@@ -165,31 +167,35 @@ def _entry(name: str, place: Any, data: int, size: int) -> Entry:
         raise ValueError(f"{_brief(name)} is described by {reprlib.repr(place)}")
     dtype, shape, offsets = place["dtype"], place["shape"], place["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{_brief(name)} is of the unknown type {reprlib.repr(dtype)}")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{_brief(name)} has the unknown dtype {reprlib.repr(dtype)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
-    # With no dimension taken for zero, since strides are computed so.
-    if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MOST:
+    # Zero dimensions count as one here, as in torch's computation of strides.
+    if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MAX_COUNT:
         raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
     entry = Entry(name, DTYPES[dtype], tuple(shape), data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
-        raise ValueError(f"{_brief(name)}, {entry.nbytes} bytes, lies at {entry.begin} to {entry.end} of {size}")
+        raise ValueError(f"{_brief(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}")
     return entry
 
 
 def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MAX_COUNT for number in numbers)
 
 
-def _check_side_by_side(entries: Iterable[Entry], begin: int, size: int) -> None:
-    """Refuse tensors that share bytes, and bytes that are no tensor's: the format knows neither."""
+def _check_contiguous(entries: Iterable[Entry], begin: int, size: int) -> None:
+    """Reject tensors that overlap, and gaps between tensors, which the format does not allow."""
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != begin:
-            how = "overlaps the one before" if entry.begin < begin else f"leaves out {entry.begin - begin} bytes"
+            how = (
+                "overlaps the previous tensor"
+                if entry.begin < begin
+                else f"leaves a gap of {entry.begin - begin} bytes"
+            )
             raise ValueError(f"{_brief(entry.name)}, which begins at byte {entry.begin}, {how}")
         begin = entry.end
     if begin != size:
-        raise ValueError(f"the {size - begin} bytes from {begin} on are no tensor's")
+        raise ValueError(f"the {size - begin} bytes from {begin} on belong to no tensor")
 
 
 def _brief(name: str) -> str:
@@ -197,5 +203,5 @@ def _brief(name: str) -> str:
 
 
 def misaligned(entries: Iterable[Entry]) -> Entry | None:
-    """Return a tensor that begins where its elements may not lie in memory: a reader that maps the file fails."""
+    """Return a tensor whose offset is not a multiple of its element size, which readers that map the file reject."""
     return next((entry for entry in entries if entry.begin % entry.dtype.itemsize), None)

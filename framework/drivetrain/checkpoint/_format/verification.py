@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint."""
+"""Verifies a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -10,96 +10,100 @@ from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, load
 from drivetrain.checkpoint._format.checksums import block_count, check_digest
 from drivetrain.checkpoint._format.documents import loads
 from drivetrain.checkpoint._format.manifest import Part
-from drivetrain.checkpoint._format.parallel_io import side_by_side
+from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.tensor_file import misaligned
-from drivetrain.checkpoint._format.tensor_reader import Allowance, damaged, tensors_in
+from drivetrain.checkpoint._format.tensor_reader import ZeroBudget, damage_error, tensors_in
 from drivetrain.errors import CheckpointError
 
-_MOST_ZEROS = 2**34  # bytes: some ten seconds of SHA-256
+_MAX_ZEROS = 2**34  # bytes; about ten seconds of SHA-256
 
 
 def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]:
-    """Read all of a checkpoint and return what is wrong with it, a line for each file; nothing where it is whole.
+    """Read a whole checkpoint and return its problems, one line per damaged file; empty if it is intact.
 
-    Compared are the checksums and, where it was written with ``digest="sha256"``, the digests.
+    Files are compared with their checksums and, if it was written with ``digest="sha256"``, with their digests.
 
     Args:
         path: a path or an fsspec URL.
-        digest: "sha256" where every file must have its own; a checkpoint without any is whole else.
+        digest: "sha256" to require a digest of every file; by default a checkpoint without digests is accepted.
 
     Raises:
-        ConfigurationError: no digest has this name.
+        ConfigurationError: the digest is unknown.
     """
     check_digest("verify", digest)
     try:
         checkpoint = load(path)
     except CheckpointError as error:
         return [error.what]
-    if digest is not None and not all(one.sha256 for one in checkpoint.manifest.files.values()):
+    if digest is not None and not all(record.sha256 for record in checkpoint.manifest.files.values()):
         return [f"its files have no {digest}: it was written without digests"]
-    zeros = Allowance(_MOST_ZEROS)
-    found = side_by_side(lambda name: _problem(checkpoint, name, zeros), checkpoint.manifest.files, checkpoint.readers)
-    problems = [line for line in found if line is not None]
-    return problems or _contradictions(checkpoint)
+    zeros = ZeroBudget(_MAX_ZEROS)
+    lines = map_in_threads(
+        lambda name: _describe_problem(checkpoint, name, zeros), checkpoint.manifest.files, checkpoint.readers
+    )
+    problems = [line for line in lines if line is not None]
+    return problems or _find_contradictions(checkpoint)
 
 
-def _problem(checkpoint: Checkpoint, name: str, zeros: Allowance) -> str | None:
+def _describe_problem(checkpoint: Checkpoint, name: str, zeros: ZeroBudget) -> str | None:
     try:
         file = checkpoint.file(name)
     except CheckpointError as error:
-        # What the error says of the checkpoint is known; what it says of the file is wanted.
-        return error.what.removeprefix(damaged(checkpoint.path, "").what.removesuffix(".")).removesuffix(".")
-    found, block = file.check(zeros), checkpoint.manifest.block_size
-    if found.wrong:
-        blocks = f"{len(found.wrong)} of {block_count(file.size, block)} blocks"
-        return f"{name} was altered: {blocks}, the first at byte {found.wrong[0] * block}"
-    if found.forged:
-        return f"{name} is not what was written: its checksums are right, and its SHA-256 is another"
-    if found.unknown:
-        return f"{name} consists of zeros that take no place on the disk, and its SHA-256 was not computed: too many"
+        # Keep only what the error says about the file.
+        return error.what.removeprefix(damage_error(checkpoint.path, "").what.removesuffix(".")).removesuffix(".")
+    result, block = file.check(zeros), checkpoint.manifest.block_size
+    if result.bad_blocks:
+        blocks = f"{len(result.bad_blocks)} of {block_count(file.size, block)} blocks"
+        return f"{name} was altered: {blocks}, the first at byte {result.bad_blocks[0] * block}"
+    if result.digest_differs:
+        return f"{name} was altered: its checksums match, but its SHA-256 differs"
+    if result.digest_skipped:
+        return f"{name} has too many sparse zeros; its SHA-256 was not computed"
     return None
 
 
-def _contradictions(checkpoint: Checkpoint) -> list[str]:
-    """What a whole file may still say that does not fit the others, or that a reader would trip over."""
+def _find_contradictions(checkpoint: Checkpoint) -> list[str]:
+    """Return problems of files that are intact but inconsistent, or that a reader would fail on."""
     manifest = checkpoint.manifest
     optimizers = [partial(checkpoint.optimizer_document, index) for index in range(len(manifest.optimizers))]
     others = [manifest.state, *manifest.ranks]
     documents = [partial(checkpoint.document, part) for part in others if part is not None and part.document]
-    problems = [line for part in manifest.parts() for line in _tensors(checkpoint, part)]
+    problems = [line for part in manifest.parts() for line in _check_tensors(checkpoint, part)]
     if problems:
         return problems
     try:
-        problems += _weights(checkpoint)
+        problems += _check_weights(checkpoint)
     except CheckpointError as error:
         problems.append(error.what)
-    for look in (*optimizers, *documents):
+    for read in (*optimizers, *documents):
         try:
-            look()
+            read()
         except CheckpointError as error:
             problems.append(error.what)
     return problems
 
 
-def _weights(checkpoint: Checkpoint) -> list[str]:
+def _check_weights(checkpoint: Checkpoint) -> list[str]:
     weights = checkpoint.weights()
     aliases = checkpoint.manifest.aliases
-    return [f"{tied} is tied to {first}, which is not there" for tied, first in aliases.items() if first not in weights]
+    return [
+        f"{tied} is tied to {first}, which does not exist" for tied, first in aliases.items() if first not in weights
+    ]
 
 
-def _tensors(checkpoint: Checkpoint, part: Part) -> Iterator[str]:
-    """What is wrong with the tensors of a part, and with their index."""
+def _check_tensors(checkpoint: Checkpoint, part: Part) -> Iterator[str]:
+    """Yield the problems of a part's tensors and of their index."""
     try:
         for name in part.tensors:
-            odd = misaligned(source.entry for source in tensors_in(checkpoint.file(name)).values())
-            if odd is not None:
-                yield f"{name}: {odd.name!r} begins at byte {odd.begin}, no multiple of its element's size"
+            entry = misaligned(source.entry for source in tensors_in(checkpoint.file(name)).values())
+            if entry is not None:
+                yield f"{name}: {entry.name!r} begins at byte {entry.begin}, not a multiple of its element size"
         sources = checkpoint.tensors(part)
         if part.index is not None:
             file = checkpoint.file(part.index)
             index = loads(file.read(0, file.size), part.index)
-            said = index.get("weight_map") if isinstance(index, dict) else None
-            if said != {name: source.file.name for name, source in sources.items()}:
-                yield f"{part.index} does not say where the tensors are"
+            weight_map = index.get("weight_map") if isinstance(index, dict) else None
+            if weight_map != {name: source.file.name for name, source in sources.items()}:
+                yield f"{part.index} does not match the files of the tensors"
     except CheckpointError as error:
         yield error.what

@@ -1,4 +1,4 @@
-"""What ranks tell each other as they write a checkpoint, and its form as plain values on the way."""
+"""Messages that ranks exchange while writing a checkpoint, and their form as plain values."""
 
 from __future__ import annotations
 
@@ -9,78 +9,78 @@ from typing import Any, Self
 from drivetrain._distributed.shards import Box, Region, Span
 from drivetrain.checkpoint._format.gathered_writes import Regions
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
-from drivetrain.checkpoint._format.storage import Ticket
+from drivetrain.checkpoint._format.storage import JoinInfo
 from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
-    """What a rank brings.
+class WriteRequest:
+    """What a rank is about to write.
 
     Attributes:
-        path: where it saves to.
-        ticket: rank 0's, to the place that it began.
-        digests: of each part that ranks share, of what they must have alike.
-        regions: of each of these parts, what the rank speaks for.
-        state: what rank 0's state holds.
-        digest: what rank 0 wants of each file besides its checksums.
+        path: path of the checkpoint.
+        join_info: from rank 0: what the other ranks need to join its storage.
+        digests: a hash per shared part of what must be equal on all ranks.
+        regions: per shared part, the regions that this rank writes.
+        state: from rank 0: the tensors of its state.
+        digest: from rank 0: the digest to store for each file, if any.
     """
 
     path: str
-    ticket: Ticket | None = None
+    join_info: JoinInfo | None = None
     digests: list[str] = field(default_factory=list)
     regions: list[Regions] = field(default_factory=list)
     state: list[Spec] = field(default_factory=list)
     digest: str | None = None
 
-    def said(self) -> tuple[Any, ...]:
-        """Return it as plain values."""
-        regions = [{name: _said_of_region(region) for name, region in part.items()} for part in self.regions]
+    def plain_values(self) -> tuple[Any, ...]:
+        """Return the message as plain values."""
+        regions = [{name: _encode_region(region) for name, region in part.items()} for part in self.regions]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.path, self.ticket, self.digests, regions, state, self.digest
+        return self.path, self.join_info, self.digests, regions, state, self.digest
 
     @classmethod
-    def decode(cls, said: tuple[Any, ...]) -> Self:
-        """Return what `said` gave."""
-        path, ticket, digests, regions, state, digest = said
+    def decode(cls, plain_values: tuple[Any, ...]) -> Self:
+        """Return the message from its `plain_values`."""
+        path, join_info, digests, regions, state, digest = plain_values
         return cls(
             path,
-            ticket,
+            join_info,
             digests,
-            [{name: _heard_of_region(region) for name, region in part.items()} for part in regions],
+            [{name: _decode_region(region) for name, region in part.items()} for part in regions],
             [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
             digest,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteResult:
     """What a rank has written.
 
     Attributes:
-        written: its files, by name.
-        parts: of the checkpoint as this rank knows them, by their roles.
+        written: records of its files, by name.
+        parts: the checkpoint's parts as this rank knows them, with their roles.
     """
 
     written: dict[str, FileRecord]
     parts: Sequence[tuple[str, Part]]
 
-    def said(self) -> tuple[Any, ...]:
-        """Return it as plain values."""
+    def plain_values(self) -> tuple[Any, ...]:
+        """Return the message as plain values."""
         written = {name: (record.size, record.crc32, record.sha256) for name, record in self.written.items()}
         return written, [(role, part.document, part.tensors, part.index) for role, part in self.parts]
 
     @classmethod
-    def decode(cls, said: tuple[Any, ...]) -> Self:
-        """Return what `said` gave."""
-        written, parts = said
+    def decode(cls, plain_values: tuple[Any, ...]) -> Self:
+        """Return the message from its `plain_values`."""
+        written, parts = plain_values
         return cls(
             {name: FileRecord(*record) for name, record in written.items()},
             [(role, Part(*part)) for role, *part in parts],
         )
 
 
-def _said_of_region(region: Region | None) -> list[Any] | None:
+def _encode_region(region: Region | None) -> list[Any] | None:
     if region is None:
         return None
     if isinstance(region, Span):
@@ -88,8 +88,8 @@ def _said_of_region(region: Region | None) -> list[Any] | None:
     return ["box", [*region.offsets], [*region.sizes]]
 
 
-def _heard_of_region(said: list[Any] | None) -> Region | None:
-    if said is None:
+def _decode_region(encoded: list[Any] | None) -> Region | None:
+    if encoded is None:
         return None
-    kind, first, second = said
+    kind, first, second = encoded
     return Span(first, second) if kind == "span" else Box(tuple(first), tuple(second))

@@ -1,4 +1,4 @@
-"""Which file a tensor goes to, and which rank writes that file: the same answer on every rank, without talking."""
+"""Assigns tensors to files and files to ranks; every rank computes the same plan without communication."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from drivetrain.checkpoint._format.tensor_file import Spec, in_file_order
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large things are on their way to a checkpoint, in bytes.
+    """Size limits for splitting a checkpoint, in bytes.
 
     Attributes:
-        small: below it a file is not worth splitting.
-        large: above it a file is split whatever the number of ranks, so that it stays easy to handle.
-        piece: what travels between ranks at once, unless a single row of a tensor is larger.
+        small: files are not split below this size.
+        large: files are split above this size even on one rank.
+        piece: size of the pieces that ranks exchange, unless a single row is larger.
     """
 
     small: int = 64 * 2**20
@@ -23,17 +23,17 @@ class Sizes:
     piece: int = 2 * 2**20
 
 
-USUAL = Sizes()
+DEFAULT_SIZES = Sizes()
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file of tensors that is going to be written.
+    """A file of tensors that will be written.
 
     Attributes:
-        name: of the file.
+        name: its name.
         owner: the rank that writes it.
-        specs: what it holds, in the order of the file.
+        specs: its tensors, in file order.
     """
 
     name: str
@@ -41,30 +41,30 @@ class PlannedFile:
     specs: tuple[Spec, ...]
 
 
-def deal(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) -> list[PlannedFile]:
-    """Deal tensors to files in their order, balanced by bytes, and the files to the ranks.
+def plan_files(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) -> list[PlannedFile]:
+    """Assign tensors to files in order, balanced by bytes, and files to ranks.
 
     Args:
-        stem: how the names of the files begin.
-        specs: in order; alike on every rank.
-        world_size: how many ranks may write.
-        sizes: where there is one file, and where there are more files than ranks.
+        stem: beginning of the file names.
+        specs: the tensors, in the same order on every rank.
+        world_size: number of ranks that may write.
+        sizes: size limits that determine the number of files.
     """
     if not specs:
         return []
     total = sum(spec.nbytes for spec in specs)
     count = max(1, min(world_size, total // sizes.small), -(-total // sizes.large))
-    dealt: list[list[Spec]] = [[] for _ in range(count)]
+    contents: list[list[Spec]] = [[] for _ in range(count)]
     begin = 0
     for spec in specs:
-        # By its middle, so that no file is off by more than half of its first and last tensor.
+        # Assigned by its midpoint, so that a file's size is off by at most half of its first and last tensor.
         middle = begin + spec.nbytes // 2
-        dealt[min(count * middle // max(total, 1), count - 1)].append(spec)
+        contents[min(count * middle // max(total, 1), count - 1)].append(spec)
         begin += spec.nbytes
-    dealt = [held for held in dealt if held]
-    count = len(dealt)
+    contents = [held for held in contents if held]
+    count = len(contents)
     names = [f"{stem}-{number + 1:05d}-of-{count:05d}" for number in range(count)] if count > 1 else [stem]
     return [
         PlannedFile(f"{name}.safetensors", number * world_size // count, tuple(in_file_order(held)))
-        for number, (name, held) in enumerate(zip(names, dealt, strict=True))
+        for number, (name, held) in enumerate(zip(names, contents, strict=True))
     ]
