@@ -211,7 +211,7 @@ def test_a_module_without_a_backbone_is_refused() -> None:  # L-02
             super().__init__()
             del self.backbone
 
-    with pytest.raises(ConfigurationError, match=r"(?s)Headless has no module called 'backbone'.*there are 'head'"):
+    with pytest.raises(ConfigurationError, match=r"(?s)Headless has no submodule 'backbone'.*submodules are 'head'"):
         fitted(Headless(), BackboneFinetuning())
 
 

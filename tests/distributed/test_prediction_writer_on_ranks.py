@@ -281,7 +281,7 @@ def test_every_rank_refuses_others(tmp_path: Path, strategy: str) -> None:  # L-
     for weights, data, finished in on_ranks(_other_weights, 2, path, strategy, process_group=None):
         assert "other weights" in weights
         assert "other data" in data
-        assert "that are whole" in finished
+        assert "complete predictions" in finished
 
 
 def _unstorable(path: str) -> str:

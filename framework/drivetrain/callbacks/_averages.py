@@ -1,4 +1,4 @@
-"""Averages of a module's weights, of which each rank keeps those of what it holds."""
+"""Averages of a module's weights, sharded across ranks like the weights themselves."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""Moves averages, in place, towards the weights, which have one dtype and device; knows how many updates there were."""
+"""Updates averages in place from ``(averages, weights, updates so far)``; all tensors have one dtype and device."""
 
 
 class Averages:
-    """The averages of a module's trainable parameters and, if wanted, of its floating-point buffers.
+    """Averages of a module's trainable parameters and, optionally, of its floating-point buffers.
 
-    They are kept in float32 at least, where the weights are kept: of a sharded weight a rank averages its shard, of
-    ZeRO's float32 masters its partition. What is frozen is its own average, and takes no memory.
+    Averages have at least float32 precision and live on the device of their weights. Each rank averages only its own
+    part: its shard of a sharded weight, its partition of ZeRO's float32 master weights. Frozen parameters have no
+    average and take no memory.
 
     Args:
-        strategy: holds the module.
-        module: whose weights.
-        buffers: average persistent buffers too. Else the average's buffers are the module's.
+        strategy: the strategy that has set up the module.
+        module: the module to average.
+        buffers: whether to average persistent buffers too. Otherwise the module's buffers are used as they are.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, buffers: bool) -> None:
@@ -34,28 +35,28 @@ class Averages:
         self._buffers = buffers
         self.of: dict[str, Tensor] = {}
         """This rank's part of each average, by the weight's name."""
-        self._weights: dict[str, Tensor] = {}  # views of what trains, or copies
+        self._weights: dict[str, Tensor] = {}  # views of the trained weights, or copies of them
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
-        self._copied = False  # the strategy gives copies, which do not follow what trains
-        self._parameters: list[Tensor] = []  # those whose storage is averaged as it is
+        self._copied = False  # the strategy returns copies, which do not change with the weights
+        self._parameters: list[Tensor] = []  # parameters that share storage with `_weights`
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._places: tuple[int, ...] = ()
-        self._training: dict[str, Tensor] = {}  # while the averages are in their place
+        self._training: dict[str, Tensor] = {}  # the trained weights, while the averages are in the module
 
     @property
     def in_place(self) -> bool:
-        """Whether the module holds the averages."""
+        """Whether the averages are in the module."""
         return bool(self._training)
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Look what trains. What trains since the last time has been its own average until now."""
+        """Collect the weights to average. A newly trainable weight starts with its current value as average."""
         held = self._held()
         again = self._held()
         self._copied = any(held[name].data_ptr() != again[name].data_ptr() for name in held)
         self._weights = held
         for name, weight in held.items():
-            if name not in self.of or self.of[name].shape != weight.shape:  # a buffer may grow
+            if name not in self.of or self.of[name].shape != weight.shape:  # buffers may change their shape
                 self.of[name] = weight.to(_wide(weight.dtype), copy=True)
         by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, weight in held.items():
@@ -78,7 +79,12 @@ class Averages:
 
     @torch.no_grad()
     def update(self, average: Average, count: int) -> None:
-        """Take the weights as they are into the averages, which have had ``count`` before; the first is copied."""
+        """Update the averages with the current weights.
+
+        Args:
+            average: computes the new averages.
+            count: updates so far; the first update copies the weights.
+        """
         if self._copied or self._where() != self._places:
             self.follow()
         for averages, weights in self._pairs:
@@ -90,27 +96,27 @@ class Averages:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Put the averages in the module, of buffers rank 0's, and keep what trains aside. Collective."""
+        """Load the averages into the module (rank 0's averages of buffers) and save its weights. Collective."""
         self._training = {name: weight.clone() for name, weight in self._held().items() if name in self.of}
         self._load({name: self.of[name] for name in self._training})
         if self._buffers:
             self._strategy.sync_buffers(self._module)
 
     def restore(self) -> None:
-        """Put back what trains, bit for bit. Collective."""
+        """Load the weights that `exchange` saved back into the module, bit for bit. Collective."""
         training, self._training = self._training, {}
         self._load(training)
 
     # In a checkpoint
 
     def state(self) -> dict[str, Any]:
-        """The averages as what this rank holds of each; while they are in the module, what trains too."""
+        """Return this rank's part of each average and, while the averages are in the module, of the trained weights."""
         state = self._as_held(self.of)
         return state | {f"{_TRAINING}{name}": one for name, one in self._as_held(self._training).items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave, under any strategy."""
+        """Load what `state` returned, saved under any strategy."""
         training = {}
         for name, value in state.items():
             if name.startswith(_TRAINING):
@@ -126,10 +132,10 @@ class Averages:
                 self.of[name] = self.of[name].to(weight.device, _wide(weight.dtype))
         self.follow()
 
-    # What this rank holds
+    # This rank's part of the weights
 
     def _where(self) -> tuple[int, ...]:
-        """Where weights and buffers lie: elsewhere once ``.data`` or a buffer is assigned to."""
+        """Return the addresses of weights and buffers; they change when ``.data`` or a buffer is assigned."""
         buffers = (slot.get(name) for slot, name in self._buffer_slots)
         return *map(_PLACE, self._parameters), *(0 if one is None else one.data_ptr() for one in buffers)
 
@@ -137,7 +143,7 @@ class Averages:
         return {name: one.local if isinstance(one, ParameterShard) else one for name, one in self._values().items()}
 
     def _values(self) -> dict[str, Any]:
-        """What is averaged, by name, as the strategy holds it; tied weights once."""
+        """Return the values to average, by name, as the strategy holds them; tied weights appear once."""
         trains = {
             name for name, one in self._strategy.named_parameters().items() if one.requires_grad or name in self.of
         }
@@ -155,7 +161,7 @@ class Averages:
         self._strategy.load_model_state(self._as_held(locals_), strict=False)
 
     def _as_held(self, locals_: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return values as the strategy holds them, with others in the place of this rank's part."""
+        """Return the values as the strategy holds them, with this rank's part replaced by ``locals_``."""
         if not locals_:
             return {}
         return {
@@ -165,14 +171,14 @@ class Averages:
         }
 
 
-_PLACE = Tensor.data_ptr  # mapped over the parameters, it is no Python call for each
+_PLACE = Tensor.data_ptr  # a C function: `map` applies it without a Python call per parameter
 
 _TRAINING = "training: "
-"""Before the names of weights that the averages have taken the place of."""
+"""Prefix of the names of trained weights that are saved while the averages are in the module."""
 
 
 def regions_of_averages(strategy: Strategy) -> dict[str, Region]:
-    """Return which parts of what `Averages.state` gives this rank wants."""
+    """Return the regions of the tensors of `Averages.state` that this rank loads."""
     regions = strategy.model_regions()
     return {**regions, **{f"{_TRAINING}{name}": region for name, region in regions.items()}}
 

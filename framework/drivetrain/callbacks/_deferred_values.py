@@ -1,4 +1,4 @@
-"""Showing numbers that are on a device without making the host wait for it."""
+"""Reads metrics off a device for display, without making the host wait."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from drivetrain._metrics.packing import Readback
 
 
 class LatestNumbers:
-    """Brings values to the host for showing; from CUDA they arrive one request late instead of stalling the run.
+    """Copies values to the host for display; CUDA values arrive one call late instead of stalling the run.
 
-    `read` takes the values as they are now and returns the newest that have arrived. On the CPU those are the same.
-    From CUDA the copy is queued behind the work that is under way and looked at on the next call.
+    `read` queues a copy of CUDA values and returns the newest copies that have completed. CPU values are current.
     """
 
     def __init__(self) -> None:
@@ -21,11 +20,11 @@ class LatestNumbers:
         self._on_the_way: tuple[list[str], Readback] | None = None
 
     def read(self, values: Mapping[str, Tensor | float], wait: bool = False) -> dict[str, float]:
-        """Return the newest values on the host.
+        """Return the newest values that have arrived on the host.
 
         Args:
             values: numbers and one-element tensors by name.
-            wait: wait for ``values`` themselves; for the end of an epoch.
+            wait: whether to wait for the current values, for example at the end of an epoch.
         """
         far = {name for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda and not wait}
         near = {name: value for name, value in values.items() if name not in far}
@@ -37,9 +36,9 @@ class LatestNumbers:
         if far and self._on_the_way is None:
             names = [name for name in values if name in far]
             self._on_the_way = names, Readback([values[name] for name in names])
-        # Order and names are today's; what has not arrived yet is left out.
+        # Values that have not arrived yet are left out.
         shown = {name: at_hand.get(name, self._arrived.get(name)) for name in values}
         return {name: value for name, value in shown.items() if value is not None}
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_arrived": {}, "_on_the_way": None}  # events do not travel to another process
+        return {"_arrived": {}, "_on_the_way": None}  # CUDA events cannot be pickled

@@ -1,4 +1,4 @@
-"""A model's summary, and its two forms as text: aligned columns within a width, and rich's table of the same cells."""
+"""A model's summary, formatted as plain aligned columns or as a rich table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One module of the tree, with everything below it.
+    """One submodule; its numbers include its children's.
 
-    A parameter that is tied within the row counts once; one tied between rows counts in each of them, and once in the
-    total.
+    A parameter shared within a row is counted once. A parameter shared between rows is counted in each row, but once in
+    the total.
     """
 
     name: str
@@ -33,16 +33,16 @@ class SummaryRow:
     """Bytes of parameters and buffers."""
     notes: str
     training: bool
-    """Its own mode."""
+    """Whether the submodule itself is in train mode."""
     inputs: Shapes | None = None
-    """Shapes of what it is called with; None where it is not, or nobody knows."""
+    """Shapes of the tensors that it is called with; None if unknown or if it is not called."""
     outputs: Shapes | None = None
     flops: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The tree of a module's children, and what the whole takes."""
+    """The rows of a module's children and the module's totals."""
 
     rows: tuple[SummaryRow, ...]
     total: int
@@ -50,12 +50,12 @@ class Summary:
     size: int
     """Bytes of parameters and buffers."""
     in_train_mode: int
-    """Modules, at any depth."""
+    """Number of modules in train mode, at any depth."""
     in_eval_mode: int
     flops: int | None = None
-    """Of a forward pass of the example; None where there is none, or it cannot be known."""
+    """FLOPs of a forward pass of the example; None without an example or if they cannot be counted."""
     missing: str = ""
-    """Why it cannot be known."""
+    """Why FLOPs cannot be counted; "" if they can."""
 
     def __str__(self) -> str:
         return as_text(self)
@@ -63,7 +63,14 @@ class Summary:
 
 @dataclass(slots=True)
 class _Column:
-    """One column; ``narrowest`` are the widths to which it may be cut: at first, and if that is not enough."""
+    """One column of the table.
+
+    Attributes:
+        title: the header.
+        cells: the text of each row.
+        right: whether to align right.
+        narrowest: minimum widths when cells are shortened, for a first and a second round; None is never shortened.
+    """
 
     title: str
     cells: list[str]
@@ -75,13 +82,13 @@ class _Column:
         return max(map(len, [self.title, *self.cells]))
 
     def cut(self) -> None:
-        """Make it narrower by one character."""
+        """Shorten the cells so that the column becomes one character narrower."""
         width = self.width - 1
         self.cells = [elided(cell, width) for cell in self.cells]
 
 
 def as_text(summary: Summary, width: int = 80) -> str:
-    """Return the summary in aligned columns of at most ``width`` characters a line."""
+    """Return the summary as aligned columns, with at most ``width`` characters per line."""
     lines: list[str] = []
     if summary.rows:
         columns = _columns(summary, width)
@@ -99,7 +106,7 @@ def as_text(summary: Summary, width: int = 80) -> str:
 
 
 def as_rich(summary: Summary, width: int) -> str:
-    """Return the summary as rich draws it on a terminal, with its control sequences."""
+    """Return the summary as a table drawn by rich, including terminal control sequences."""
     import io
 
     from rich import box
@@ -110,7 +117,7 @@ def as_rich(summary: Summary, width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
     if summary.rows:
         columns = _columns(summary, sys.maxsize)
-        if _total(columns, gap=3) + 4 <= width:  # with edges, and a line between two columns
+        if _total(columns, gap=3) + 4 <= width:  # there is space for a border and for lines between columns
             table = Table(box=box.ROUNDED, header_style="bold")
         else:
             columns = _columns(summary, width)
@@ -136,7 +143,7 @@ def as_rich(summary: Summary, width: int) -> str:
 
 
 def _columns(summary: Summary, width: int) -> list[_Column]:
-    """Return the columns, cut so that they fit in ``width`` characters where they can be."""
+    """Return the columns, shortened to fit into ``width`` characters if possible."""
     rows = summary.rows
     columns = [
         _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], narrowest=(16, 8)),
@@ -157,7 +164,7 @@ def _columns(summary: Summary, width: int) -> list[_Column]:
         while _total(columns, len(_GAP)) > width:
             wide = [one for one in columns if one.narrowest is not None and one.width > one.narrowest[stage]]
             if not wide:
-                break  # in a terminal still narrower lines break
+                break  # the terminal is too narrow, and will wrap lines
             max(wide, key=lambda column: column.width).cut()
     return columns
 
@@ -190,7 +197,7 @@ def _footer(summary: Summary) -> list[str]:
 
 
 def _notes(rows: Sequence[SummaryRow]) -> list[str]:
-    """What there is to say of rows, each with the names that it is said of."""
+    """Return the notes below the table, each with the names of its rows."""
     by_note: dict[str, list[str]] = {}
     for row in rows:
         for note in filter(None, row.notes.split("; ")):
@@ -210,7 +217,7 @@ def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
 
 
 def elided(text: str, width: int) -> str:
-    """Return ``text`` with its middle left out where it is longer than ``width``."""
+    """Return ``text``, with its middle replaced by ".." if it is longer than ``width``."""
     if len(text) <= width:
         return text
     behind = (width - 2) // 2
@@ -218,7 +225,7 @@ def elided(text: str, width: int) -> str:
 
 
 def in_units(number: float, units: str = "KMBT") -> str:
-    """Return a number with three digits that count: ``"820"``, ``"1.23 M"``."""
+    """Format a number with three significant digits: ``"820"``, ``"1.23 M"``."""
     if number < 1000:
         return f"{number:.0f}"
     for unit in units:
@@ -230,7 +237,7 @@ def in_units(number: float, units: str = "KMBT") -> str:
 
 
 def in_bytes(size: int) -> str:
-    """Return a number of bytes, in powers of a thousand: ``"820 B"``, ``"1.23 MB"``."""
+    """Format a number of bytes with decimal prefixes: ``"820 B"``, ``"1.23 MB"``."""
     return _with_unit(size, "kMGTP", "B")
 
 

@@ -1,4 +1,4 @@
-"""Attributes by which a module or a data module is given a setting: its own, or hyper-parameters."""
+"""Reads and writes the attribute or hyper-parameter that a tuner searches for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drivetrain.errors import ConfigurationError
 
 
 def holders_of(name: str, *owners: Any) -> list[Any]:
-    """Return who has an attribute ``name`` among ``owners``, of which some may be None, and their ``hparams``."""
+    """Return the objects that have an attribute ``name``, among ``owners`` (None is skipped) and their ``hparams``."""
     found: list[Any] = []
     for owner in owners:
         if owner is None:
@@ -23,16 +23,16 @@ def holders_of(name: str, *owners: Any) -> list[Any]:
 
 
 def get_attribute(name: str, *owners: Any) -> Any:
-    """Return the first value that there is of an attribute."""
+    """Return the attribute's value in the first object that has it."""
     first = holders_of(name, *owners)[0]
     return first[name] if isinstance(first, MutableMapping) else getattr(first, name)
 
 
 def set_attribute(name: str, value: Any, *owners: Any) -> None:
-    """Set an attribute everywhere where it is.
+    """Set an attribute in every object that has it.
 
     Raises:
-        ConfigurationError: it cannot be set: it is a property, say.
+        ConfigurationError: it cannot be set, for example because it is a property.
     """
     for holder in holders_of(name, *owners):
         try:
@@ -43,6 +43,6 @@ def set_attribute(name: str, value: Any, *owners: Any) -> None:
         except AttributeError as error:
             raise ConfigurationError(
                 f"{type(holder).__name__}.{name} cannot be set: {error}.",
-                "the finder writes there what it has found.",
+                "the search sets that attribute.",
                 "make it a plain attribute, or name another one.",
             ) from error

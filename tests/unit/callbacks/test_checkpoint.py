@@ -321,12 +321,12 @@ class TestNames:
         assert checkpoint_name("plain", values) == "plain"
 
     def test_what_was_not_logged_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"nothing called 'val_los' was logged.*val_loss"):
+        with pytest.raises(ConfigurationError, match=r"no value 'val_los' was logged.*val_loss"):
             checkpoint_name("{val_los}", {"epoch": 1, "val_loss": 2.0})
 
     @pytest.mark.parametrize("template", ["", "a/b", "{epoch", ".hidden"])
     def test_what_is_no_name_is_refused(self, template: str) -> None:
-        with pytest.raises(ConfigurationError, match="is no name"):
+        with pytest.raises(ConfigurationError, match="is not a valid name"):
             Checkpoint(filename=template)
 
 

@@ -116,7 +116,7 @@ def test_a_run_without_a_logger_is_told() -> None:  # L-08
     run: Any = _at(torch.device("cpu"))
     callback.setup(run, Net(), "fit")
     run.loggers = []
-    with pytest.warns(UserWarning, match="nowhere to log to"):
+    with pytest.warns(UserWarning, match="logs nothing: the run has no logger"):
         callback.on_train_start(run, Net())
     callback.on_train_batch_start(run, Net(), None, 0)
     assert run.logged == []

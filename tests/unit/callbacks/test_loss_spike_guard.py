@@ -96,7 +96,7 @@ def test_a_warning_names_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "drivetrain"):
         train(tmp_path, guard("warn"), enable_checkpointing=False)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-    assert f"in the step after global_step={BAD} (the usual is " in said
+    assert f"in the step after global_step={BAD} (median " in said
 
 
 def test_a_step_that_is_skipped_leaves_no_trace(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
     assert (watching.rollbacks, watching.passed_over, fit.global_step) == (1, {BAD}, STEPS)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
     path = tmp_path / RUN / "checkpoints/epoch=0-step=12"
-    assert f"Going back from global_step=16 to 12, {path}, rollback 1 of 3" in said
+    assert f"Rolling back from global_step=16 to 12, {path} (rollback 1 of 3)" in said
     assert _written(tmp_path) == {"epoch=0-step=20", "epoch=0-step=24", "latest"}
 
 
@@ -173,9 +173,9 @@ def test_an_epochs_end_is_gone_back_from_too(tmp_path: Path) -> None:
 
 
 def test_after_the_last_rollback_a_spike_raises(tmp_path: Path) -> None:
-    with pytest.raises(LossSpikeError, match=rf"(?s)after global_step={BAD} .*has gone back 0 time\(s\)"):
+    with pytest.raises(LossSpikeError, match=rf"(?s)after global_step={BAD} .*has rolled back 0 time\(s\)"):
         train(tmp_path, Checkpoint(every_n_train_steps=4), guard("rollback", max_rollbacks=0))
-    with pytest.raises(LossSpikeError, match="no whole checkpoint from before it"):
+    with pytest.raises(LossSpikeError, match="no complete checkpoint from before the spike"):
         train(tmp_path, Checkpoint(every_n_train_steps=20), guard("rollback"))
 
 

@@ -381,7 +381,7 @@ def test_another_batch_size_goes_on_sample_by_sample(tmp_path: Path) -> None:  #
     read = read_predictions(tmp_path / "out")
     assert [(int(x[0]), text) for x, text in read] == [(2 * number, str(number)) for number in range(11)]
     cut_off(tmp_path / "mean", at=2, module=Predicting(lambda x: x.mean()))
-    with pytest.raises(CheckpointError, match="does not fall apart by samples"):
+    with pytest.raises(CheckpointError, match="cannot be split by samples"):
         predict(tmp_path / "mean", Predicting(lambda x: x.mean()), loader(11, batch_size=3))
     predict(tmp_path / "mean", Predicting(lambda x: x.mean()))
     assert len(list(read_predictions(tmp_path / "mean").batches())) == 3
@@ -436,7 +436,7 @@ def test_others_are_refused_by_name(tmp_path: Path) -> None:  # L-03
         assert "write to another path" in caught.value.fix
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
     predict(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="predictions that are whole"):
+    with pytest.raises(CheckpointError, match="complete predictions"):
         predict(tmp_path / "out")
 
 
@@ -525,7 +525,7 @@ def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
     predict("memory://bucket/out", module)
     assert module.given == [[8, 9, 10]]
     assert firsts(read_predictions("memory://bucket/out")) == [2 * number for number in range(11)]
-    with pytest.raises(CheckpointError, match="that are whole"):
+    with pytest.raises(CheckpointError, match="complete predictions"):
         predict("memory://bucket/out")
 
 

@@ -150,7 +150,7 @@ def test_arithmetic_that_cannot_be_seen_is_said() -> None:
     monitor.on_train_batch_start(trainer, module, None, 0)
     monitor.on_train_batch_end(trainer, module, {}, None, 0)
     monitor.on_train_batch_start(trainer, module, None, 1)
-    with pytest.warns(UserWarning, match="counted no arithmetic"):
+    with pytest.warns(UserWarning, match="counted no FLOPs"):
         monitor.on_train_batch_end(trainer, module, {}, None, 1)
 
 

@@ -1,4 +1,4 @@
-"""One run's predictions on their way to a store: held on each rank until they are enough for a part, then written."""
+"""Buffers one run's predictions on each rank and writes them to a `PredictionStore` in parts."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from drivetrain.errors import CheckpointError
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
-_SECONDS = 60.0  # after which outputs are written, however few
+_SECONDS = 60.0  # maximum age of a buffered output, checked when the next one is added
 
 
 class WritingPredictions:
-    """One run's way of writing to one path. Collective.
+    """Writes the predictions of one run to one path. Collective.
 
     Args:
-        path: where.
+        path: a folder or fsspec URL.
         trainer: the run.
-        module: what predicts.
-        part_bytes: of outputs that are held until they are written.
+        module: the module that predicts.
+        part_bytes: bytes of outputs to buffer before a part is written.
     """
 
     def __init__(self, path: str, trainer: RunContext, module: Any, part_bytes: int) -> None:
@@ -93,7 +93,7 @@ class WritingPredictions:
         self._broken = False
 
     def sees(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
-        """Note that this rank has come to a batch; returns whether all of it was written before."""
+        """Return whether an earlier run has written all of a batch, and if so count its samples."""
         numbers = whole_numbers(indices)
         there = self._before.has(dataloader_idx, batch_idx, self._data_rank, numbers)
         if there:
@@ -105,7 +105,7 @@ class WritingPredictions:
     def take(
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Hold an output, or what of it was not written before, and write what is held where it is enough."""
+        """Buffer the samples of an output that were not written before, and write the buffer if it is large enough."""
         numbers = whole_numbers(indices)
         count = len(indices) if indices is not None else samples or 1
         self._count(dataloader_idx, batch_idx, count)
@@ -117,10 +117,11 @@ class WritingPredictions:
             layout = layout_of(output, count)
             if layout is None:
                 raise CheckpointError(
-                    f"{self.store.path!r} cannot be gone on with: a part of batch {batch_idx}, {count} samples, was "
-                    "written before, and what predict_step returns does not fall apart by samples.",
-                    "it was begun with other batches; tensors are cut along their first dimension, lists by entries.",
-                    "go on with as many ranks and the batch size of before, or delete the folder to begin anew.",
+                    f"The predictions {self.store.path!r} cannot be resumed: some of the {count} samples of batch "
+                    f"{batch_idx} were written before, and the output of predict_step cannot be split by samples.",
+                    "they were started with other batches; tensors are split along their first dimension, lists by "
+                    "entries.",
+                    "resume with the same number of ranks and batch size, or delete the folder to start again.",
                 )
             assert numbers is not None
             output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
@@ -130,38 +131,42 @@ class WritingPredictions:
             self._flush()
 
     def publish(self) -> None:
-        """Write what is held, and make all of it predictions. Collective."""
+        """Write the buffer, and publish the predictions of all ranks. Collective."""
         agreed(self._control, self._failing, self._flush)
         mine = [(part.stem, index_of(part).decode()) for part in self._parts]
-        told = tell(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
+        written_by_rank = tell(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
 
         def commit() -> None:
             if self._rank != 0:
                 return
-            parts = [part_of(stem, text.encode(), self.store.path) for of_rank, _ in told for stem, text in of_rank]
+            parts = [
+                part_of(stem, text.encode(), self.store.path)
+                for indices, _ in written_by_rank
+                for stem, text in indices
+            ]
             kept = [part for part, _ in self.store.kept.values()]
             written = sum(entry.samples for part in (*kept, *parts) for entry in part.entries)
-            seen = sum(count for _, count in told)
+            seen = sum(count for _, count in written_by_rank)
             if written != seen:
                 raise CheckpointError(
-                    f"The predictions {self.store.path!r} are not complete: {written} were written of {seen}.",
-                    "the data of the run that was killed were others, or its sampler draws samples more than once.",
-                    "delete the folder and predict anew.",
+                    f"The predictions {self.store.path!r} are not complete: {written} of {seen} were written.",
+                    "the killed run used other data, or its sampler draws samples more than once.",
+                    "delete the folder and predict again.",
                 )
             self.store.publish(self._identity, parts)
 
         agreed(self._control, self._failing, commit)
 
     def save_what_is_held(self) -> None:
-        """Write what is held after a failure, if it can be written. Not collective."""
+        """Write the buffer after a failure, if possible. Not collective."""
         if not self._broken:
             try:
                 self._flush()
             except Exception:
-                return  # the failure that led here is the one to tell
+                return  # the original failure is reported, not this one
 
     def _count(self, loader: int, batch_idx: int, samples: int) -> None:
-        # Asked twice where what is there is looked for before reading.
+        # A batch may be counted twice: the loop asks `sees` before and after reading it.
         if batch_idx > self._last.get(loader, -1):
             self._last[loader] = batch_idx
             self._seen += samples
@@ -171,9 +176,9 @@ class WritingPredictions:
         if problem is not None:
             raise CheckpointError(
                 f"PredictionWriter cannot store batch {batch_idx}: {problem}.",
-                "tensors go to safetensors and everything else to JSON, so that reading them can run no code.",
-                "return tensors, numbers, strings, or lists, tuples and dicts of them: torch.from_numpy(array) for "
-                "an array, found._asdict() for a named tuple; or write a BasePredictionWriter of your own.",
+                "tensors are stored as safetensors and other values as JSON, which can be read without running code.",
+                "return tensors, numbers, strings, or lists, tuples and dicts of them, such as torch.from_numpy(array) "
+                "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
             )
 
     def _hold(self, output: Any, entry: Entry) -> None:
@@ -187,7 +192,7 @@ class WritingPredictions:
         self._held += len(text) + sum(tensor.nbytes for tensor in aside.values())
 
     def _flush(self) -> None:
-        """Write a part of what is held."""
+        """Write the buffer as a part."""
         if not self._entries:
             return
         stem = f"part-{self._rank:05d}-{self._number:06d}-{self._token}"
@@ -204,20 +209,20 @@ class WritingPredictions:
 
 
 def _told(control: ControlPlane, entries: Sequence[Entry], goes_on: bool) -> tuple[PredictedBefore, str, bool]:
-    """Tell every rank what rank 0 has found, and by which token the files of this run go. Collective."""
-    said = json.dumps([entries_as_json(entries), secrets.token_hex(8), goes_on]).encode()
-    found, token, goes_on = json.loads(control.gather_bytes(said if control.rank == 0 else b"")[0])
-    return PredictedBefore(list(entries_from_json(found))), token, goes_on
+    """Broadcast rank 0's entries, whether it resumes, and the token in this run's file names. Collective."""
+    message = json.dumps([entries_as_json(entries), secrets.token_hex(8), goes_on]).encode()
+    written, token, goes_on = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
+    return PredictedBefore(list(entries_from_json(written))), token, goes_on
 
 
 def _unstorable(value: Any, where: str) -> str | None:
-    """What cannot be stored of a value, and why; None where all can."""
+    """Return which part of a value cannot be stored, and why; None if all of it can."""
     if isinstance(value, Tensor):
         try:
             check_storable(where, value)
         except CheckpointError as error:
             return f"{where} is {error.what.partition(', ')[2].removesuffix('.')}"
-        return f"{where} is a tensor spread over the ranks" if hasattr(value, "device_mesh") else None
+        return f"{where} is a tensor sharded across ranks" if hasattr(value, "device_mesh") else None
     if value is None or isinstance(value, bool | int | float | str):
         return None
     if isinstance(value, Mapping):
