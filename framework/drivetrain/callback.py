@@ -374,7 +374,7 @@ class Callback:
         """
 
 
-def let_log(callback: Callback, module: Any) -> None:
+def bind_logging(callback: Callback, module: Any) -> None:
     """Connect ``callback.log`` to ``module.log``, or disconnect it if ``module`` is None."""
     # A weak reference, so that copying the callback does not copy the module.
     callback.__dict__["_logging_module"] = None if module is None else weakref.ref(module)

@@ -50,7 +50,7 @@ from drivetrain._loops.stopping import how_it_ended
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.callback import Callback, let_log
+from drivetrain.callback import Callback, bind_logging
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
@@ -402,7 +402,7 @@ class Session(SessionState):
         self.callbacks = with_own(given, self.own)
         self._hooks = self.profiling.hooks(HookTable(self.trainer, self.module, self.callbacks))
         for callback in self.callbacks:
-            let_log(callback, self.module)
+            bind_logging(callback, self.module)
 
     def _come_since(self) -> list[Callback]:
         """The callbacks that somebody has appended to ``trainer.callbacks`` since they were taken."""
@@ -549,7 +549,7 @@ class Session(SessionState):
             if isinstance(one, TrainModule):
                 detach(one)
         for callback in self.callbacks:
-            let_log(callback, None)
+            bind_logging(callback, None)
         self.strategy.precision.at_floor = None
         if self._compiled is not None:
             self._compiled.undo()

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_WIDEST = 24
-_NARROWEST = 6
+_MAX_BAR = 24
+_MIN_BAR = 6
 
 
 class Phase:
@@ -48,7 +48,7 @@ class Phase:
         elapsed = self.elapsed(now)
         return self.counted / elapsed if elapsed > 0 else 0.0
 
-    def left(self, now: float) -> float | None:
+    def seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds to the end; None if unknown."""
         rate = self.rate(now)
         if not self.is_bounded or rate == 0:
@@ -72,7 +72,7 @@ class BarLine(NamedTuple):
     rest: str
 
 
-def fitted(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
+def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
     """Return the line of a phase, shortened to ``width`` columns.
 
     Metrics are dropped first, starting with the last, but the first metric is kept in preference to the bar, the speed
@@ -85,27 +85,27 @@ def fitted(phase: Phase, metrics: Mapping[str, float], now: float, run: str, wid
         run: text about the remaining time of the whole run; "" for none.
         width: columns of the terminal.
     """
-    count, speed_now = str(phase.done), speed(phase.rate(now))
-    left = phase.left(now)
-    times = clock(phase.elapsed(now)) + ("" if left is None else f"<{clock(left)}")
+    count, speed_now = str(phase.done), format_rate(phase.rate(now))
+    seconds_left = phase.seconds_left(now)
+    times = format_time(phase.elapsed(now)) + ("" if seconds_left is None else f"<{format_time(seconds_left)}")
     if phase.is_bounded:
         count = f"{phase.done}/{phase.total}"
-    said = [f"[{times}, {speed_now}]", *([run] if run else [])]
-    leaner = [[count, *said], [count, f"[{times}]", *said[1:]], [count, *said[1:]], [count]]
-    shown = in_words(metrics)
+    details = [f"[{times}, {speed_now}]", *([run] if run else [])]
+    shorter = [[count, *details], [count, f"[{times}]", *details[1:]], [count, *details[1:]], [count]]
+    shown = format_metrics(metrics)
     room = width - len(phase.title)
-    choices = [(_NARROWEST if phase.is_bounded else 0, leaner[0]), *((0, one) for one in leaner)]
+    choices = [(_MIN_BAR if phase.is_bounded else 0, shorter[0]), *((0, parts) for parts in shorter)]
     chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, room) or _first_that_fits(choices, [], False, room)
     bar, parts = chosen or (0, [count])
-    for index, one in enumerate(shown):
+    for index, metric in enumerate(shown):
         more = [] if index == len(shown) - 1 else ["…"]
-        if _columns(bar, [*parts, one, *more]) > room:
-            if index and _columns(bar, [*parts, "…"]) <= room:
+        if _width(bar, [*parts, metric, *more]) > room:
+            if index and _width(bar, [*parts, "…"]) <= room:
                 parts = [*parts, "…"]
             break
-        parts = [*parts, one]
+        parts = [*parts, metric]
     if bar:
-        bar = min(_WIDEST, bar + room - _columns(bar, parts))
+        bar = min(_MAX_BAR, bar + room - _width(bar, parts))
     filled = bar * phase.done // (phase.total or 1) if bar else 0
     return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(room - 1, 0)])
 
@@ -114,20 +114,20 @@ def _first_that_fits(
     choices: list[tuple[int, list[str]]], metric: list[str], more: bool, room: int
 ) -> tuple[int, list[str]] | None:
     extra = [*metric, "…"] if more else metric
-    return next((one for one in choices if _columns(one[0], [*one[1], *extra]) <= room), None)
+    return next(((bar, parts) for bar, parts in choices if _width(bar, [*parts, *extra]) <= room), None)
 
 
-def _columns(bar: int, parts: list[str]) -> int:
+def _width(bar: int, parts: list[str]) -> int:
     """Return the columns that the bar and ``parts`` take after the title."""
     return (bar + 3 if bar else 0) + sum(len(part) + 1 for part in parts)
 
 
-def in_words(metrics: Mapping[str, float]) -> list[str]:
+def format_metrics(metrics: Mapping[str, float]) -> list[str]:
     """Return each metric as text: ``loss=0.1235``."""
-    return [f"{name}={number(value)}" for name, value in metrics.items()]
+    return [f"{name}={format_number(value)}" for name, value in metrics.items()]
 
 
-def clock(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Format ``seconds`` as ``m:ss``, ``h:mm:ss`` or ``1d h:mm:ss``."""
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
@@ -136,11 +136,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def speed(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """Format a rate as ``it/s``, or as ``s/it`` below one per second."""
     return f"{1 / rate:.2f} s/it" if 0 < rate < 1 else f"{rate:.1f} it/s"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a metric with four significant digits."""
     return f"{value:.0f}" if math.isfinite(value) and value == int(value) and abs(value) < 1e6 else f"{value:.4g}"

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain._runtime.transfer import samples_in
 from drivetrain.callback import Callback
-from drivetrain.callbacks._tuned_attributes import holders_of, set_attribute
+from drivetrain.callbacks._tuned_attributes import find_holders, set_attribute
 from drivetrain.data._loader_copy import resized
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MODES = ("power", "binsearch")
 
 
-class FirstBatch(Callback):
+class FirstBatchSize(Callback):
     """Records the number of samples in a trial's first micro-batch: the maximum over the ranks."""
 
     def __init__(self) -> None:
@@ -43,32 +43,32 @@ class FirstBatch(Callback):
     def on_validation_batch_start(
         self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._look_at(batch)
+        self._record(batch)
 
     def on_test_batch_start(
         self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._look_at(batch)
+        self._record(batch)
 
     def on_predict_batch_start(
         self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._look_at(batch)
+        self._record(batch)
 
     def on_validation_end(self, trainer: RunContext, module: Any) -> None:
-        self._settle(trainer)
+        self._reduce(trainer)
 
     def on_test_end(self, trainer: RunContext, module: Any) -> None:
-        self._settle(trainer)
+        self._reduce(trainer)
 
     def on_predict_end(self, trainer: RunContext, module: Any) -> None:
-        self._settle(trainer)
+        self._reduce(trainer)
 
-    def _look_at(self, batch: Any) -> None:
+    def _record(self, batch: Any) -> None:
         if self.samples is None:
             self.samples = samples_in(batch) or 0
 
-    def _settle(self, trainer: RunContext) -> None:
+    def _reduce(self, trainer: RunContext) -> None:
         strategy = trainer.strategy
         self.samples = int(strategy.reduce(torch.tensor(self.samples or 0, device=strategy.device), "max"))
 
@@ -82,18 +82,18 @@ def find_batch_size(
         ConfigurationError: the batch size cannot be changed, or even the smallest one does not fit.
     """
     check_batch_size_arguments(mode, init_val, max_trials, steps_per_trial)
-    _check_changeable(trials, batch_arg_name)
+    _check_resizable(trials, batch_arg_name)
     trials.searches(batch_arg_name)
-    most: int | None = None
+    available: int | None = None
 
     def fits(size: int) -> bool:
-        nonlocal most
+        nonlocal available
 
         def prepare(module: Any, datamodule: Any, loaders: Any) -> Any:
             set_attribute(batch_arg_name, size, module, datamodule)
             return loaders if loaders is None else resized(loaders, size)
 
-        first = FirstBatch()
+        first = FirstBatchSize()
         if not trials.fits(first, steps_per_trial, prepare):
             return False
         if first.samples is not None and first.samples > size:
@@ -104,18 +104,18 @@ def find_batch_size(
                 f"build the loader with batch_size=self.{batch_arg_name}, or choose the size by hand.",
             )
         if first.samples is not None and 0 < first.samples < size:
-            most = first.samples
+            available = first.samples
         return True
 
-    size = largest(fits, mode, init_val, max_trials, lambda: most)
+    size = search_largest(fits, mode, init_val, max_trials, lambda: available)
     set_attribute(batch_arg_name, size, trials.module, trials.datamodule)
-    more = "" if most is None else "; a rank has no more samples than that"
+    more = "" if available is None else "; a rank has no more samples than that"
     trials.say("The largest batch size that fits is %d%s.", size, more)
     return size
 
 
-def largest(
-    fits: Callable[[int], bool], mode: str, init_val: int, max_trials: int, most: Callable[[], int | None]
+def search_largest(
+    fits: Callable[[int], bool], mode: str, init_val: int, max_trials: int, available: Callable[[], int | None]
 ) -> int:
     """Return the largest size that was tried and fits.
 
@@ -124,46 +124,46 @@ def largest(
         mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
         init_val: the first size; halved until one fits.
         max_trials: the maximum number of sizes to try.
-        most: returns the number of samples that a rank has, once a trial has revealed it; larger sizes are no
-            different.
+        available: returns the number of samples that a rank has, or None until a trial has revealed it; larger sizes
+            are no different.
 
     Raises:
         ConfigurationError: none of the sizes fits.
     """
-    low, high, size = 0, None, init_val
+    lower, upper, size = 0, None, init_val
     for _ in range(max_trials):
         if fits(size):
-            low, whole = size, most()
-            if whole is not None and whole <= low:
-                return whole
+            lower, limit = size, available()
+            if limit is not None and limit <= lower:
+                return limit
         else:
-            high = size
-        if high is None:
-            size = 2 * low
-        elif low and mode == "power":
+            upper = size
+        if upper is None:
+            size = 2 * lower
+        elif lower and mode == "power":
             break
         else:
-            size = (low + high) // 2
-        if size == low:  # no size is left between low and high
+            size = (lower + upper) // 2
+        if size == lower:  # no size is left between low and high
             break
-    if low == 0:
+    if lower == 0:
         raise ConfigurationError(
-            f"Not even batch size {high} fits in memory.",
+            f"Not even batch size {upper} fits in memory.",
             "every size that was tried ran out of memory.",
             "use a smaller model, a sharded strategy or activation checkpointing, or raise max_trials.",
         )
-    return low
+    return lower
 
 
-def _check_changeable(trials: Trials, name: str) -> None:
+def _check_resizable(trials: Trials, name: str) -> None:
     loaders, stage = trials.loaders, trials.stage
     if loaders is None:
-        if not holders_of(name, trials.module, trials.datamodule):
-            whose = [type(one).__name__ for one in (trials.module, trials.datamodule) if one is not None]
+        if not find_holders(name, trials.module, trials.datamodule):
+            owners = [type(owner).__name__ for owner in (trials.module, trials.datamodule) if owner is not None]
             raise ConfigurationError(
-                f"{' and '.join(whose)} have no attribute {name!r}, nor a hyper-parameter of that name."
-                if len(whose) > 1
-                else f"{whose[0]} has no attribute {name!r}, nor a hyper-parameter of that name.",
+                f"{' and '.join(owners)} have no attribute {name!r}, nor a hyper-parameter of that name."
+                if len(owners) > 1
+                else f"{owners[0]} has no attribute {name!r}, nor a hyper-parameter of that name.",
                 "each trial sets that attribute before the loader is built.",
                 f"set self.{name} = ... and build the loader with it, or name another attribute: batch_arg_name=.",
             )

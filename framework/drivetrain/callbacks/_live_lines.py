@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 
-_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """Control sequences that make the terminal cut off, or wrap, a line longer than its width."""
 
 
@@ -31,9 +31,9 @@ class LiveLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._shown = False
-        self.within_a_line = False
+        self.mid_line = False
         """Whether other output ended without a newline. Nothing is drawn until its line is complete."""
-        self._guards: list[tuple[str, _Guard]] = []
+        self._guards: list[tuple[str, _ClearingStream]] = []
 
     @property
     def width(self) -> int:
@@ -46,10 +46,10 @@ class LiveLines:
 
     def show(self, lines: Sequence[str]) -> None:
         """Replace the lines on the terminal by ``lines``, none of which may be longer than `width`."""
-        if self.within_a_line:
+        if self.mid_line:
             return
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-        write_for_people(self._stream, f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
+        write_for_people(self._stream, f"{_NO_WRAP}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
         self._shown = True
 
     def clear(self) -> None:
@@ -61,15 +61,15 @@ class LiveLines:
     def print(self, text: str) -> None:
         """Clear the lines and print ``text`` on its own line."""
         self.clear()
-        write_for_people(self._stream, f"\n{text}\n" if self.within_a_line else f"{text}\n")
-        self.within_a_line = False
+        write_for_people(self._stream, f"\n{text}\n" if self.mid_line else f"{text}\n")
+        self.mid_line = False
 
     def guard(self) -> None:
         """Wrap ``sys.stdout`` and ``sys.stderr`` so that other output appears above the lines."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if is_terminal(stream):
-                guard = _Guard(stream, self)
+                guard = _ClearingStream(stream, self)
                 setattr(sys, name, guard)
                 self._guards.append((name, guard))
 
@@ -82,7 +82,7 @@ class LiveLines:
                 setattr(sys, name, guard.stream)
 
 
-class _Guard:
+class _ClearingStream:
     """A stream that clears the lines before it writes."""
 
     def __init__(self, stream: TextIO, lines: LiveLines) -> None:
@@ -92,7 +92,7 @@ class _Guard:
     def write(self, text: str) -> int:
         if text:
             self._lines.clear()
-            self._lines.within_a_line = not text.endswith("\n")
+            self._lines.mid_line = not text.endswith("\n")
         return self.stream.write(text)
 
     def writelines(self, texts: Any) -> None:

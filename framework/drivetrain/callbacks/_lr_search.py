@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._tuned_attributes import holders_of, set_attribute
+from drivetrain.callbacks._tuned_attributes import find_holders, set_attribute
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MODES = ("exponential", "linear")
 NAMES = ("lr", "learning_rate")
-_BETA = 0.98
+_SMOOTHING = 0.98
 """Decay of the exponential moving average of the loss."""
 
 
@@ -96,7 +96,7 @@ class LRFind:
         return kept[int(slopes.argmin())]
 
 
-class RateSearch(Callback):
+class LRRangeTest(Callback):
     """Sets the learning rate before each step of a trial and records the loss after it.
 
     Args:
@@ -114,7 +114,7 @@ class RateSearch(Callback):
         self.losses: list[float] = []
         self._average = 0.0
         self._best = math.inf
-        self._made = 0
+        self._last_step = 0
         self._sum: Any = 0.0  # of the window's losses, weighted
         self._weight = 0.0
 
@@ -138,7 +138,7 @@ class RateSearch(Callback):
 
     def on_before_zero_grad(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
         self._sum, self._weight = 0.0, 0.0
-        rate = self._rate(trainer.global_step)
+        rate = self._rate_at(trainer.global_step)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
@@ -152,31 +152,33 @@ class RateSearch(Callback):
         if weight and outputs.get("loss") is not None:
             self._sum = self._sum + outputs["loss"].double().item() * weight
             self._weight += weight
-        if trainer.global_step == self._made:  # the window is not complete, or an fp16 overflow skipped the step
+        if trainer.global_step == self._last_step:  # the window is not complete, or an fp16 overflow skipped the step
             return
-        self._made = trainer.global_step
+        self._last_step = trainer.global_step
         strategy = trainer.strategy
         # float32, because not every device supports float64.
-        both = torch.tensor([self._sum, self._weight], dtype=torch.float32, device=strategy.device)
-        total, weights = strategy.reduce(both, "sum").tolist() if strategy.world_size > 1 else (self._sum, self._weight)
-        self._note(trainer, total / weights if weights else math.nan)
+        totals = torch.tensor([self._sum, self._weight], dtype=torch.float32, device=strategy.device)
+        total, weights = (
+            strategy.reduce(totals, "sum").tolist() if strategy.world_size > 1 else (self._sum, self._weight)
+        )
+        self._record_loss(trainer, total / weights if weights else math.nan)
 
-    def _rate(self, step: int) -> float:
+    def _rate_at(self, step: int) -> float:
         part = min(step, self._steps - 1) / max(1, self._steps - 1)
         if self._mode == "linear":
             return self._min + part * (self._max - self._min)
         return float(self._min * (self._max / self._min) ** part)
 
-    def _note(self, trainer: RunContext, loss: float) -> None:
+    def _record_loss(self, trainer: RunContext, loss: float) -> None:
         """Record the loss of a step, which is the same on every rank, and stop if it diverges."""
-        self.rates.append(self._rate(self._made - 1))
-        self._average = _BETA * self._average + (1 - _BETA) * loss
-        smoothed = self._average / (1 - _BETA ** len(self.rates))
+        self.rates.append(self._rate_at(self._last_step - 1))
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        smoothed = self._average / (1 - _SMOOTHING ** len(self.rates))
         self.losses.append(smoothed)
         if self._threshold is not None and len(self.rates) > 1:
             # The margin is absolute, because a multiple of a negative loss would be below it.
-            most = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
-            diverges = not math.isfinite(smoothed) or smoothed > most
+            limit = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
+            diverges = not math.isfinite(smoothed) or smoothed > limit
             if diverges:
                 trainer.should_stop = True
         if math.isfinite(smoothed):
@@ -204,10 +206,10 @@ def find_lr(
     name = lr_attribute(module, datamodule, attr_name) if update_attr else None
     if name is not None:
         trials.searches(name)
-    search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold)
+    search = LRRangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
     trials.run(search, num_training)
-    found = LRFind({"lr": search.rates, "loss": search.losses}, mode)
-    suggestion = found.suggestion() if name is not None else None
+    result = LRFind({"lr": search.rates, "loss": search.losses}, mode)
+    suggestion = result.suggestion() if name is not None else None
     if name is not None and suggestion is not None:
         set_attribute(name, suggestion, module, datamodule)
         trials.say("Learning rate set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
@@ -217,23 +219,23 @@ def find_lr(
             "the last one and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
             type(module).__name__,
             name,
-            len(found.results["loss"]),
+            len(result.results["loss"]),
         )
-    return found
+    return result
 
 
-def lr_attribute(module: Any, datamodule: Any, asked: str) -> str:
+def lr_attribute(module: Any, datamodule: Any, requested: str) -> str:
     """Return the name of the attribute or hyper-parameter that holds the learning rate.
 
     Raises:
         ConfigurationError: neither the module nor the data module has one.
     """
-    for name in (asked,) if asked else NAMES:
-        if holders_of(name, module, datamodule):
+    names = (requested,) if requested else NAMES
+    for name in names:
+        if find_holders(name, module, datamodule):
             return name
     raise ConfigurationError(
-        f"{type(module).__name__} has no attribute {' or '.join(repr(one) for one in ((asked,) if asked else NAMES))}"
-        ", nor a hyper-parameter of that name.",
+        f"{type(module).__name__} has no attribute or hyper-parameter {' or '.join(map(repr, names))}.",
         "update_attr=True sets it to the suggested learning rate, for configure_optimizers to read.",
         "set self.lr = ... in __init__ and use it, name another attribute (attr_name=), or pass update_attr=False.",
     )

@@ -47,13 +47,13 @@ def tf32_is_on() -> bool:
 
 def peak_of(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:
     """Return the peak FLOP/s of a device by its driver's name for it, or None if unknown."""
-    peaks = next((peaks for name, peaks in _PEAKS if _names(device_name, name)), None)
+    peaks = next((peaks for name, peaks in _PEAKS if _matches(device_name, name)), None)
     if peaks is None or dtype == torch.float64:
         return None
     return peaks[0] if dtype.itemsize == 2 else peaks[1] if tf32 else peaks[2]
 
 
-def _names(device_name: str, name: str) -> bool:
+def _matches(device_name: str, name: str) -> bool:
     # Compare whole words: "A100" must not match "A10".
     words, wanted = device_name.replace("-", " ").split(), name.split()
     return any(words[start : start + len(wanted)] == wanted for start in range(len(words) - len(wanted) + 1))

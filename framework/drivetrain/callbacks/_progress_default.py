@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
 
-class EpochLines(ProgressBar):
+class ProgressLines(ProgressBar):
     """A `ProgressBar` for output that is not a terminal: prints a line now and then, and does no work in a step.
 
     Its batch hooks are those of `Callback`, which the engine does not call.
@@ -30,11 +30,11 @@ class EpochLines(ProgressBar):
         """Return False, so that lines are printed and never redrawn."""
         return False
 
-    def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
+    def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
         # No batch hook has counted: take the engine's counter for training, and the total for an evaluation.
         if phase is not None:
             phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
-        super()._conclude(trainer, phase)
+        super()._end_phase(trainer, phase)
 
 
 def default_progress_bar() -> ProgressBar:
@@ -44,6 +44,6 @@ def default_progress_bar() -> ProgressBar:
     elsewhere a bar that only prints lines.
     """
     if not is_terminal(sys.stdout):
-        return EpochLines()
+        return ProgressLines()
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return RichProgressBar() if encoding.lower().startswith("utf") and rich_is_installed() else ProgressBar()

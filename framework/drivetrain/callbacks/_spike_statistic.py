@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-_SIGMA = 1.4826  # a normal distribution's standard deviation divided by its MAD
-_LEAST = 0.01  # lower bound of the deviation, as a fraction of the median
+_MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation divided by its MAD
+_MIN_DEVIATION = 0.01  # lower bound of the deviation, as a fraction of the median
 
 
 class SpikeStatistic:
@@ -26,21 +26,21 @@ class SpikeStatistic:
     def __init__(self, threshold: float, window: int, warmup: int) -> None:
         self._threshold = threshold
         self._warmup = warmup
-        self._known: deque[float] = deque(maxlen=window)
+        self._losses: deque[float] = deque(maxlen=window)
 
     @property
     def middle(self) -> float:
         """The median; NaN before the first loss."""
-        return median(self._known) if self._known else math.nan
+        return median(self._losses) if self._losses else math.nan
 
     @property
     def limit(self) -> float:
         """The largest loss that is not a spike; infinite during warm-up."""
-        if len(self._known) < self._warmup:
+        if len(self._losses) < self._warmup:
             return math.inf
         middle = self.middle
-        deviation = _SIGMA * median(abs(value - middle) for value in self._known)
-        return middle + self._threshold * max(deviation, _LEAST * abs(middle))
+        deviation = _MAD_TO_SIGMA * median(abs(value - middle) for value in self._losses)
+        return middle + self._threshold * max(deviation, _MIN_DEVIATION * abs(middle))
 
     def is_spike(self, loss: float) -> bool:
         """Return whether the next step's loss is a spike. NaN and infinity always are."""
@@ -49,12 +49,12 @@ class SpikeStatistic:
     def add(self, loss: float) -> None:
         """Add a step's loss, spike or not, to the window. Non-finite losses are ignored."""
         if math.isfinite(loss):
-            self._known.append(loss)
+            self._losses.append(loss)
 
     def state_dict(self) -> list[float]:
         """Return the losses in the window."""
-        return list(self._known)
+        return list(self._losses)
 
     def load_state_dict(self, known: Iterable[float]) -> None:
         """Restore the losses that `state_dict` returned."""
-        self._known = deque(known, maxlen=self._known.maxlen)
+        self._losses = deque(known, maxlen=self._losses.maxlen)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks._forward_shapes import Shapes
 
 _GAP = "  "
-_MOST_NAMED = 4  # names in a note
+_MAX_NAMES = 4  # names in a note
 _NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
 
@@ -25,7 +25,7 @@ class SummaryRow:
     """
 
     name: str
-    kind: str
+    type_name: str
     depth: int
     total: int
     trainable: int
@@ -75,16 +75,16 @@ class _Column:
     title: str
     cells: list[str]
     right: bool = False
-    narrowest: tuple[int, int] | None = None
+    min_widths: tuple[int, int] | None = None
 
     @property
     def width(self) -> int:
         return max(map(len, [self.title, *self.cells]))
 
-    def cut(self) -> None:
+    def shorten(self) -> None:
         """Shorten the cells so that the column becomes one character narrower."""
         width = self.width - 1
-        self.cells = [elided(cell, width) for cell in self.cells]
+        self.cells = [truncate_middle(cell, width) for cell in self.cells]
 
 
 def as_text(summary: Summary, width: int = 80) -> str:
@@ -95,8 +95,8 @@ def as_text(summary: Summary, width: int = 80) -> str:
         widths = [column.width for column in columns]
         table = [
             _GAP.join(
-                cell.rjust(wide) if column.right else cell.ljust(wide)
-                for column, cell, wide in zip(columns, cells, widths, strict=True)
+                cell.rjust(shrinkable) if column.right else cell.ljust(shrinkable)
+                for column, cell, shrinkable in zip(columns, cells, widths, strict=True)
             ).rstrip()
             for cells in zip(*([column.title, *column.cells] for column in columns), strict=True)
         ]
@@ -146,26 +146,30 @@ def _columns(summary: Summary, width: int) -> list[_Column]:
     """Return the columns, shortened to fit into ``width`` characters if possible."""
     rows = summary.rows
     columns = [
-        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], narrowest=(16, 8)),
-        _Column("Type", [row.kind for row in rows], narrowest=(12, 8)),
-        _Column("Params", [in_units(row.total) for row in rows], right=True),
-        _Column("Size", [in_bytes(row.size) for row in rows], right=True),
+        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], min_widths=(16, 8)),
+        _Column("Type", [row.type_name for row in rows], min_widths=(12, 8)),
+        _Column("Params", [format_count(row.total) for row in rows], right=True),
+        _Column("Size", [format_bytes(row.size) for row in rows], right=True),
     ]
     if summary.flops is not None:
-        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], narrowest=(99, 8)))
-        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], narrowest=(99, 8)))
+        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], min_widths=(99, 8)))
+        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], min_widths=(99, 8)))
         columns.append(
-            _Column("FLOPs", [in_units(row.flops, "KMGTP") if row.flops else "-" for row in rows], right=True)
+            _Column("FLOPs", [format_count(row.flops, "KMGTP") if row.flops else "-" for row in rows], right=True)
         )
     modes = [_mode(row) for row in rows]
     if set(modes) != {"train"}:
         columns.append(_Column("Mode", modes))
     for stage in range(2):
         while _total(columns, len(_GAP)) > width:
-            wide = [one for one in columns if one.narrowest is not None and one.width > one.narrowest[stage]]
-            if not wide:
+            shrinkable = [
+                column
+                for column in columns
+                if column.min_widths is not None and column.width > column.min_widths[stage]
+            ]
+            if not shrinkable:
                 break  # the terminal is too narrow, and will wrap lines
-            max(wide, key=lambda column: column.width).cut()
+            max(shrinkable, key=lambda column: column.width).shorten()
     return columns
 
 
@@ -186,7 +190,7 @@ def _footer(summary: Summary) -> list[str]:
     lines = [
         *_notes(summary.rows),
         f"{summary.total:,} parameters, {summary.trainable:,} trainable, {frozen:,} frozen; "
-        f"{in_bytes(summary.size)} with buffers",
+        f"{format_bytes(summary.size)} with buffers",
         f"{modules} module{'s' * (modules > 1)}, {modes}",
     ]
     if summary.flops is not None:
@@ -204,8 +208,8 @@ def _notes(rows: Sequence[SummaryRow]) -> list[str]:
             by_note.setdefault(note, []).append(row.name)
     lines = []
     for note, names in by_note.items():
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        lines.append(f"{', '.join(names[:_MOST_NAMED])}{more}: {_NOTES.get(note, note)}")
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        lines.append(f"{', '.join(names[:_MAX_NAMES])}{more}: {_NOTES.get(note, note)}")
     return lines
 
 
@@ -216,15 +220,15 @@ def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
     return f"{first} +{len(shapes) - 1}" if len(shapes) > 1 else first
 
 
-def elided(text: str, width: int) -> str:
+def truncate_middle(text: str, width: int) -> str:
     """Return ``text``, with its middle replaced by ".." if it is longer than ``width``."""
     if len(text) <= width:
         return text
-    behind = (width - 2) // 2
-    return text[: width - 2 - behind] + ".." + text[len(text) - behind :]
+    tail = (width - 2) // 2
+    return text[: width - 2 - tail] + ".." + text[len(text) - tail :]
 
 
-def in_units(number: float, units: str = "KMBT") -> str:
+def format_count(number: float, units: str = "KMBT") -> str:
     """Format a number with three significant digits: ``"820"``, ``"1.23 M"``."""
     if number < 1000:
         return f"{number:.0f}"
@@ -236,11 +240,11 @@ def in_units(number: float, units: str = "KMBT") -> str:
     return f"{number:,.{digits}f} {unit}"
 
 
-def in_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a number of bytes with decimal prefixes: ``"820 B"``, ``"1.23 MB"``."""
     return _with_unit(size, "kMGTP", "B")
 
 
 def _with_unit(number: int, units: str, unit: str) -> str:
-    text = in_units(number, units)
+    text = format_count(number, units)
     return f"{text}{unit}" if number >= 1000 else f"{text} {unit}"

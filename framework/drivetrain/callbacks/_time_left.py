@@ -24,9 +24,9 @@ class TimeLeft:
 
     def __init__(self, trainer: RunContext, now: float) -> None:
         self._deadline = None if trainer.max_time is None else now + duration(trainer.max_time).total_seconds()
-        self._since, self._from = now, trainer.micro_batches
-        self._seen = trainer.micro_batches
-        self._warm = False  # whether the first micro-batches are over
+        self._pace_start_time, self._pace_start_batch = now, trainer.micro_batches
+        self._last_count = trainer.micro_batches
+        self._warmed_up = False  # whether the first micro-batches are over
         self._last_pace: float | None = None
 
     def seconds(self, trainer: RunContext, now: float) -> float | None:
@@ -35,20 +35,20 @@ class TimeLeft:
         micro_batches = _micro_batches_left(trainer)
         if micro_batches == 0:
             return 0.0
-        known = [] if self._deadline is None else [max(self._deadline - now, 0.0)]
+        estimates = [] if self._deadline is None else [max(self._deadline - now, 0.0)]
         if pace is not None and micro_batches < math.inf:
-            known.append(micro_batches * pace)
-        return min(known, default=None)
+            estimates.append(micro_batches * pace)
+        return min(estimates, default=None)
 
     def _pace(self, micro_batches: int, now: float) -> float | None:
         """Return the seconds per micro-batch, None before the first."""
-        if micro_batches < self._seen:  # the run rolled back to a checkpoint
-            self._since, self._from = now, micro_batches
-        self._seen, made = micro_batches, micro_batches - self._from
-        if made:
-            self._last_pace = (now - self._since) / made
-            if not self._warm:
-                self._warm, self._since, self._from = True, now, micro_batches
+        if micro_batches < self._last_count:  # the run rolled back to a checkpoint
+            self._pace_start_time, self._pace_start_batch = now, micro_batches
+        self._last_count, completed = micro_batches, micro_batches - self._pace_start_batch
+        if completed:
+            self._last_pace = (now - self._pace_start_time) / completed
+            if not self._warmed_up:
+                self._warmed_up, self._pace_start_time, self._pace_start_batch = True, now, micro_batches
         return self._last_pace
 
 
@@ -61,6 +61,6 @@ def _micro_batches_left(trainer: RunContext) -> float:
         by_epochs = 0 if epochs <= 0 else epochs * length - trainer.batch_idx
     if trainer.max_steps >= 0:
         # The last window of an epoch may have fewer micro-batches.
-        in_a_step = window if math.isinf(length) or not length else length / math.ceil(length / window)
-        by_steps = max(trainer.max_steps - trainer.global_step, 0) * in_a_step
+        batches_per_step = window if math.isinf(length) or not length else length / math.ceil(length / window)
+        by_steps = max(trainer.max_steps - trainer.global_step, 0) * batches_per_step
     return max(min(by_epochs, by_steps), 0)

@@ -8,23 +8,23 @@ from typing import Any
 from drivetrain.errors import ConfigurationError
 
 
-def holders_of(name: str, *owners: Any) -> list[Any]:
+def find_holders(name: str, *owners: Any) -> list[Any]:
     """Return the objects that have an attribute ``name``, among ``owners`` (None is skipped) and their ``hparams``."""
-    found: list[Any] = []
+    holders: list[Any] = []
     for owner in owners:
         if owner is None:
             continue
         hparams = getattr(owner, "hparams", None)
         if name in vars(owner) or hasattr(type(owner), name):
-            found.append(owner)
+            holders.append(owner)
         if isinstance(hparams, MutableMapping) and name in hparams:
-            found.append(hparams)
-    return found
+            holders.append(hparams)
+    return holders
 
 
 def get_attribute(name: str, *owners: Any) -> Any:
     """Return the attribute's value in the first object that has it."""
-    first = holders_of(name, *owners)[0]
+    first = find_holders(name, *owners)[0]
     return first[name] if isinstance(first, MutableMapping) else getattr(first, name)
 
 
@@ -34,7 +34,7 @@ def set_attribute(name: str, value: Any, *owners: Any) -> None:
     Raises:
         ConfigurationError: it cannot be set, for example because it is a property.
     """
-    for holder in holders_of(name, *owners):
+    for holder in find_holders(name, *owners):
         try:
             if isinstance(holder, MutableMapping):
                 holder[name] = value

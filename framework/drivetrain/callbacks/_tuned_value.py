@@ -10,7 +10,7 @@ from drivetrain.errors import CheckpointError
 _CHOSEN = ("auto", "last", "best")
 
 
-def saved_finding(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
+def load_saved_result(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
     """Return a finder's state in a checkpoint.
 
     Args:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callback import Callback
 from drivetrain.callbacks._batch_size_search import check_batch_size_arguments, find_batch_size
 from drivetrain.callbacks._tuned_attributes import set_attribute
-from drivetrain.callbacks._tuned_value import saved_finding
-from drivetrain.callbacks.learning_rate_finder import refuse_unasked
+from drivetrain.callbacks._tuned_value import load_saved_result
+from drivetrain.callbacks.learning_rate_finder import check_was_launched
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class BatchSizeFinder(Callback):
         self._init_val = init_val
         self._max_trials = max_trials
         self._batch_arg_name = batch_arg_name
-        self._was_asked = False
+        self._was_launched = False
         self.optimal_batch_size: int | None = None
         """The batch size per rank that was found; None before a search."""
 
@@ -62,7 +62,7 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size = state_dict["optimal_batch_size"]
 
     def before_launch(self, trials: Trials) -> None:
-        self._was_asked = True
+        self._was_launched = True
         if trials.is_dry_run:
             return
         if trials.loaders is not None:
@@ -72,7 +72,7 @@ class BatchSizeFinder(Callback):
                 f"pass a data module that builds them with self.{self._batch_arg_name}, or call "
                 "Tuner(fit).scale_batch_size before.",
             )
-        saved = saved_finding(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
+        saved = load_saved_result(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
         if saved is not None:
             self.optimal_batch_size = saved.get("optimal_batch_size")
             if self.optimal_batch_size is not None:
@@ -88,4 +88,4 @@ class BatchSizeFinder(Callback):
         )
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        refuse_unasked(self, self._was_asked)
+        check_was_launched(self, self._was_launched)

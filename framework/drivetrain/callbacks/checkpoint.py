@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _MODES = ("min", "max")
-_LOOK_AT_THE_CLOCK_EVERY = 16  # steps; each check broadcasts rank 0's clock
+_TIME_CHECK_INTERVAL = 16  # steps; each check broadcasts rank 0's clock
 
 
 class Checkpoint(Callback):
@@ -104,11 +104,11 @@ class Checkpoint(Callback):
             )
         _check_monitor(monitor, mode)
         check_digest("Checkpoint", digest)
-        _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
+        _check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
-        self._of_run: str | None = None  # `dirpath`, if the run chose it
+        self._default_dirpath: str | None = None  # `dirpath`, if the run chose it
         self._run = ""  # the run's id
-        self._is_off = False
+        self._disabled = False
         self.filename = DEFAULT if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
@@ -126,25 +126,25 @@ class Checkpoint(Callback):
         self.verbose = verbose
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end
-        self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
+        self._uses_default_interval = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
         self._at_epoch_end = True
-        self._begin()
+        self._reset()
         if every_n_train_steps or train_time_interval is not None:
             # Set per instance, so that saving by epochs adds no hook to the step.
             self.on_train_batch_end = self._after_micro_batch  # type: ignore[method-assign]
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
-        self._saved_at = -1  # global_step of the last save
-        self._asked_at = 0  # global_step at which a save by steps or time was last considered
-        self._whole_at = -1  # global_step of the last checkpoint that a run can resume from
-        self._current: float | None = None
-        self._interim: Kept | None = None  # written by `save_before_leaving`
+        self._last_saved_step = -1  # global_step of the last save
+        self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
+        self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
+        self._current_score: float | None = None
+        self._interrupt_checkpoint: Kept | None = None  # written by `save_before_leaving`
         self._clock = time.monotonic()
         self._fitting = False
-        self._written: dict[str, Any] = {}  # the retention's state before a rollback
+        self._retention_before_rollback: dict[str, Any] = {}  # the retention's state before a rollback
         self._claims: dict[str, Callable[[], None]] = {}  # names being written, with functions that release them
-        self._going: list[Kept] = []  # to be removed once a later checkpoint is complete
+        self._to_remove: list[Kept] = []  # to be removed once a later checkpoint is complete
 
     # Checkpoints that are kept
 
@@ -162,7 +162,7 @@ class Checkpoint(Callback):
     @property
     def current_score(self) -> float | None:
         """Monitored value at the last save; None without ``monitor``."""
-        return self._current
+        return self._current_score
 
     @property
     def kth_best_model_path(self) -> str:
@@ -201,7 +201,7 @@ class Checkpoint(Callback):
     @property
     def best_k_models(self) -> dict[str, float | None]:
         """Paths of all checkpoints that are kept, with their monitored values."""
-        return {self._path(one): one.score for one in self._retention.kept}
+        return {self._path(kept): kept.score for kept in self._retention.kept}
 
     # State
 
@@ -218,26 +218,28 @@ class Checkpoint(Callback):
             "dirpath": None if self.dirpath is None else resolved(self.dirpath),
             "run": self._run,
             "best": "" if best is None else best.name,
-            "saved_at": self._saved_at,
-            "asked_at": self._asked_at,
-            "interim": None if self._interim is None else asdict(self._interim),
-            "going": [asdict(one) for one in self._going],
+            "saved_at": self._last_saved_step,
+            "asked_at": self._last_considered_step,
+            "interim": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
+            "going": [asdict(kept) for kept in self._to_remove],
             **self._retention.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the list of checkpoints if it is of this run and folder. Otherwise those files are left alone."""
-        self._saved_at, self._asked_at = (_step(state_dict.get(name)) for name in ("saved_at", "asked_at"))
+        self._last_saved_step, self._last_considered_step = (
+            _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
+        )
         folder = state_dict.get("dirpath")
         same_run = state_dict.get("run", self._run) in (self._run, "")  # older versions had no run id
         if self.dirpath is None or folder != resolved(self.dirpath) or not same_run:
             return
         try:
             self._retention.load_state_dict(state_dict)
-            going, interim = state_dict.get("going", []), state_dict.get("interim")
+            removable, interim = state_dict.get("going", []), state_dict.get("interim")
             # Older versions stored paths without identifiers; such checkpoints are not removed.
-            self._going = [Kept.from_state(one) for one in going if not isinstance(one, str)]
-            self._interim = Kept.from_state(interim) if isinstance(interim, Mapping) else None
+            self._to_remove = [Kept.from_state(kept) for kept in removable if not isinstance(kept, str)]
+            self._interrupt_checkpoint = Kept.from_state(interim) if isinstance(interim, Mapping) else None
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
@@ -246,8 +248,8 @@ class Checkpoint(Callback):
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
         """Copy rank 0's list of checkpoints, and its folder if the run chose it."""
-        if self.dirpath is None or self.dirpath == self._of_run:
-            self.dirpath = self._of_run = state_dict["dirpath"]
+        if self.dirpath is None or self.dirpath == self._default_dirpath:
+            self.dirpath = self._default_dirpath = state_dict["dirpath"]
         else:
             self.dirpath = os.path.expanduser(self.dirpath)
         self._run = state_dict["run"]
@@ -258,7 +260,7 @@ class Checkpoint(Callback):
     @property
     def writes_to(self) -> Sequence[str]:
         """The folder of the checkpoints."""
-        return () if self.dirpath is None or self._is_off else (self.dirpath,)
+        return () if self.dirpath is None or self._disabled else (self.dirpath,)
 
     @property
     def wants_run_folder(self) -> bool:
@@ -273,7 +275,7 @@ class Checkpoint(Callback):
     @property
     def saves_whole(self) -> bool:
         """Whether checkpoints that a run can resume from are kept."""
-        return not self._is_off and not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
+        return not self._disabled and not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
 
     @property
     def monitors(self) -> Mapping[str, str]:
@@ -290,19 +292,21 @@ class Checkpoint(Callback):
 
     def before_going_back(self, trainer: RunContext, module: TrainModule) -> None:
         """Remember the list of checkpoints."""
-        self._written = self._retention.state_dict()
+        self._retention_before_rollback = self._retention.state_dict()
 
     def after_going_back(self, trainer: RunContext, module: TrainModule, path: str) -> None:
         """Restore the list of checkpoints, and remove those later than the one that was loaded.
 
         Otherwise a run that is restarted before it reaches them again would resume from the newest of them.
         """
-        self._retention.load_state_dict(self._written)
-        later, self._whole_at = self._retention.drop_after(trainer.global_step), -1
-        self._going += later
+        self._retention.load_state_dict(self._retention_before_rollback)
+        later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
+        self._to_remove += later
         if trainer.strategy.control.rank == 0:
             folder, _, name = path.rpartition("/")
-            self._tidy(trainer, list(self._going), name if later and folder == self._folder().rstrip("/") else None)
+            self._clean_up(
+                trainer, list(self._to_remove), name if later and folder == self._folder().rstrip("/") else None
+            )
 
     # When to save
 
@@ -310,20 +314,22 @@ class Checkpoint(Callback):
         """Reset the state and determine the folder."""
         if stage != "fit":
             return
-        self._is_off = bool(trainer.fast_dev_run) or trainer.barebones
+        self._disabled = bool(trainer.fast_dev_run) or trainer.barebones
         self._run = trainer.run_id
-        if self.dirpath is None or self.dirpath == self._of_run:
-            self.dirpath = self._of_run = None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
+        if self.dirpath is None or self.dirpath == self._default_dirpath:
+            self.dirpath = self._default_dirpath = (
+                None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
+            )
         else:
             self.dirpath = os.path.expanduser(self.dirpath)
-        self._begin()
+        self._reset()
         self._fitting = True
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
         self._fitting = False
         for name in list(self._claims):
-            self._give_up(name)
+            self._release_claim(name)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove the checkpoints that the resumed run had not removed yet."""
@@ -331,45 +337,45 @@ class Checkpoint(Callback):
         at_epoch_end = self.save_on_train_epoch_end
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
         self._clock = time.monotonic()
-        if trainer.strategy.control.rank == 0 and not self._is_off:
-            self._tidy(trainer, list(self._going))
+        if trainer.strategy.control.rank == 0 and not self._disabled:
+            self._clean_up(trainer, list(self._to_remove))
 
     def _after_micro_batch(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Save if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
         step = trainer.global_step
-        if step == self._asked_at:
+        if step == self._last_considered_step:
             return
-        self._asked_at = step
+        self._last_considered_step = step
         every, interval = self.every_n_train_steps, self.train_time_interval
         if every and step % every == 0:
-            self._ask(trainer)
-        elif interval is not None and step % _LOOK_AT_THE_CLOCK_EVERY == 0:
-            past = time.monotonic() - self._clock >= interval.total_seconds()
-            if trainer.strategy.control.from_rank_0(past):
+            self._request_save(trainer)
+        elif interval is not None and step % _TIME_CHECK_INTERVAL == 0:
+            is_due = time.monotonic() - self._clock >= interval.total_seconds()
+            if trainer.strategy.control.from_rank_0(is_due):
                 self._clock = time.monotonic()
-                self._ask(trainer)
+                self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save, if checkpoints are saved at the end of validations."""
         if not self._fitting or self._at_epoch_end or trainer.sanity_checking:
             return
         every = self.every_n_epochs if self.save_on_train_epoch_end is False else None
-        if self._by_itself or (every and (trainer.current_epoch + 1) % every == 0):
-            self._ask(trainer)
+        if self._uses_default_interval or (every and (trainer.current_epoch + 1) % every == 0):
+            self._request_save(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save, if checkpoints are saved at the end of epochs and ``every_n_epochs`` is reached."""
-        every = self.every_n_epochs or int(self._by_itself and self._at_epoch_end)
+        every = self.every_n_epochs or int(self._uses_default_interval and self._at_epoch_end)
         if every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0:
-            self._ask(trainer)
+            self._request_save(trainer)
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
         """Save, with ``save_on_exception``."""
-        if self._interim is not None and self._interim.step == trainer.global_step:
+        if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step == trainer.global_step:
             return  # `save_before_leaving` has saved this step already
-        if self._fitting and self.save_on_exception and not self._is_off:
+        if self._fitting and self.save_on_exception and not self._disabled:
             path = child(self._folder(), f"exception-step={trainer.global_step}")
             trainer.save_after_failure(path, self.digest, self.trainable_only)
 
@@ -379,55 +385,57 @@ class Checkpoint(Callback):
         If a run has several `Checkpoint` callbacks, only one saves: the first without ``save_weights_only``, if any.
         The checkpoint does not count towards those that are kept, and is removed once a later one is complete.
         """
-        savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
-        if self._is_off or self is not min(savers, key=lambda one: one.save_weights_only, default=self):
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+        if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
             return False
         step = trainer.global_step
-        if self._whole_at == step:
+        if self._last_resumable_step == step:
             return True
-        earlier = [] if self._interim is None else [self._interim]
-        name, identifier = self._choose(trainer, f"interrupted-step={step}", earlier)
-        self._going += [one for one in earlier if one.name != name]
-        self._interim, self._whole_at = Kept(name, identifier, step=step), step
+        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+        name, identifier = self._choose_name(trainer, f"interrupted-step={step}", earlier)
+        self._to_remove += [kept for kept in earlier if kept.name != name]
+        self._interrupt_checkpoint, self._last_resumable_step = Kept(name, identifier, step=step), step
         self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
 
     # How to save
 
-    def _ask(self, trainer: RunContext) -> None:
-        if self._is_off or (self.save_top_k == 0 and self.keep_last == 0):
+    def _request_save(self, trainer: RunContext) -> None:
+        if self._disabled or (self.save_top_k == 0 and self.keep_last == 0):
             return
         score = None if self.monitor is None else self._score(trainer, self.monitor)
-        self._current = score
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()} if self._logs else {}
+        self._current_score = score
+        values = (
+            {name: float(value) for name, value in trainer.callback_metrics.items()} if self._name_needs_values else {}
+        )
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         trainer.defer_save(lambda: self._save(trainer, score, values))
 
     @property
-    def _logs(self) -> bool:
+    def _name_needs_values(self) -> bool:
         """Whether the name may contain logged values, which have to be copied from the device."""
         return self.filename != DEFAULT
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
-        if trainer.global_step == self._saved_at and score is None:
+        if trainer.global_step == self._last_saved_step and score is None:
             return  # the epoch's last step has been saved already
-        self._saved_at = trainer.global_step
+        self._last_saved_step = trainer.global_step
         if not self._retention.wants(score):
             return
         wanted = self._name(self.filename, values)
-        name, identifier = self._choose(trainer, wanted, self._retention.leaving(score))
-        self._going += self._retention.add(name, identifier, score, trainer.global_step)
+        name, identifier = self._choose_name(trainer, wanted, self._retention.leaving(score))
+        self._to_remove += self._retention.add(name, identifier, score, trainer.global_step)
         if not self.save_weights_only:
-            self._whole_at = trainer.global_step
-            if self._interim is not None and self._interim.step < trainer.global_step:
-                self._going.append(self._interim)
-                self._interim = None
+            self._last_resumable_step = trainer.global_step
+            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < trainer.global_step:
+                self._to_remove.append(self._interrupt_checkpoint)
+                self._interrupt_checkpoint = None
         if self.verbose and trainer.strategy.control.rank == 0:
             monitored = "" if score is None else f", {self.monitor} = {score:.6g}"
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose(self, trainer: RunContext, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
+    def _choose_name(self, trainer: RunContext, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
         """Return a name and an identifier, chosen by rank 0. Only checkpoints in ``leaving`` may be overwritten."""
         control = trainer.strategy.control
         chosen: tuple[str, str] = control.from_rank_0(self._claim(name, leaving) if control.rank == 0 else None)
@@ -436,30 +444,32 @@ class Checkpoint(Callback):
     def _claim(self, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
         folder = self._folder()
 
-        def ours(taken: str) -> bool:
+        def may_overwrite(taken: str) -> bool:
             with suppress(OSError):  # if the storage fails, choose another name
-                return any(one.name == taken and is_at(folder, taken, one.identifier) for one in leaving)
+                return any(kept.name == taken and is_at(folder, taken, kept.identifier) for kept in leaving)
             return False
 
-        name, give_up = claim(folder, name, ours)
-        self._claims[name] = give_up
+        name, release = claim(folder, name, may_overwrite)
+        self._claims[name] = release
         return name, secrets.token_hex(16)
 
     def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
-        leader = trainer.strategy.control.rank == 0
-        going = list(self._going)  # entries added later are removed only after a later checkpoint is complete
+        is_rank_0 = trainer.strategy.control.rank == 0
+        removable = list(self._to_remove)  # entries added later are removed only after a later checkpoint is complete
 
-        def whole() -> None:
-            if leader:
-                self._tidy(trainer, going, name)
-                self._give_up(name)
+        def on_complete() -> None:
+            if is_rank_0:
+                self._clean_up(trainer, removable, name)
+                self._release_claim(name)
             else:
-                self._going = [one for one in self._going if one not in going]
+                self._to_remove = [kept for kept in self._to_remove if kept not in removable]
 
         path = child(self._folder(), name)
-        trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest, self.trainable_only)
+        trainer.write_checkpoint(
+            path, weights_only, background, on_complete, identifier, self.digest, self.trainable_only
+        )
 
-    def _tidy(self, trainer: RunContext, going: Sequence[Kept], newest: str | None = None) -> None:
+    def _clean_up(self, trainer: RunContext, removable: Sequence[Kept], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept. On rank 0, once a later one is complete.
 
         Failures of the storage do not end the run, because no checkpoint is lost: removal is tried again next time.
@@ -470,18 +480,18 @@ class Checkpoint(Callback):
                 point_to(folder, newest)
         except Exception as error:  # each store's library has its own exceptions
             logger.warning("Cannot write %s in %r (%s). The checkpoint %r is complete.", LATEST, folder, error, newest)
-        for one in going:
+        for kept in removable:
             try:
-                remove(folder, one.name, one.identifier)
-                self._going.remove(one)
-                trainer.checkpoint_removed(one.identifier)
+                remove(folder, kept.name, kept.identifier)
+                self._to_remove.remove(kept)
+                trainer.checkpoint_removed(kept.identifier)
             except Exception as error:
-                logger.warning("Cannot remove %r in %r, will try again: %s", one.name, folder, error)
+                logger.warning("Cannot remove %r in %r, will try again: %s", kept.name, folder, error)
 
-    def _give_up(self, name: str) -> None:
-        give_up = self._claims.pop(name, None)
-        if give_up is not None:
-            give_up()
+    def _release_claim(self, name: str) -> None:
+        release = self._claims.pop(name, None)
+        if release is not None:
+            release()
 
     def _folder(self) -> str:
         assert self.dirpath is not None
@@ -504,7 +514,7 @@ class Checkpoint(Callback):
         return value
 
 
-def _step(number: Any) -> int:
+def _step_or_unset(number: Any) -> int:
     return number if type(number) is int else -1
 
 
@@ -523,7 +533,7 @@ def _check_monitor(monitor: Any, mode: str) -> None:
         )
 
 
-def _check(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
+def _check_arguments(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
     if mode not in _MODES:
         raise ConfigurationError(
             f"Checkpoint(mode={mode!r}).{nearest(str(mode), _MODES)}",

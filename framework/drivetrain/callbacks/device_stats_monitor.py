@@ -34,9 +34,9 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._every = 0  # steps between logs; 0 logs nothing
-        self._begun = 0  # the step whose start was logged and whose end was not
-        self._of_host = False
+        self._log_interval = 0  # steps between logs; 0 logs nothing
+        self._open_step = 0  # the step whose start was logged and whose end was not
+        self._logs_host_stats = False
 
     @property
     def state_key(self) -> str:
@@ -46,8 +46,8 @@ class DeviceStatsMonitor(Callback):
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Check that the statistics are available."""
         device = trainer.strategy.device
-        self._of_host = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
-        if self._of_host and importlib.util.find_spec("psutil") is None:
+        self._logs_host_stats = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
+        if self._logs_host_stats and importlib.util.find_spec("psutil") is None:
             raise ConfigurationError(
                 f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) on {str(device)!r} needs psutil, which is not "
                 "installed.",
@@ -55,7 +55,7 @@ class DeviceStatsMonitor(Callback):
                 "pip install psutil"
                 + (", or pass cpu_stats=False." if device.type != "cpu" else ", or remove the callback."),
             )
-        if not self._of_host and _reader(device) is None:
+        if not self._logs_host_stats and _reader(device) is None:
             raise ConfigurationError(
                 f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) has nothing to log on {str(device)!r}.",
                 "torch has no memory statistics for this type of device.",
@@ -64,34 +64,34 @@ class DeviceStatsMonitor(Callback):
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to log."""
-        self._every = trainer.log_every_n_steps if trainer.is_global_zero else 0
-        self._begun = 0
-        if self._every and not trainer.loggers:
-            self._every = 0
+        self._log_interval = trainer.log_every_n_steps if trainer.is_global_zero else 0
+        self._open_step = 0
+        if self._log_interval and not trainer.loggers:
+            self._log_interval = 0
             warnings.warn("DeviceStatsMonitor logs nothing: the run has no logger", stacklevel=2)
-        if self._every and self._of_host:
+        if self._log_interval and self._logs_host_stats:
             self.stats(trainer.strategy.device)  # psutil's cpu_percent is relative to the previous call
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Log before the first micro-batch of a step that is due."""
         step = trainer.global_step + 1
-        if self._every and step % self._every == 0 and step != self._begun:
-            self._begun = step
+        if self._log_interval and step % self._log_interval == 0 and step != self._open_step:
+            self._open_step = step
             self._log(trainer, "on_train_batch_start", step)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Log after the step."""
-        if self._begun and trainer.global_step == self._begun:
-            self._begun = 0
+        if self._open_step and trainer.global_step == self._open_step:
+            self._open_step = 0
             self._log(trainer, "on_train_batch_end", trainer.global_step)
 
     def stats(self, device: torch.device) -> dict[str, float]:
         """Return the current statistics by name."""
         reader = _reader(device)
         statistics: dict[str, float] = {} if reader is None else dict(reader())
-        if self._of_host:
+        if self._logs_host_stats:
             psutil: Any = importlib.import_module("psutil")  # an optional dependency
             statistics["cpu_percent"] = psutil.cpu_percent()
             statistics["cpu_vm_percent"] = psutil.virtual_memory().percent

@@ -108,7 +108,7 @@ class EarlyStopping(Callback):
         self.best_score = math.inf
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
-        self._begin()
+        self._reset()
         self._at_epoch_end = True
         self._fitting = False
         self._warned = False
@@ -160,9 +160,9 @@ class EarlyStopping(Callback):
         """Reset the state for a fit; a checkpoint is loaded later."""
         self._fitting = stage == "fit"
         if self._fitting:
-            self._begin()
+            self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.wait_count = 0
         self.best_score = math.inf if self.mode == "min" else -math.inf
         self.stopped_epoch = 0
@@ -189,9 +189,9 @@ class EarlyStopping(Callback):
     def _check(self, trainer: RunContext) -> None:
         value = monitored_value(trainer, self.monitor)
         if value is None:
-            self._missing(trainer)
+            self._handle_missing_value(trainer)
             return
-        reason = self._judge(value)
+        reason = self._evaluate(value)
         if reason is None and not trainer.should_stop:
             # min_epochs kept the run going after an earlier request to stop, and the value has improved since.
             self.stopping_reason = None
@@ -205,17 +205,17 @@ class EarlyStopping(Callback):
         elif self.verbose and self.wait_count == 0:
             trainer.print(f"EarlyStopping: {self.monitor} improved to {value:.6g}")
 
-    def _judge(self, value: float) -> str | None:
+    def _evaluate(self, value: float) -> str | None:
         """Update the state with a value, and return the reason to stop, or None."""
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} is {value}, which is not finite"
-        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+        if self.stopping_threshold is not None and self._is_better(value, self.stopping_threshold):
             return f"{self.monitor} = {value:.6g} is better than the stopping threshold {self.stopping_threshold:.6g}"
-        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+        if self.divergence_threshold is not None and self._is_better(-value, -self.divergence_threshold):
             return (
                 f"{self.monitor} = {value:.6g} is worse than the divergence threshold {self.divergence_threshold:.6g}"
             )
-        if self._better(value, self.best_score, self.min_delta):
+        if self._is_better(value, self.best_score, self.min_delta):
             self.best_score = value
             self.wait_count = 0
             return None
@@ -227,18 +227,18 @@ class EarlyStopping(Callback):
             f"in the last {self.wait_count} checks"
         )
 
-    def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
+    def _is_better(self, value: float, other: float, margin: float = 0.0) -> bool:
         return value + margin < other if self.mode == "min" else value - margin > other
 
-    def _missing(self, trainer: RunContext) -> None:
+    def _handle_missing_value(self, trainer: RunContext) -> None:
         known = sorted(trainer.callback_metrics)
-        what = (
+        message = (
             f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged.{nearest(self.monitor, known)}"
         )
         listed = f"logged so far: {', '.join(known)}" if known else "nothing was logged so far"
         if self.strict:
             raise ConfigurationError(
-                what,
+                message,
                 f"{listed}, at the end of a {'training epoch' if self._at_epoch_end else 'validation'}",
                 f"call self.log({self.monitor!r}, ...) in a step or hook, monitor another key, set "
                 "check_on_train_epoch_end to when the value is logged, or pass strict=False to skip the check",
@@ -246,4 +246,4 @@ class EarlyStopping(Callback):
         if not self._warned:
             self._warned = True
             if trainer.is_global_zero:
-                warnings.warn(f"{what} {listed}; skipped because strict=False", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{message} {listed}; skipped because strict=False", RuntimeWarning, stacklevel=2)

@@ -64,7 +64,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Return the layers of ``modules``, without containers that have no parameters of their own."""
-        roots = modules.modules() if isinstance(modules, nn.Module) else _flat(modules)
+        roots = modules.modules() if isinstance(modules, nn.Module) else _flatten(modules)
         layers = {id(layer): layer for root in roots for layer in root.modules()}
         return [layer for layer in layers.values() if not any(layer.children()) or layer._parameters]
 
@@ -82,18 +82,18 @@ class BaseFinetuning(Callback):
     def make_trainable(modules: Modules) -> None:
         """Unfreeze all parameters of ``modules``, and track running statistics of batch normalization."""
         for layer in BaseFinetuning.flatten_modules(modules):
-            _set(layer, trains=True)
+            _set_trainable(layer, trains=True)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
         """Freeze one layer without its children: its parameters, and running statistics of batch normalization."""
-        _set(module, trains=False)
+        _set_trainable(module, trains=False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
         """Freeze ``modules``, except for batch normalization if ``train_bn``."""
         for layer in BaseFinetuning.flatten_modules(modules):
-            _set(layer, trains=train_bn and isinstance(layer, _BatchNorm))
+            _set_trainable(layer, trains=train_bn and isinstance(layer, _BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -254,15 +254,15 @@ class BackboneFinetuning(BaseFinetuning):
             )
 
 
-def _flat(modules: Iterable[Modules]) -> Iterator[nn.Module]:
+def _flatten(modules: Iterable[Modules]) -> Iterator[nn.Module]:
     for module in modules:
         if isinstance(module, nn.Module):
             yield module
         else:
-            yield from _flat(module)
+            yield from _flatten(module)
 
 
-def _set(layer: nn.Module, trains: bool) -> None:
+def _set_trainable(layer: nn.Module, trains: bool) -> None:
     if isinstance(layer, _BatchNorm):
         layer.track_running_stats = trains
     for parameter in layer.parameters(recurse=False):

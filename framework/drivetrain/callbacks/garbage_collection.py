@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_YOUNG = 1  # generation of `gc.collect`; skips the oldest objects, so a collection takes some tenths of a millisecond
+_YOUNG_GENERATION = (
+    1  # generation of `gc.collect`; skips the oldest objects, so a collection takes some tenths of a millisecond
+)
 
 
 class GarbageCollection(Callback):
@@ -42,13 +44,13 @@ class GarbageCollection(Callback):
                 "give at least 1, such as 1000",
             )
         self.every_n_steps = every_n_steps
-        self._holds = False  # whether this callback has disabled automatic collection
+        self._has_disabled = False  # whether this callback has disabled automatic collection
         self._collected_at = 0
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Collect everything that set-up left behind, and disable automatic collection."""
         self._collected_at = trainer.global_step
-        self._holds = gc.isenabled()
+        self._has_disabled = gc.isenabled()
         gc.collect()
         gc.disable()
 
@@ -59,7 +61,7 @@ class GarbageCollection(Callback):
         step = trainer.global_step
         if step - self._collected_at >= self.every_n_steps:
             self._collected_at = step
-            gc.collect(_YOUNG)
+            gc.collect(_YOUNG_GENERATION)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Collect all objects."""
@@ -67,13 +69,13 @@ class GarbageCollection(Callback):
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Enable automatic collection again."""
-        self._let_go()
+        self._restore_collector()
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Enable automatic collection again after a failure."""
-        self._let_go()
+        self._restore_collector()
 
-    def _let_go(self) -> None:
-        if self._holds:
+    def _restore_collector(self) -> None:
+        if self._has_disabled:
             gc.enable()
-        self._holds = False
+        self._has_disabled = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callback import Callback
 from drivetrain.callbacks._lr_search import LRFind, check_lr_arguments, find_lr, lr_attribute
 from drivetrain.callbacks._tuned_attributes import set_attribute
-from drivetrain.callbacks._tuned_value import saved_finding
+from drivetrain.callbacks._tuned_value import load_saved_result
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class LearningRateFinder(Callback):
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = update_attr
         self._attr_name = attr_name
-        self._was_asked = False
+        self._was_launched = False
         self._suggestion: float | None = None
         self.optimal_lr: LRFind | None = None
         """The result of the search; None before it."""
@@ -68,10 +68,10 @@ class LearningRateFinder(Callback):
         self._suggestion = state_dict["suggestion"]
 
     def before_launch(self, trials: Trials) -> None:
-        self._was_asked = True
+        self._was_launched = True
         if trials.stage != "fit" or trials.is_dry_run:
             return
-        saved = saved_finding(trials.ckpt_path, self.state_key)
+        saved = load_saved_result(trials.ckpt_path, self.state_key)
         if saved is not None:
             self._suggestion = saved.get("suggestion")
             if self._update_attr and self._suggestion is not None:
@@ -91,16 +91,16 @@ class LearningRateFinder(Callback):
         self._suggestion = self.optimal_lr.suggestion()
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        refuse_unasked(self, self._was_asked or stage != "fit")
+        check_was_launched(self, self._was_launched or stage != "fit")
 
 
-def refuse_unasked(callback: Callback, was_asked: bool) -> None:
+def check_was_launched(callback: Callback, was_launched: bool) -> None:
     """Raise an error for a finder that was added too late to search.
 
     Raises:
         ConfigurationError: its `before_launch` was not called.
     """
-    if not was_asked:
+    if not was_launched:
         raise ConfigurationError(
             f"{type(callback).__name__} was added after the run had started.",
             "it searches before set-up, and therefore cannot be added in configure_callbacks or setup.",

@@ -26,32 +26,34 @@ _ACTIONS = ("warn", "skip", "rollback")
 _CAPACITY = 1024  # losses in the buffer, and thus the maximum number of micro-batches between two checks
 
 
-class _Mark(NamedTuple):
+class _MicroBatch(NamedTuple):
     """A micro-batch: the `global_step` before its step, and the number of items over which its loss is a mean."""
 
     step: int
     weight: float
 
 
-class _Look(NamedTuple):
+class _PendingLosses(NamedTuple):
     """Losses of several micro-batches that are being copied to the host."""
 
-    marks: list[_Mark]
+    micro_batches: list[_MicroBatch]
     losses: Readback | None  # None if this rank had no loss
 
     def has_arrived(self) -> bool:
         return self.losses is None or self.losses.has_arrived
 
-    def no_sums(self) -> dict[int, list[float]]:
-        return {mark.step: [0.0, 0.0] for mark in self.marks}
+    def zero_sums(self) -> dict[int, list[float]]:
+        return {micro_batch.step: [0.0, 0.0] for micro_batch in self.micro_batches}
 
     def sums(self) -> dict[int, list[float]]:
         """Return, by step, the sum of the losses of its micro-batches on this rank, and their number."""
-        sums = self.no_sums()
-        for mark, loss in zip(self.marks, self.losses.numbers(), strict=True) if self.losses is not None else ():
-            if mark.weight > 0:
-                sums[mark.step][0] += loss
-                sums[mark.step][1] += 1
+        sums = self.zero_sums()
+        for micro_batch, loss in (
+            zip(self.micro_batches, self.losses.numbers(), strict=True) if self.losses is not None else ()
+        ):
+            if micro_batch.weight > 0:
+                sums[micro_batch.step][0] += loss
+                sums[micro_batch.step][1] += 1
         return sums
 
 
@@ -127,10 +129,10 @@ class LossSpikeGuard(Callback):
         """Steps to skip after a rollback, each given as the `global_step` before it."""
         self._statistic = SpikeStatistic(threshold, window, warmup)
         self._losses: Tensor | None = None
-        self._marks: list[_Mark] = []
-        self._looks: list[_Look] = []  # losses that have not arrived on every rank
+        self._micro_batches: list[_MicroBatch] = []
+        self._pending: list[_PendingLosses] = []  # losses that have not arrived on every rank
         self._step = 0  # global_step at the start of the current micro-batch
-        self._dropping: bool | None = None  # whether to drop the current step; None if not decided yet
+        self._drop_step: bool | None = None  # whether to drop the current step; None if not decided yet
 
     @property
     def state_key(self) -> str:
@@ -154,8 +156,8 @@ class LossSpikeGuard(Callback):
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check that steps can be skipped, if necessary, and reset the buffers."""
         if self.action != "warn":
-            self._check(trainer, module)
-        self._losses, self._marks, self._looks, self._dropping = None, [], [], None
+            self._check_can_skip(trainer, module)
+        self._losses, self._micro_batches, self._pending, self._drop_step = None, [], [], None
         self._step = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
@@ -165,15 +167,15 @@ class LossSpikeGuard(Callback):
             # A sum of losses in half precision could overflow.
             dtype = torch.float32 if loss.device.type == "mps" else torch.float64
             self._losses = torch.zeros(_CAPACITY, dtype=dtype, device=loss.device)
-        self._losses[len(self._marks)].add_(loss.detach())
+        self._losses[len(self._micro_batches)].add_(loss.detach())
 
     def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
         """Drop the gradients if the step is to be skipped."""
         if self.action == "warn":
             return
-        if self._dropping is None:
-            self._dropping = self._is_dropped(trainer)
-        if self._dropping:
+        if self._drop_step is None:
+            self._drop_step = self._should_drop(trainer)
+        if self._drop_step:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -182,54 +184,56 @@ class LossSpikeGuard(Callback):
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Record the micro-batch, and check the losses if ``every_n_steps`` is reached or the buffer is full."""
-        self._dropping = None
-        self._marks.append(_Mark(self._step, trainer.micro_batch_weight))
+        self._drop_step = None
+        self._micro_batches.append(_MicroBatch(self._step, trainer.micro_batch_weight))
         step = trainer.global_step
-        made, self._step = step != self._step, step
-        if (made and step % self.every_n_steps == 0) or len(self._marks) == _CAPACITY:
-            self._look(trainer, wait=self.action != "warn")
+        stepped, self._step = step != self._step, step
+        if (stepped and step % self.every_n_steps == 0) or len(self._micro_batches) == _CAPACITY:
+            self._check_losses(trainer, wait=self.action != "warn")
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the losses before a checkpoint may be saved."""
-        self._look(trainer)
+        self._check_losses(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the remaining losses of the epoch."""
-        self._look(trainer)
+        self._check_losses(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_losses": None, "_marks": [], "_looks": []}
+        return self.__dict__ | {"_losses": None, "_micro_batches": [], "_pending": []}
 
     # Checking losses
 
-    def _look(self, trainer: RunContext, wait: bool = True) -> None:
-        if self._marks:
-            self._looks.append(_Look(self._marks, self._read_losses()))
-            self._marks = []
-        if not self._looks:
+    def _check_losses(self, trainer: RunContext, wait: bool = True) -> None:
+        if self._micro_batches:
+            self._pending.append(_PendingLosses(self._micro_batches, self._read_losses()))
+            self._micro_batches = []
+        if not self._pending:
             return
         means = self._means(trainer, wait)
         spikes: dict[int, float] = {}
-        usual = ""
+        normal_range = ""
         for step, loss in means.items():
             if self._statistic.is_spike(loss) and step not in self.passed_over:
-                usual = usual or self._usual()  # before any of the spikes is added
+                normal_range = normal_range or self._normal_range()  # before any of the spikes is added
                 spikes[step] = loss
             self._statistic.add(loss)
         if not spikes or self.action == "skip":  # skipped steps have been logged already
             return
         first = min(spikes)
-        what = f"The loss rose to {spikes[first]:.4g} in the step after global_step={first} ({usual})"
+        description = f"The loss rose to {spikes[first]:.4g} in the step after global_step={first} ({normal_range})"
         if self.action == "warn":
-            self._say(trainer, f"LossSpikeGuard: {what}; {len(spikes)} of the last {len(means)} steps were spikes.")
+            self._warn(
+                trainer, f"LossSpikeGuard: {description}; {len(spikes)} of the last {len(means)} steps were spikes."
+            )
         else:
-            self._go_back(trainer, what, spikes)
+            self._roll_back(trainer, description, spikes)
 
     def _read_losses(self) -> Readback | None:
         """Start to copy the recorded losses to the host, and clear the buffer."""
         if self._losses is None:
             return None
-        losses = Readback(self._losses[: len(self._marks)])
+        losses = Readback(self._losses[: len(self._micro_batches)])
         self._losses.zero_()
         return losses
 
@@ -238,47 +242,49 @@ class LossSpikeGuard(Callback):
 
         Collective. Losses that have not arrived on some rank stay in the queue, unless ``wait``.
         """
-        looks = self._looks
-        arrived = len(looks)
+        pending = self._pending
+        arrived = len(pending)
         if not wait:
-            arrived = sum(1 for _ in takewhile(_Look.has_arrived, looks))
-        mine = [look.sums() if index < arrived else look.no_sums() for index, look in enumerate(looks)]
+            arrived = sum(1 for _ in takewhile(_PendingLosses.has_arrived, pending))
+        mine = [losses.sums() if index < arrived else losses.zero_sums() for index, losses in enumerate(pending)]
         local = torch.tensor([float(arrived), *chain(*(chain(*sums.values()) for sums in mine))], dtype=torch.float64)
         gathered = trainer.strategy.control.all_gather(local)
         totals = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # every rank has the same steps
         known = int(gathered[:, 0].min())
-        self._looks = looks[known:]
+        self._pending = pending[known:]
         steps = chain(*mine[:known])
         return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
 
-    def _is_dropped(self, trainer: RunContext) -> bool:
+    def _should_drop(self, trainer: RunContext) -> bool:
         """Return whether to skip the next step, the same on every rank. Collective with action "skip"."""
         if self.action == "rollback":
             return self._step in self.passed_over
         assert self._losses is not None
-        weights = [mark.weight for mark in self._marks if mark.step == self._step] + [trainer.micro_batch_weight]
-        losses = self._losses[len(self._marks) + 1 - len(weights) : len(self._marks) + 1].tolist()
+        weights = [micro_batch.weight for micro_batch in self._micro_batches if micro_batch.step == self._step] + [
+            trainer.micro_batch_weight
+        ]
+        losses = self._losses[len(self._micro_batches) + 1 - len(weights) : len(self._micro_batches) + 1].tolist()
         mine = [loss for loss, weight in zip(losses, weights, strict=True) if weight > 0]
         local = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64)
         total, count = trainer.strategy.control.all_gather(local).sum(0).tolist()
         loss = total / count if count else 0.0
         if not self._statistic.is_spike(loss):
             return False
-        self._say(
+        self._warn(
             trainer,
             f"LossSpikeGuard: skipped the step after global_step={self._step}, whose loss was {loss:.4g} "
-            f"({self._usual()}).",
+            f"({self._normal_range()}).",
         )
         return True
 
-    def _usual(self) -> str:
+    def _normal_range(self) -> str:
         return f"median {self._statistic.middle:.4g}, limit {self._statistic.limit:.4g}"
 
-    def _go_back(self, trainer: RunContext, what: str, spikes: Iterable[int]) -> None:
+    def _roll_back(self, trainer: RunContext, description: str, spikes: Iterable[int]) -> None:
         first, last = min(spikes), max(spikes)
         if self.rollbacks >= self.max_rollbacks:
             raise LossSpikeError(
-                f"{what}.",
+                f"{description}.",
                 f"the run has rolled back {self.rollbacks} time(s) already, which is the limit (max_rollbacks)",
                 "lower the learning rate, clip gradients (gradient_clip_val), inspect that step's data, or raise "
                 "max_rollbacks",
@@ -286,7 +292,7 @@ class LossSpikeGuard(Callback):
         checkpoint = trainer.checkpoint_before(first)
         if checkpoint is None:
             raise LossSpikeError(
-                f"{what}.",
+                f"{description}.",
                 "there is no complete checkpoint from before the spike to roll back to",
                 "save more often, at multiples of every_n_steps, and keep several checkpoints: "
                 "Checkpoint(every_n_train_steps=..., keep_last=2)",
@@ -294,18 +300,18 @@ class LossSpikeGuard(Callback):
         path, step = checkpoint
         self.rollbacks += 1
         self.passed_over |= set(range(first, last + 1))
-        self._say(
+        self._warn(
             trainer,
-            f"LossSpikeGuard: {what}. Rolling back from global_step={trainer.global_step} to {step}, {path} (rollback "
-            f"{self.rollbacks} of {self.max_rollbacks}); steps {first} to {last} will be skipped.",
+            f"LossSpikeGuard: {description}. Rolling back from global_step={trainer.global_step} to {step}, {path} "
+            f"(rollback {self.rollbacks} of {self.max_rollbacks}); steps {first} to {last} will be skipped.",
         )
         trainer.roll_back(path)
 
-    def _say(self, trainer: RunContext, message: str) -> None:
+    def _warn(self, trainer: RunContext, message: str) -> None:
         if trainer.strategy.rank == 0:
             logger.warning(message)
 
-    def _check(self, trainer: RunContext, module: TrainModule) -> None:
+    def _check_can_skip(self, trainer: RunContext, module: TrainModule) -> None:
         if not trainer.strategy.accepts_none_loss:
             reason = f"strategy {trainer.strategy.name!r} does not expose its gradients, so steps cannot be skipped"
         elif not module.automatic_optimization:

@@ -46,9 +46,9 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self._every = 1
+        self._log_interval = 1
         self._by_step = self._by_epoch = False
-        self._last = -1
+        self._last_logged_step = -1
         self.lrs: dict[str, list[float]] = {}
         """The logged values of each learning rate in this run, oldest first."""
 
@@ -66,8 +66,8 @@ class LearningRateMonitor(Callback):
         """Determine when to log."""
         self.lrs = {}
         self._by_step = self._by_epoch = False
-        self._every = trainer.log_every_n_steps
-        if not self._every:  # nothing is logged in this run
+        self._log_interval = trainer.log_every_n_steps
+        if not self._log_interval:  # nothing is logged in this run
             return
         if not trainer.loggers:
             if trainer.is_global_zero:
@@ -76,23 +76,23 @@ class LearningRateMonitor(Callback):
         intervals = {config.interval for config in trainer.scheduler_configs} or {"epoch"}
         self._by_step = self.logging_interval == "step" or (self.logging_interval is None and "step" in intervals)
         self._by_epoch = not self._by_step
-        self._last = -1
+        self._last_logged_step = -1
 
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Log the rates of the epoch."""
         if self._by_epoch:
-            trainer.log_metrics(self._noted(trainer), step=trainer.global_step)
+            trainer.log_metrics(self._record_rates(trainer), step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Log the rates of the step, before its first micro-batch."""
         if not self._by_step:
             return
         step = trainer.global_step + 1
-        if step % self._every == 0 and step != self._last:
-            self._last = step
-            trainer.log_metrics(self._noted(trainer), step=step)
+        if step % self._log_interval == 0 and step != self._last_logged_step:
+            self._last_logged_step = step
+            trainer.log_metrics(self._record_rates(trainer), step=step)
 
-    def _noted(self, trainer: RunContext) -> dict[str, float]:
+    def _record_rates(self, trainer: RunContext) -> dict[str, float]:
         rates = self.rates(trainer)
         for name, value in rates.items():
             if not name.endswith(("-momentum", "-weight_decay")):
@@ -106,9 +106,9 @@ class LearningRateMonitor(Callback):
         seen: dict[str, int] = {}
         for optimizer in trainer.optimizers:
             key = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
-            again = seen.get(key, 0)
-            seen[key] = again + 1
-            values |= self._of_optimizer(optimizer, f"{key}-{again}" if again else key)
+            occurrence = seen.get(key, 0)
+            seen[key] = occurrence + 1
+            values |= self._of_optimizer(optimizer, f"{key}-{occurrence}" if occurrence else key)
         return values
 
     def _of_optimizer(self, optimizer: Optimizer, key: str) -> dict[str, float]:

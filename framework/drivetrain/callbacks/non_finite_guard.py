@@ -22,7 +22,7 @@ _CAPACITY = 256  # rows of the buffer, and thus the maximum number of micro-batc
 _LOSS, _GRADIENT, _PARAMETER = 0, 1, 2
 
 
-class _Mark(NamedTuple):
+class _MicroBatch(NamedTuple):
     """The position of a micro-batch in the run."""
 
     epoch: int
@@ -65,10 +65,10 @@ class NonFiniteGuard(Callback):
         self.every_n_steps = every_n_steps
         self.check_gradients = check_gradients
         self.check_parameters = check_parameters
-        self._window: Tensor | None = None
-        self._marks: list[_Mark] = []
+        self._buffer: Tensor | None = None
+        self._micro_batches: list[_MicroBatch] = []
         self._step = 0  # global_step at the start of the current micro-batch
-        self._looked_at = 0
+        self._last_check = 0
 
     @property
     def state_key(self) -> str:
@@ -88,14 +88,14 @@ class NonFiniteGuard(Callback):
                 "its loss scaler tries large scales, so gradients that overflow are normal and their step is skipped",
                 "leave check_gradients off, or use bf16-mixed, which needs no loss scaler",
             )
-        self._window = None
-        self._marks = []
-        self._step = self._looked_at = trainer.global_step
+        self._buffer = None
+        self._micro_batches = []
+        self._step = self._last_check = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
         """Add the loss to the buffer on its device."""
         # Several losses of one micro-batch are summed, which preserves NaN and infinity.
-        self._place(loss, _LOSS).add_(loss.detach())
+        self._buffer_entry(loss, _LOSS).add_(loss.detach())
 
     def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
         """Add the largest magnitude among this rank's gradients to the buffer."""
@@ -104,82 +104,86 @@ class NonFiniteGuard(Callback):
         plain, sharded = by_mesh([optimizer])
         gradients = [_dense(p.grad) for p in (*plain, *(p for held in sharded.values() for p in held))]
         if gradients:
-            largest = get_total_norm(gradients, math.inf)
-            self._place(largest, _GRADIENT).add_(largest)
+            search_largest = get_total_norm(gradients, math.inf)
+            self._buffer_entry(search_largest, _GRADIENT).add_(search_largest)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Record the micro-batch, and check the buffer if ``every_n_steps`` is reached or it is full."""
-        self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight))
+        self._micro_batches.append(
+            _MicroBatch(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight)
+        )
         self._step = step = trainer.global_step
-        if step - self._looked_at >= self.every_n_steps or len(self._marks) == _CAPACITY:
-            self._look(trainer, module)
+        if step - self._last_check >= self.every_n_steps or len(self._micro_batches) == _CAPACITY:
+            self._check(trainer, module)
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check before validating, and possibly saving, weights that are not finite."""
-        if self._marks:
-            self._look(trainer, module)
+        if self._micro_batches:
+            self._check(trainer, module)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the remaining micro-batches of the epoch."""
-        if self._marks:
-            self._look(trainer, module)
+        if self._micro_batches:
+            self._check(trainer, module)
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the remaining micro-batches if training ended within an epoch."""
-        if self._marks:
-            self._look(trainer, module)
+        if self._micro_batches:
+            self._check(trainer, module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_window": None, "_marks": []}
+        return self.__dict__ | {"_buffer": None, "_micro_batches": []}
 
-    def _place(self, value: Tensor, column: int) -> Tensor:
+    def _buffer_entry(self, value: Tensor, column: int) -> Tensor:
         """Return the buffer's element for the current micro-batch's loss or gradients, a view of shape ()."""
-        if self._window is None:
+        if self._buffer is None:
             # A sum of losses in half precision could overflow.
             dtype = torch.float32 if value.device.type == "mps" else torch.float64
-            self._window = torch.zeros(_CAPACITY, 2, dtype=dtype, device=value.device)
-        return self._window[len(self._marks), column]
+            self._buffer = torch.zeros(_CAPACITY, 2, dtype=dtype, device=value.device)
+        return self._buffer[len(self._micro_batches), column]
 
-    def _look(self, trainer: RunContext, module: TrainModule) -> None:
-        marks, self._marks = self._marks, []
-        self._looked_at = trainer.global_step
-        everyone = trainer.strategy.control.all_gather(self._finding(marks, module))
-        bad = [(int(row[0]), int(row[1]), rank) for rank, row in enumerate(everyone) if row[0] >= 0]
-        if bad:
-            _refuse(bad, everyone, marks, [name for name, _ in module.named_parameters()])
+    def _check(self, trainer: RunContext, module: TrainModule) -> None:
+        micro_batches, self._micro_batches = self._micro_batches, []
+        self._last_check = trainer.global_step
+        problem_by_rank = trainer.strategy.control.all_gather(self._first_problem(micro_batches, module))
+        problems = [(int(row[0]), int(row[1]), rank) for rank, row in enumerate(problem_by_rank) if row[0] >= 0]
+        if problems:
+            _raise_error(problems, problem_by_rank, micro_batches, [name for name, _ in module.named_parameters()])
 
-    def _finding(self, marks: list[_Mark], module: torch.nn.Module) -> Tensor:
+    def _first_problem(self, micro_batches: list[_MicroBatch], module: torch.nn.Module) -> Tensor:
         """Return this rank's first non-finite value: micro-batch (-1 for none), kind, value and parameter index."""
-        if self._window is not None:
-            values = self._window[: len(marks)].tolist()
-            self._window.zero_()
+        if self._buffer is not None:
+            values = self._buffer[: len(micro_batches)].tolist()
+            self._buffer.zero_()
             for index, row in enumerate(values):
                 for kind in (_LOSS, _GRADIENT):
-                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or marks[index].weight > 0):
+                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or micro_batches[index].weight > 0):
                         return torch.tensor([index, kind, row[kind], -1.0], dtype=torch.float64)
         if self.check_parameters:
             first = _first_bad_parameter(module)
             if first is not None:
-                return torch.tensor([len(marks) - 1, _PARAMETER, math.nan, first], dtype=torch.float64)
+                return torch.tensor([len(micro_batches) - 1, _PARAMETER, math.nan, first], dtype=torch.float64)
         return torch.tensor([-1.0, 0.0, 0.0, -1.0], dtype=torch.float64)
 
 
-def _refuse(bad: list[tuple[int, int, int]], everyone: Tensor, marks: list[_Mark], names: list[str]) -> None:
-    index, kind, first_rank = min(bad)
-    ranks = [rank for place, what, rank in bad if (place, what) == (index, kind)]
-    mark = marks[index]
-    value = float(everyone[first_rank, 2])
-    thing = {
+def _raise_error(
+    problems: list[tuple[int, int, int]], problem_by_rank: Tensor, micro_batches: list[_MicroBatch], names: list[str]
+) -> None:
+    index, kind, first_rank = min(problems)
+    ranks = [rank for *position, rank in problems if position == [index, kind]]
+    micro_batch = micro_batches[index]
+    value = float(problem_by_rank[first_rank, 2])
+    problem = {
         _LOSS: f"The loss is {value}",
         _GRADIENT: f"A gradient is {value}",
-        _PARAMETER: f"The parameter {names[int(everyone[first_rank, 3])]!r} is not finite",
+        _PARAMETER: f"The parameter {names[int(problem_by_rank[first_rank, 3])]!r} is not finite",
     }[kind]
     where = f"rank {first_rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     raise NonFiniteError(
-        f"{thing} on {where} at batch index {mark.batch_idx} of epoch {mark.epoch}, after {mark.step} optimizer steps "
-        f"(global_step={mark.step})",
+        f"{problem} on {where} at batch index {micro_batch.batch_idx} of epoch {micro_batch.epoch}, after "
+        f"{micro_batch.step} optimizer steps (global_step={micro_batch.step})",
         "training cannot recover from it; the weights may already contain NaN",
         "inspect that batch, lower the learning rate, clip gradients (gradient_clip_val) or use a wider precision; "
         "Fit(detect_anomaly=True) names the operation",
@@ -196,8 +200,8 @@ def _first_bad_parameter(module: torch.nn.Module) -> int | None:
     if not flags:
         return None
     device = flags[0].device
-    bad = (~torch.stack([flag.to(device) for flag in flags])).nonzero()
-    return int(bad[0]) if len(bad) else None
+    problems = (~torch.stack([flag.to(device) for flag in flags])).nonzero()
+    return int(problems[0]) if len(problems) else None
 
 
 def _dense(gradient: Any) -> Tensor:

@@ -11,7 +11,7 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks._predictions.prediction_run import WritingPredictions
+    from drivetrain.callbacks._predictions.prediction_run import PredictionRun
     from drivetrain.run_context import RunContext
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
@@ -145,7 +145,7 @@ class PredictionWriter(BasePredictionWriter):
         self.path = os.fspath(path)
         self.format = format
         self.part_bytes = part_bytes
-        self._writing: WritingPredictions | None = None
+        self._writing: PredictionRun | None = None
 
     @property
     def state_key(self) -> str:
@@ -155,16 +155,16 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
         """Start writing, or resume what a killed run has written. Collective."""
         super().on_predict_start(trainer, module)
-        from drivetrain.callbacks._predictions.prediction_run import WritingPredictions  # imported only if needed
+        from drivetrain.callbacks._predictions.prediction_run import PredictionRun  # imported only if needed
 
-        self._writing = WritingPredictions(self.path, trainer, module, self.part_bytes)
+        self._writing = PredictionRun(self.path, trainer, module, self.part_bytes)
 
     def predicted_before(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return the function that tells which batches a killed run has written, if this run resumes one."""
         assert self._writing is not None
-        return self._writing.sees if self._writing.goes_on else None
+        return self._writing.check_written if self._writing.resumes else None
 
     def write_on_batch_end(
         self,
@@ -178,25 +178,25 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         """Buffer an output, and write the buffer as a part if it is large enough."""
         if self._writing is not None and trainer.strategy.is_data_leader:
-            self._writing.take(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
+            self._writing.add(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: RunContext, module: Any) -> None:
         """Publish the predictions of all ranks. Collective."""
         if self._writing is not None:
             self._writing.publish()
-            self._let_go()
+            self._release()
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Write the outputs in the buffer, if possible."""
         if self._writing is not None:
-            self._writing.save_what_is_held()
-            self._let_go()
+            self._writing.flush_after_failure()
+            self._release()
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Release the folder for other runs."""
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._writing is not None:
             self._writing.store.release()
             self._writing = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from drivetrain._metrics.packing import Readback
 from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 from drivetrain.callback import Callback
-from drivetrain.callbacks._bar_line import Phase, clock, fitted, in_words, speed
+from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_rate, format_time
 from drivetrain.callbacks._deferred_values import LatestNumbers
 from drivetrain.callbacks._live_lines import LiveLines
 from drivetrain.callbacks._time_left import TimeLeft
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _now = time.monotonic
 
-_PAUSE = 30.0
+_LINE_INTERVAL = 30.0
 """Minimum seconds between two lines of progress if the output is not a terminal."""
 
 
@@ -60,19 +60,19 @@ class ProgressBar(Callback):
                 "it is the number of refreshes per second; more than 10 are not readable and slow down the run",
                 "give a number above 0 and at most 10",
             )
-        self._pause = 1.0 / refresh_rate
+        self._refresh_interval = 1.0 / refresh_rate
         self._stream = stream
-        self._latest = LatestNumbers()
+        self._metrics_reader = LatestNumbers()
         self._lines: LiveLines | None = None
-        self._live = False  # whether this rank redraws lines on a terminal
-        self._speaks = False  # whether this is rank 0
+        self._on_terminal = False  # whether this rank redraws lines on a terminal
+        self._is_rank_zero = False  # whether this is rank 0
         self._training: Phase | None = None
         self._phase: Phase | None = None
         self._time_left: TimeLeft | None = None
         self._run_left = ""
         self._next_refresh = 0.0
         self._next_line = 0.0
-        self._late: _LateLine | None = None
+        self._pending_line: _PendingLine | None = None
 
     # Methods that subclasses may override or use
 
@@ -99,7 +99,7 @@ class ProgressBar(Callback):
             now: seconds of `time.monotonic`.
         """
         if self._lines is not None:
-            line = fitted(phase, metrics, now, self.run_left, self._lines.width)
+            line = fit_line(phase, metrics, now, self.run_left, self._lines.width)
             bar = f"|{'#' * line.filled}{'-' * (line.width - line.filled)}| " if line.width else ""
             self._lines.show([f"{line.title} {bar}{line.rest}"[: self._lines.width]])
 
@@ -125,10 +125,10 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Determine whether this rank shows progress, and whether on a terminal."""
-        self._speaks = trainer.is_global_zero
-        self._live = self._speaks and self.is_terminal()
-        self._next_line = _now() + _PAUSE
-        if self._live:
+        self._is_rank_zero = trainer.is_global_zero
+        self._on_terminal = self._is_rank_zero and self.is_terminal()
+        self._next_line = _now() + _LINE_INTERVAL
+        if self._on_terminal:
             self._lines = LiveLines(self.stream)
             if self._stream is None:
                 self._lines.guard()
@@ -139,8 +139,8 @@ class ProgressBar(Callback):
             self.close()
             self._lines.release()
         self._lines = None
-        self._live = self._speaks = False
-        self._training = self._phase = self._time_left = self._late = None
+        self._on_terminal = self._is_rank_zero = False
+        self._training = self._phase = self._time_left = self._pending_line = None
         self._run_left = ""
 
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
@@ -155,8 +155,8 @@ class ProgressBar(Callback):
         """Start an epoch."""
         last = f"/{trainer.max_epochs}" if trainer.max_epochs not in (None, -1) else ""
         title = f"Epoch {trainer.current_epoch + 1}{last}"
-        self._training = Phase(title, _count(_to_come(trainer)), _now(), trainer.batch_idx)
-        self._show(self._training)
+        self._training = Phase(title, _as_total(_epoch_batches(trainer)), _now(), trainer.batch_idx)
+        self._start_phase(self._training)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
@@ -165,12 +165,12 @@ class ProgressBar(Callback):
         phase = self._training
         if phase is not None:
             phase.done = batch_idx + 1
-        if self._live and _now() >= self._next_refresh:
+        if self._on_terminal and _now() >= self._next_refresh:
             self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the final line of the epoch."""
-        self._conclude(trainer, self._training)
+        self._end_phase(trainer, self._training)
         self._training = None
 
     # Evaluation and prediction
@@ -178,7 +178,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a validation."""
         title = "Sanity check" if trainer.sanity_checking else "Validation"
-        self._show(Phase(title, _count(sum(trainer.num_val_batches)), _now()))
+        self._start_phase(Phase(title, _as_total(sum(trainer.num_val_batches)), _now()))
 
     def on_validation_batch_end(
         self,
@@ -198,13 +198,13 @@ class ProgressBar(Callback):
         if trainer.sanity_checking or self._training is not None:
             if self._training is not None and phase is not None:
                 self._training.paused += now - phase.started
-            self._show(self._training)
+            self._start_phase(self._training)
         else:
-            self._conclude(trainer, phase)
+            self._end_phase(trainer, phase)
 
     def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a test."""
-        self._show(Phase("Test", _count(sum(trainer.num_test_batches)), _now()))
+        self._start_phase(Phase("Test", _as_total(sum(trainer.num_test_batches)), _now()))
 
     def on_test_batch_end(
         self,
@@ -220,11 +220,11 @@ class ProgressBar(Callback):
 
     def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the final line of the test."""
-        self._conclude(trainer, self._phase)
+        self._end_phase(trainer, self._phase)
 
     def on_predict_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a prediction."""
-        self._show(Phase("Prediction", _count(sum(trainer.num_predict_batches)), _now()))
+        self._start_phase(Phase("Prediction", _as_total(sum(trainer.num_predict_batches)), _now()))
 
     def on_predict_batch_end(
         self,
@@ -240,7 +240,7 @@ class ProgressBar(Callback):
 
     def on_predict_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the final line of the prediction."""
-        self._conclude(trainer, self._phase)
+        self._end_phase(trainer, self._phase)
 
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
         """Return the values to show, by name. Override it to change them."""
@@ -249,7 +249,7 @@ class ProgressBar(Callback):
 
     # Drawing
 
-    def _show(self, phase: Phase | None) -> None:
+    def _start_phase(self, phase: Phase | None) -> None:
         self._phase = phase
         self._next_refresh = 0.0
 
@@ -257,73 +257,73 @@ class ProgressBar(Callback):
         phase = self._phase
         if phase is not None:
             phase.done += 1
-        if self._live and _now() >= self._next_refresh:
+        if self._on_terminal and _now() >= self._next_refresh:
             self._refresh(trainer)
 
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
-            self._run_left = self._said_of_the_run(trainer, phase, now)
-            self.draw(phase, self._latest.read(self.get_metrics(trainer, trainer.lightning_module)), now)
+            self._run_left = self._remaining_text(trainer, phase, now)
+            self.draw(phase, self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module)), now)
         # The pause starts after drawing, so that a slow terminal cannot take most of the run's time.
-        self._next_refresh = _now() + self._pause
+        self._next_refresh = _now() + self._refresh_interval
 
-    def _said_of_the_run(self, trainer: RunContext, phase: Phase, now: float) -> str:
+    def _remaining_text(self, trainer: RunContext, phase: Phase, now: float) -> str:
         if self._time_left is None or phase is not self._training:
             return ""
         seconds = self._time_left.seconds(trainer, now)
-        return f"run {'?' if seconds is None else clock(seconds)} left"
+        return f"run {'?' if seconds is None else format_time(seconds)} left"
 
     # Output that is not a terminal
 
     def write_progress(self, trainer: RunContext, module: TrainModule, batches: int) -> None:
         """Print a line if one is due and the output is not a terminal."""
-        if self._live or not self._speaks:
+        if self._on_terminal or not self._is_rank_zero:
             return
-        if self._late is not None and self._late.has_arrived:
-            self._write_late()
+        if self._pending_line is not None and self._pending_line.has_arrived:
+            self._write_pending_line()
         phase, now = self._phase, _now()
-        if phase is None or now < self._next_line or self._late is not None:
+        if phase is None or now < self._next_line or self._pending_line is not None:
             return
         phase.done = batches
-        self._next_line = now + _PAUSE
+        self._next_line = now + _LINE_INTERVAL
         values = self.get_metrics(trainer, trainer.lightning_module)
         parts = [f"{phase.done}/{phase.total}" if phase.is_bounded else f"{phase.done}", "batches"]
-        columns = [" ".join(parts), clock(phase.elapsed(now)), speed(phase.rate(now))]
+        columns = [" ".join(parts), format_time(phase.elapsed(now)), format_rate(phase.rate(now))]
         if phase is self._training:
             last = f"/{trainer.max_steps}" if trainer.max_steps >= 0 else ""
-            columns = [f"step {trainer.global_step}{last}", *columns, self._said_of_the_run(trainer, phase, now)]
+            columns = [f"step {trainer.global_step}{last}", *columns, self._remaining_text(trainer, phase, now)]
         else:
-            left = phase.left(now)
-            columns.append(f"{'?' if left is None else clock(left)} left")
-        self._late = _LateLine(f"{phase.title}: {', '.join(columns)}", values)
-        if self._late.has_arrived:
-            self._write_late()
+            left = phase.seconds_left(now)
+            columns.append(f"{'?' if left is None else format_time(left)} left")
+        self._pending_line = _PendingLine(f"{phase.title}: {', '.join(columns)}", values)
+        if self._pending_line.has_arrived:
+            self._write_pending_line()
 
-    def _write_late(self) -> None:
-        if self._late is not None:
-            self.write(self._late.text())
-            self._late = None
+    def _write_pending_line(self) -> None:
+        if self._pending_line is not None:
+            self.write(self._pending_line.text())
+            self._pending_line = None
 
-    def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
+    def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
         self._phase = None
-        if not self._speaks or phase is None:
+        if not self._is_rank_zero or phase is None:
             return
-        if self._live:
+        if self._on_terminal:
             self.close()
-        self._write_late()
+        self._write_pending_line()
         now = _now()
-        metrics = self._latest.read(self.get_metrics(trainer, trainer.lightning_module), wait=True)
-        run = self._said_of_the_run(trainer, phase, now)
-        self.write(summary_line(phase, metrics, now, "" if run == f"run {clock(0)} left" else run))
-        self._next_line = now + _PAUSE
+        metrics = self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module), wait=True)
+        run = self._remaining_text(trainer, phase, now)
+        self.write(summary_line(phase, metrics, now, "" if run == f"run {format_time(0)} left" else run))
+        self._next_line = now + _LINE_INTERVAL
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = ("_stream", "_phase", "_training", "_lines", "_late", "_time_left")
+        unpicklable = ("_stream", "_phase", "_training", "_lines", "_pending_line", "_time_left")
         return self.__dict__ | dict.fromkeys(unpicklable)
 
 
-class _LateLine:
+class _PendingLine:
     """A line whose metrics are still being copied from the device."""
 
     def __init__(self, text: str, values: Mapping[str, Tensor | float]) -> None:
@@ -338,7 +338,7 @@ class _LateLine:
     def text(self) -> str:
         """Return the whole line, waiting for metrics that have not arrived."""
         metrics = dict(zip(self._names, self._readback.numbers(), strict=True))
-        return ", ".join([self._text, *in_words(metrics)])
+        return ", ".join([self._text, *format_metrics(metrics)])
 
 
 def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str = "") -> str:
@@ -350,13 +350,13 @@ def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: st
         now: seconds of `time.monotonic`.
         run: the remaining time of the run as text; "" for none.
     """
-    parts = [clock(phase.elapsed(now))]
+    parts = [format_time(phase.elapsed(now))]
     if phase.counted:  # 0 for an evaluation of unknown length without batch hooks
-        parts = [f"{phase.done} batches", *parts, speed(phase.rate(now))]
-    return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *in_words(metrics)])
+        parts = [f"{phase.done} batches", *parts, format_rate(phase.rate(now))]
+    return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *format_metrics(metrics)])
 
 
-def _to_come(trainer: RunContext) -> int | float:
+def _epoch_batches(trainer: RunContext) -> int | float:
     """Return the micro-batches of the epoch, up to ``max_steps``."""
     if trainer.max_steps < 0:
         return trainer.num_training_batches
@@ -364,5 +364,5 @@ def _to_come(trainer: RunContext) -> int | float:
     return min(trainer.num_training_batches, trainer.batch_idx + left)
 
 
-def _count(total: float) -> int | None:
+def _as_total(total: float) -> int | None:
     return None if math.isinf(total) else int(total)

@@ -63,7 +63,7 @@ class ReplicaCheck(Callback):
         self.every_n_steps = every_n_steps
         self.buffers = buffers
         self.ignore = tuple(ignore)
-        self._last = -1
+        self._last_checked_step = -1
 
     @property
     def state_key(self) -> str:
@@ -80,22 +80,22 @@ class ReplicaCheck(Callback):
     ) -> None:
         """Check every ``every_n_steps`` steps."""
         step = trainer.global_step
-        if step % self.every_n_steps == 0 and step != self._last:
+        if step % self.every_n_steps == 0 and step != self._last_checked_step:
             self._check(trainer, module)
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the final weights."""
-        if trainer.global_step != self._last:
+        if trainer.global_step != self._last_checked_step:
             self._check(trainer, module)
 
     def _check(self, trainer: RunContext, module: TrainModule) -> None:
-        self._last = trainer.global_step
+        self._last_checked_step = trainer.global_step
         control = trainer.strategy.control
         if control.world_size > 1:
-            compare_replicas(control, self._watched(module), f"after step {trainer.global_step}")
+            compare_replicas(control, self._tensors_to_compare(module), f"after step {trainer.global_step}")
 
-    def _watched(self, module: nn.Module) -> dict[str, Tensor]:
-        watched: dict[str, tuple[str, Tensor]] = {f"parameter {n!r}": (n, p) for n, p in module.named_parameters()}
+    def _tensors_to_compare(self, module: nn.Module) -> dict[str, Tensor]:
+        tensors: dict[str, tuple[str, Tensor]] = {f"parameter {n!r}": (n, p) for n, p in module.named_parameters()}
         if self.buffers:
             local = {
                 f"{prefix}.{name}" if prefix else name
@@ -103,10 +103,10 @@ class ReplicaCheck(Callback):
                 if isinstance(child, _LOCAL_STATISTICS)
                 for name, _ in child.named_buffers(recurse=False)
             }
-            watched |= {f"buffer {n!r}": (n, tensor) for n, tensor in module.named_buffers() if n not in local}
+            tensors |= {f"buffer {n!r}": (n, tensor) for n, tensor in module.named_buffers() if n not in local}
         return {
             label: tensor
-            for label, (name, tensor) in watched.items()
+            for label, (name, tensor) in tensors.items()
             if not any(fnmatchcase(name, pattern) for pattern in self.ignore)
         }
 
@@ -126,8 +126,8 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     _compare_labels(control, labels, when)
     parts = [_local_part(tensor) for tensor in tensors.values()]
     mine = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
-    everyone = control.all_gather(mine)
-    sums, shards = everyone[:, : len(labels)], everyone[:, len(labels) :]
+    gathered = control.all_gather(mine)
+    sums, shards = gathered[:, : len(labels)], gathered[:, len(labels) :]
     if not shards.any() and bool((sums == sums[0]).all()):
         return
     differing = [
@@ -139,7 +139,7 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
         first = differing[0]
         groups = next(by_sum for by_sum in _holders(sums[:, first], shards[:, first]) if len(by_sum) > 1)
         raise DistributedError(
-            f"The replicas differ {when}: {labels[first]} is not the same on {_in_words(groups)}"
+            f"The replicas differ {when}: {labels[first]} is not the same on {_format_groups(groups)}"
             + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
             "replicas that start with the same weights and apply the same gradients stay bit-identical, so something "
             "changed it differently on some ranks. Known causes are nn.Embedding(max_norm=...), a module checkpointed "
@@ -155,12 +155,15 @@ def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
     if not bool((control.all_gather(mine) == mine).all()):
-        everywhere = control.gather_objects(labels)
-        common = set.intersection(*map(set, everywhere))
-        odd = next((label for found in everywhere for label in found if label not in common), "their order")
-        ranks = [rank for rank, found in enumerate(everywhere) if odd in found]
+        labels_by_rank = control.gather_objects(labels)
+        common = set.intersection(*map(set, labels_by_rank))
+        unmatched = next(
+            (label for labels_of_rank in labels_by_rank for label in labels_of_rank if label not in common),
+            "their order",
+        )
+        ranks = [rank for rank, labels_of_rank in enumerate(labels_by_rank) if unmatched in labels_of_rank]
         raise DistributedError(
-            f"The ranks hold different parameters or buffers {when}: {odd} is on rank(s) {ranks} only",
+            f"The ranks hold different parameters or buffers {when}: {unmatched} is on rank(s) {ranks} only",
             "replicas are compared name by name",
             "register the same parameters and buffers on every rank",
         )
@@ -190,7 +193,7 @@ def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
     ]
 
 
-def _in_words(groups: dict[int, list[int]]) -> str:
+def _format_groups(groups: dict[int, list[int]]) -> str:
     # The largest group comes first, so that the deviating ranks come last.
     ordered = sorted(groups.values(), key=len, reverse=True)
     return " and on ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in ordered)

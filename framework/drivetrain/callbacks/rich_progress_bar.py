@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from drivetrain.callbacks._bar_line import BarLine, Phase, fitted
+from drivetrain.callbacks._bar_line import BarLine, Phase, fit_line
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError
 
@@ -38,26 +38,26 @@ class RichProgressBar(ProgressBar):
         self._epoch: tuple[Mapping[str, float], float, str] | None = (
             None  # arguments of the last drawing of the epoch's bar
         )
-        self._last: list[str] = []
+        self._last_lines: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
         """Draw the bar of ``phase``; a validation's is below that of its epoch."""
         if self._lines is None:
             return
         width = self._lines.width
-        shown = [fitted(phase, metrics, now, self.run_left, width)]
+        lines = [fit_line(phase, metrics, now, self.run_left, width)]
         if phase is self._training:
             self._epoch = metrics, now, self.run_left
         elif self._training is not None and self._epoch is not None:
-            shown.insert(0, fitted(self._training, *self._epoch, width))
-        self._last = self._styled(shown, width)
-        self._lines.show(self._last)
+            lines.insert(0, fit_line(self._training, *self._epoch, width))
+        self._last_lines = self._styled(lines, width)
+        self._lines.show(self._last_lines)
 
     def close(self) -> None:
         """Clear the bar, or print it permanently with ``leave``."""
-        if self._leave and self._lines is not None and self._last and self._phase is None:
-            self._lines.print("\n".join(self._last))
-        self._last = []
+        if self._leave and self._lines is not None and self._last_lines and self._phase is None:
+            self._lines.print("\n".join(self._last_lines))
+        self._last_lines = []
         super().close()
 
     def _styled(self, lines: Sequence[BarLine], width: int) -> list[str]:
@@ -79,7 +79,7 @@ class RichProgressBar(ProgressBar):
         return drawn
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_epoch": None, "_last": []}
+        return super().__getstate__() | {"_epoch": None, "_last_lines": []}
 
 
 def rich_is_installed() -> bool:

@@ -52,60 +52,62 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         rates: list[Any] = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
         if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
-            raise _refused(
+            raise _argument_error(
                 "swa_lrs", swa_lrs, "it is a learning rate, or one for each parameter group", "give for example 0.05"
             )
-        whole = type(swa_epoch_start) is int
-        if not (swa_epoch_start >= 1 if whole else 0 <= swa_epoch_start <= 1):
-            raise _refused(
+        is_epoch = type(swa_epoch_start) is int
+        if not (swa_epoch_start >= 1 if is_epoch else 0 <= swa_epoch_start <= 1):
+            raise _argument_error(
                 "swa_epoch_start",
                 swa_epoch_start,
                 "it is an epoch, or a fraction of max_epochs",
                 "give 1 or more, or for example 0.8",
             )
         if type(annealing_epochs) is not int or annealing_epochs < 0:
-            raise _refused("annealing_epochs", annealing_epochs, "it is a number of epochs", "give 0 or more")
+            raise _argument_error("annealing_epochs", annealing_epochs, "it is a number of epochs", "give 0 or more")
         if annealing_strategy not in _STRATEGIES:
             hint = nearest(str(annealing_strategy), _STRATEGIES)
-            raise _refused("annealing_strategy", annealing_strategy, f"it is unknown.{hint}", "give 'cos' or 'linear'")
+            raise _argument_error(
+                "annealing_strategy", annealing_strategy, f"it is unknown.{hint}", "give 'cos' or 'linear'"
+            )
         super().__init__(avg_fn, use_buffers=False, evaluate=False)
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs
         self.annealing_strategy = annealing_strategy
-        self._first = 0  # the first epoch to average, counted from 0
-        self._before: list[float] = []  # each group's learning rate at the start of that epoch
+        self._first_epoch = 0  # the first epoch to average, counted from 0
+        self._initial_rates: list[float] = []  # each group's learning rate at the start of that epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `WeightAveraging` and the learning rates at the start of annealing."""
-        return {**super().state_dict(), "rates_before": self._before}
+        return {**super().state_dict(), "rates_before": self._initial_rates}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         super().load_state_dict(state_dict)
-        self._before = list(state_dict["rates_before"])
+        self._initial_rates = list(state_dict["rates_before"])
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True at the end of each epoch from ``swa_epoch_start`` on."""
-        return epoch_idx is not None and epoch_idx >= self._first
+        return epoch_idx is not None and epoch_idx >= self._first_epoch
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Determine the first epoch to average."""
         super().setup(trainer, module, stage)
         if stage != "fit":
             return
-        self._before = []
+        self._initial_rates = []
         start, epochs = self.swa_epoch_start, trainer.max_epochs
         if type(start) is not int and epochs in (None, -1):
-            raise _refused(
+            raise _argument_error(
                 "swa_epoch_start", start, "it is a fraction of max_epochs, which is not set", "give an epoch"
             )
         if type(start) is not int:
             assert epochs is not None
             start = int(start * epochs)
-        self._first = max(int(start) - 1, 0)
-        if epochs is not None and 0 <= epochs <= self._first:
-            raise _refused(
+        self._first_epoch = max(int(start) - 1, 0)
+        if epochs is not None and 0 <= epochs <= self._first_epoch:
+            raise _argument_error(
                 "swa_epoch_start", start, f"max_epochs is {epochs}, so nothing is averaged", "give an earlier epoch"
             )
 
@@ -113,8 +115,10 @@ class StochasticWeightAveraging(WeightAveraging):
         """Check the number of learning rates, and that statistics of batch normalization can be computed."""
         groups = sum(len(optimizer.param_groups) for optimizer in trainer.optimizers)
         if not isinstance(self.swa_lrs, int | float) and len(self.swa_lrs) != groups:
-            raise _refused("swa_lrs", self.swa_lrs, f"the optimizers have {groups} group(s)", "give one rate for each")
-        if not module.automatic_optimization and _normalising(module):
+            raise _argument_error(
+                "swa_lrs", self.swa_lrs, f"the optimizers have {groups} group(s)", "give one rate for each"
+            )
+        if not module.automatic_optimization and _batch_norm_layers(module):
             raise ConfigurationError(
                 f"StochasticWeightAveraging with {type(module).__name__}, which has batch normalization and uses "
                 "manual optimization.",
@@ -126,14 +130,14 @@ class StochasticWeightAveraging(WeightAveraging):
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
         """Set the learning rates of the epoch, which a scheduler may have changed."""
         super().on_train_batch_start(trainer, module, batch, batch_idx)
-        if trainer.current_epoch < self._first:
+        if trainer.current_epoch < self._first_epoch:
             return
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        while len(self._before) < len(groups):
-            self._before.append(float(groups[len(self._before)]["lr"]))
-        part = self._annealed(trainer.current_epoch - self._first)
-        for number, (group, before) in enumerate(zip(groups, self._before, strict=True)):
-            rate = self._rate_of(number) * part + before * (1 - part)
+        while len(self._initial_rates) < len(groups):
+            self._initial_rates.append(float(groups[len(self._initial_rates)]["lr"]))
+        progress = self._annealing_progress(trainer.current_epoch - self._first_epoch)
+        for number, (group, before) in enumerate(zip(groups, self._initial_rates, strict=True)):
+            rate = self._rate_of(number) * progress + before * (1 - progress)
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -142,22 +146,22 @@ class StochasticWeightAveraging(WeightAveraging):
     def on_train_end(self, trainer: RunContext, module: Any) -> None:
         """Load the averages into the module, and recompute the statistics of batch normalization."""
         super().on_train_end(trainer, module)
-        layers = _normalising(module) if self.updates else []
+        layers = _batch_norm_layers(module) if self.updates else []
         if layers:
-            _renew_statistics(layers, trainer)
+            _recompute_statistics(layers, trainer)
 
     def _rate_of(self, group: int) -> float:
         if isinstance(self.swa_lrs, int | float):
             return float(self.swa_lrs)
         return float(self.swa_lrs[min(group, len(self.swa_lrs) - 1)])  # a group added later uses the last rate
 
-    def _annealed(self, epochs: int) -> float:
+    def _annealing_progress(self, epochs: int) -> float:
         """Return the fraction of the annealing, between 0 and 1, that is done ``epochs`` epochs after its start."""
         progress = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * progress)) / 2 if self.annealing_strategy == "cos" else progress
 
 
-def _normalising(module: Any) -> list[_BatchNorm]:
+def _batch_norm_layers(module: Any) -> list[_BatchNorm]:
     """Return the layers of batch normalization that track running statistics."""
     return [
         layer
@@ -166,7 +170,7 @@ def _normalising(module: Any) -> list[_BatchNorm]:
     ]
 
 
-def _renew_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> None:
+def _recompute_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> None:
     """Recompute running statistics as the mean over the training micro-batches of all ranks. Collective.
 
     A layer that is not called in train mode keeps its statistics.
@@ -198,5 +202,5 @@ def _renew_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> None
         layer.num_batches_tracked.copy_(total[-1])
 
 
-def _refused(name: str, value: Any, why: str, fix: str) -> ConfigurationError:
+def _argument_error(name: str, value: Any, why: str, fix: str) -> ConfigurationError:
     return ConfigurationError(f"StochasticWeightAveraging({name}={value!r})", why, fix)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
 
-class _Point(NamedTuple):
+class _Counters(NamedTuple):
     """The run's counters at one step."""
 
     time: float
@@ -70,16 +70,16 @@ class ThroughputMonitor(Callback):
         self.peak_flops = peak_flops
         self.flops = flops
         self.latest: dict[str, float] = {}
-        self._points: deque[_Point] = deque()
+        self._history: deque[_Counters] = deque()
         self._weight: float | torch.Tensor = 0.0
-        self._weighs = False
-        self._asks = False
+        self._counts_tokens = False
+        self._calls_batch_weight = False
         self._paused = 0.0
         self._paused_since = 0.0
-        self._begun = 0  # micro-batches started in this run
+        self._micro_batches_started = 0  # micro-batches started in this run
         self._last_step = 0
         self._peak: float | None = None
-        self._counted: float | None = None
+        self._flops_per_micro_batch: float | None = None
         self._counter: FlopCounterMode | None = None
 
     @property
@@ -99,25 +99,27 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Reset all counters."""
         self.latest = {}
-        self._points.clear()
+        self._history.clear()
         self._weight = 0.0
-        self._weighs = is_overridden("batch_weight", module, TrainModule)
+        self._counts_tokens = is_overridden("batch_weight", module, TrainModule)
         # In manual optimization the engine does not compute weights.
-        self._asks = self._weighs and not module.automatic_optimization
+        self._calls_batch_weight = self._counts_tokens and not module.automatic_optimization
         self._paused = 0.0
-        self._begun = 0
+        self._micro_batches_started = 0
         self._last_step = trainer.global_step
         strategy = trainer.strategy
         self._peak = self.peak_flops or known_peak_flops(strategy.device, trainer.precision.compute_dtype)
-        self._counted = self.flops
+        self._flops_per_micro_batch = self.flops
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Add the micro-batch's weight, and start counting FLOPs in the second micro-batch."""
-        self._begun += 1
-        if self._weighs and not trainer.joining:
+        self._micro_batches_started += 1
+        if self._counts_tokens and not trainer.joining:
             # A weight that is a tensor is added on its device, without waiting for it.
-            self._weight = self._weight + (module.batch_weight(batch) if self._asks else trainer.micro_batch_weight)
-        if self._begun == 2 and self._peak is not None and self._counted is None:
+            self._weight = self._weight + (
+                module.batch_weight(batch) if self._calls_batch_weight else trainer.micro_batch_weight
+            )
+        if self._micro_batches_started == 2 and self._peak is not None and self._flops_per_micro_batch is None:
             from torch.utils.flop_counter import FlopCounterMode
 
             self._counter = FlopCounterMode(display=False)
@@ -134,8 +136,8 @@ class ThroughputMonitor(Callback):
             return
         self._last_step = step
         every = trainer.log_every_n_steps
-        if every and (not self._points or step % every == 0):
-            self._take(trainer)
+        if every and (not self._history or step % every == 0):
+            self._log_rates(trainer)
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Pause the clock."""
@@ -154,14 +156,14 @@ class ThroughputMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_counter": None}
 
-    def _take(self, trainer: RunContext) -> None:
+    def _log_rates(self, trainer: RunContext) -> None:
         weight = 0.0
-        if self._weighs:
+        if self._counts_tokens:
             mine = torch.tensor([float(self._weight)], dtype=torch.float64)
             weight = float(trainer.strategy.control.all_gather(mine).sum())
         now = time.monotonic() - self._paused
-        point = _Point(now, trainer.global_step, self._begun, trainer.samples_seen, weight)
-        points = self._points
+        point = _Counters(now, trainer.global_step, self._micro_batches_started, trainer.samples_seen, weight)
+        points = self._history
         points.append(point)
         # Keep one point that is at least a whole window old.
         while len(points) > 2 and points[1].step <= point.step - self.window:
@@ -175,10 +177,10 @@ class ThroughputMonitor(Callback):
             "steps_per_sec": (point.step - first.step) / seconds,
             "micro_batches_per_sec": (point.micro_batches - first.micro_batches) / seconds,
         }
-        if self._weighs:
+        if self._counts_tokens:
             rates["tokens_per_sec"] = (point.weight - first.weight) / seconds
-        if self._counted is not None:
-            achieved = self._counted * rates["micro_batches_per_sec"]
+        if self._flops_per_micro_batch is not None:
+            achieved = self._flops_per_micro_batch * rates["micro_batches_per_sec"]
             rates["tflops"] = achieved / 1e12
             if self._peak is not None:
                 rates["mfu"] = achieved / self._peak
@@ -191,7 +193,7 @@ class ThroughputMonitor(Callback):
         total = self._counter.get_total_flops()
         self._counter = None
         if total > 0:
-            self._counted = float(total)
+            self._flops_per_micro_batch = float(total)
         else:
             warnings.warn(
                 "ThroughputMonitor counted no FLOPs, so it does not log MFU. The module runs in compiled kernels, or "

@@ -47,7 +47,7 @@ class Timer(Callback):
                 "the time is checked after steps or after epochs",
                 "give 'step' or 'epoch'",
             )
-        self.duration = read_duration(duration)
+        self.duration = parse_duration(duration)
         self.interval = interval
         self.verbose = verbose
         self._limit = self.duration.total_seconds() if self.duration is not None else float("inf")
@@ -68,7 +68,7 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
-        self._known(stage)
+        self._check_stage(stage)
         since = self._since.get(stage)
         return self._spent[stage] + (time.monotonic() - since if since is not None else 0.0)
 
@@ -78,12 +78,12 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage started, in seconds of `time.time`; None if it has not."""
-        self._known(stage)
+        self._check_stage(stage)
         return self._started.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when the stage ended, in seconds of `time.time`; None if it has not."""
-        self._known(stage)
+        self._check_stage(stage)
         return self._ended.get(stage)
 
     # The run
@@ -165,7 +165,7 @@ class Timer(Callback):
             del self._since[stage]
             self._ended[stage] = time.time()
 
-    def _known(self, stage: str) -> None:
+    def _check_stage(self, stage: str) -> None:
         if stage not in _STAGES:
             raise ConfigurationError(
                 f"Timer does not know the stage {stage!r}.{nearest(stage, _STAGES)}",
@@ -174,7 +174,7 @@ class Timer(Callback):
             )
 
 
-def read_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
+def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
     """Return ``duration`` as a `timedelta`.
 
     Args:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._averages import Averages, regions_of_averages
+from drivetrain.callbacks._averages import Averages, average_regions
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies._trainable import TRAINS
 
@@ -63,8 +63,8 @@ class WeightAveraging(Callback):
         self._averages: Averages | None = None
         self._step = 0
         self._parameters: list[Any] = []
-        self._trained: tuple[bool, ...] = ()
-        self._registered = False
+        self._trainable_flags: tuple[bool, ...] = ()
+        self._weights_changed = False
         self._handles: list[Any] = []
 
     # Methods that subclasses may override
@@ -86,8 +86,8 @@ class WeightAveraging(Callback):
         if self.avg_fn is None:
             torch._foreach_lerp_(averages, weights, 1 / (updates + 1))
             return
-        for one, weight in zip(averages, weights, strict=True):
-            one.copy_(self.avg_fn(one, weight, updates))
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(self.avg_fn(average, weight, updates))
 
     # State in checkpoints
 
@@ -105,7 +105,7 @@ class WeightAveraging(Callback):
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
         """Return the regions of this rank's weights, which are also those of its averages."""
-        return regions_of_averages(trainer.strategy)
+        return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
         """Restore the averages."""
@@ -118,7 +118,7 @@ class WeightAveraging(Callback):
         """Check that no other callback averages weights, and reset the averages."""
         if stage != "fit":
             return
-        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        averaging = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]
         if len(averaging) > 1:
             raise ConfigurationError(
                 f"{' and '.join(averaging)} in one run.",
@@ -134,14 +134,14 @@ class WeightAveraging(Callback):
         self._step = trainer.global_step
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             self._handles.append(register(self._note_registration))
-        self._registered = True
-        self._follow(trainer)
+        self._weights_changed = True
+        self._collect_weights(trainer)
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
         """Collect the weights again if different parameters are trainable, before the step changes them."""
-        if self._registered or tuple(map(TRAINS, self._parameters)) != self._trained:
-            self._registered = True
-            self._follow(trainer)
+        if self._weights_changed or tuple(map(TRAINS, self._parameters)) != self._trainable_flags:
+            self._weights_changed = True
+            self._collect_weights(trainer)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
@@ -161,7 +161,7 @@ class WeightAveraging(Callback):
     def on_validation_start(self, trainer: RunContext, module: Any) -> None:
         """Load the averages into the module, with ``evaluate``."""
         if self.evaluate and self._averages is not None and self.updates:
-            self._averages.exchange()
+            self._averages.swap_in()
 
     def on_validation_end(self, trainer: RunContext, module: Any) -> None:
         """Restore the trained weights."""
@@ -171,7 +171,7 @@ class WeightAveraging(Callback):
         """Load the averages into the module."""
         if self._averages is None or not self.updates:
             return
-        self._averages.exchange()
+        self._averages.swap_in()
         if trainer.strategy.rank == 0:
             logger.info(
                 "%s: the module now has the weights averaged over %d updates; checkpoints of this run also have the "
@@ -188,7 +188,7 @@ class WeightAveraging(Callback):
     def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
         """Collect the weights again in the next step."""
         self._step = trainer.global_step
-        self._registered = True
+        self._weights_changed = True
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Restore the trained weights if a validation failed, because they may be saved."""
@@ -204,14 +204,14 @@ class WeightAveraging(Callback):
         return self.__dict__ | {"_averages": None, "_parameters": [], "_handles": []}
 
     def _note_registration(self, *_: Any) -> None:
-        self._registered = True
+        self._weights_changed = True
 
-    def _follow(self, trainer: RunContext) -> None:
+    def _collect_weights(self, trainer: RunContext) -> None:
         assert self._averages is not None
-        self._averages.follow()
+        self._averages.collect_weights()
         self._parameters = list(trainer.strategy.named_parameters().values())
-        self._trained = tuple(map(TRAINS, self._parameters))
-        self._registered = False
+        self._trainable_flags = tuple(map(TRAINS, self._parameters))
+        self._weights_changed = False
 
     def _update(self) -> None:
         assert self._averages is not None
@@ -219,8 +219,8 @@ class WeightAveraging(Callback):
         self.updates += 1
 
     def _restore(self) -> None:
-        if self._averages is not None and self._averages.in_place:
-            self._averages.restore()
+        if self._averages is not None and self._averages.swapped_in:
+            self._averages.swap_out()
 
 
 class EMAWeightAveraging(WeightAveraging):

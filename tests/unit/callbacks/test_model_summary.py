@@ -16,7 +16,7 @@ from torch import nn
 from drivetrain import Fit, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.callbacks import ModelSummary
-from drivetrain.callbacks._summary_table import in_bytes, in_units
+from drivetrain.callbacks._summary_table import format_bytes, format_count
 from drivetrain.callbacks.model_summary import summarize
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -110,10 +110,10 @@ def test_the_table_is_printed_once_on_rank_0() -> None:
 
 def test_numbers_have_units() -> None:
     # L-08
-    assert [in_units(one) for one in (0, 999, 1000, 1_234, 12_345, 999_600, 1_234_567, 7_000_000_000)] == [
+    assert [format_count(one) for one in (0, 999, 1000, 1_234, 12_345, 999_600, 1_234_567, 7_000_000_000)] == [
         *("0", "999", "1.00 K", "1.23 K", "12.3 K", "1.00 M", "1.23 M", "7.00 B")
     ]
-    assert [in_bytes(one) for one in (12, 1_230, 5_000_000, 80_000_000_000)] == [
+    assert [format_bytes(one) for one in (12, 1_230, 5_000_000, 80_000_000_000)] == [
         "12 B",
         "1.23 kB",
         "5.00 MB",

@@ -403,7 +403,7 @@ def test_own_orders_and_streams_go_on_too(tmp_path: Path) -> None:  # L-03
         assert module.given == [rest], name
         assert firsts(read_predictions(tmp_path / name)) == [2 * number for number in range(11)], name
     cut_off(tmp_path / "other", at=2, loaders=stream())
-    with pytest.raises(CheckpointError, match="other dealing"):
+    with pytest.raises(CheckpointError, match="other ranks or batch sizes"):
         predict(tmp_path / "other", loaders=stream(3))
 
 
@@ -445,7 +445,7 @@ def test_a_sampler_that_draws_twice_is_not_gone_on_with(tmp_path: Path) -> None:
         return DataLoader(numbered(11), batch_size=2, sampler=Own([1, 2, 3, 4, 1, 5]))
 
     cut_off(tmp_path / "out", at=2, loaders=twice())
-    with pytest.raises(CheckpointError, match="not complete: 5 were written of 6"):
+    with pytest.raises(CheckpointError, match="not complete: 5 of 6 were written"):
         predict(tmp_path / "out", loaders=twice())
     with pytest.raises(CheckpointError, match="are not whole"):
         read_predictions(tmp_path / "out")
@@ -566,7 +566,7 @@ def test_a_torn_beginning_is_said(tmp_path: Path) -> None:  # L-03
     with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of beginning\.json"):
         predict(tmp_path / "out")
     beginning.unlink()
-    with pytest.raises(CheckpointError, match=r"and not beginning\.json, which says what they are of"):
+    with pytest.raises(CheckpointError, match=r"but not beginning\.json, which identifies their weights and data"):
         predict(tmp_path / "out")
 
 
@@ -590,7 +590,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:  # L-03
         def on_predict_batch_start(
             self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
-            held.append(writer._writing._held if writer._writing is not None else 0)
+            held.append(writer._writing._buffered_bytes if writer._writing is not None else 0)
 
     writer = PredictionWriter(tmp_path / "out", part_bytes=3 * 4 * 1000 * 4)
     fit = Fit(callbacks=[writer, Watching()], accelerator="cpu", logger=False)

@@ -16,8 +16,8 @@ from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import ProgressBar, RichProgressBar
-from drivetrain.callbacks._bar_line import clock, number, speed
-from drivetrain.callbacks._progress_default import EpochLines, default_progress_bar
+from drivetrain.callbacks._bar_line import format_number, format_rate, format_time
+from drivetrain.callbacks._progress_default import ProgressLines, default_progress_bar
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.testing import requires_package
@@ -84,7 +84,7 @@ def test_a_slower_refresh_rate_holds() -> None:
     assert 3 <= run.reads <= 5
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[ProgressBar]) -> None:
     output = io.StringIO()
     run = _CountingRun(num_training_batches=50, max_epochs=3)
@@ -109,7 +109,7 @@ def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool) -> 
     assert [line[:12] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_other_ranks_are_silent(kind: type[ProgressBar]) -> None:
     control = LocalControl()
     control.rank = 1
@@ -214,7 +214,7 @@ def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[
 def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert type(default_progress_bar()) is EpochLines
+    assert type(default_progress_bar()) is ProgressLines
     monkeypatch.setattr(sys, "stdout", _Terminal())
     assert type(default_progress_bar()) is RichProgressBar
     monkeypatch.setitem(sys.modules, "rich", None)  # as Python marks what cannot be imported
@@ -227,7 +227,7 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_terminal_it_is_absent_from_the_step() -> None:
     # H-01
     run: Any = Run()
-    table = HookTable(run, _MODULE, [EpochLines()])
+    table = HookTable(run, _MODULE, [ProgressLines()])
     assert not any(getattr(table, name) for name in HOOKS if "batch" in name)
     table = HookTable(run, _MODULE, [ProgressBar()])
     assert [name for name in HOOKS if "batch" in name and getattr(table, name)] == [
@@ -236,7 +236,7 @@ def test_without_a_terminal_it_is_absent_from_the_step() -> None:
         "on_test_batch_end",
         "on_predict_batch_end",
     ]
-    assert isinstance(EpochLines(), Callback)
+    assert isinstance(ProgressLines(), Callback)
 
 
 def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not bar.is_terminal()
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_a_bar_can_be_sent_to_another_process(kind: type[ProgressBar]) -> None:
     bar = kind()
     run: Any = Run()
@@ -258,9 +258,9 @@ def test_a_bar_can_be_sent_to_another_process(kind: type[ProgressBar]) -> None:
 
 
 def test_numbers_read_well() -> None:
-    assert [clock(value) for value in (5.9, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
-    assert [speed(value) for value in (0.5, 12.34, 0.0)] == ["2.00 s/it", "12.3 it/s", "0.0 it/s"]
-    assert [number(value) for value in (3.0, 0.12345, 1e-7, float("nan"), float("inf"), 1e9)] == [
+    assert [format_time(value) for value in (5.9, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+    assert [format_rate(value) for value in (0.5, 12.34, 0.0)] == ["2.00 s/it", "12.3 it/s", "0.0 it/s"]
+    assert [format_number(value) for value in (3.0, 0.12345, 1e-7, float("nan"), float("inf"), 1e9)] == [
         "3",
         "0.1235",
         "1e-07",

@@ -13,7 +13,7 @@ from tuner_case import FEATURES, Data, Net, data, loader, quiet
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import BatchSizeFinder
-from drivetrain.callbacks._batch_size_search import largest
+from drivetrain.callbacks._batch_size_search import search_largest
 from drivetrain.tuner import Tuner
 
 
@@ -24,7 +24,7 @@ def _tried(limit: int, mode: str, init: int, trials: int = 25, most: int | None 
         sizes.append(size)
         return size <= limit
 
-    found = largest(fits, mode, init, trials, lambda: most if most is not None and sizes[-1] >= most else None)
+    found = search_largest(fits, mode, init, trials, lambda: most if most is not None and sizes[-1] >= most else None)
     return found, sizes
 
 
@@ -117,7 +117,7 @@ def test_a_size_that_cannot_be_changed_is_refused() -> None:  # L-06
         tuner.scale_batch_size(Net(), [loader(), loader()])
     with pytest.raises(ConfigurationError, match="no attribute 'size'"):
         tuner.scale_batch_size(Net(), datamodule=Data(), batch_arg_name="size")
-    with pytest.raises(ConfigurationError, match="batch_size=2, and the first batch holds 32 samples"):
+    with pytest.raises(ConfigurationError, match="batch_size=2, but the first batch holds 32 samples"):
         tuner.scale_batch_size(Net(), datamodule=Deaf())
     for options in ({"mode": "cubic"}, {"init_val": 0}, {"max_trials": 0}, {"steps_per_trial": 0}, {"method": "fits"}):
         with pytest.raises(ConfigurationError):

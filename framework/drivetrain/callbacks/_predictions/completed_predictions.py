@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from drivetrain.data._prediction_files import Entry
 
 
-class PredictedBefore:
+class CompletedPredictions:
     """Index of the samples whose predictions an earlier run has written.
 
     Args:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predictions.completed_predictions import PredictedBefore
-from drivetrain.callbacks._predictions.data_identity import class_name, facts_of
+from drivetrain.callbacks._predictions.completed_predictions import CompletedPredictions
+from drivetrain.callbacks._predictions.data_identity import class_name, data_identity
 from drivetrain.callbacks._predictions.prediction_store import PredictionStore
 from drivetrain.callbacks._predictions.weights_digest import weights_digest
 from drivetrain.checkpoint._format.collective_errors import agreed, tell
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SECONDS = 60.0  # maximum age of a buffered output, checked when the next one is added
 
 
-class WritingPredictions:
+class PredictionRun:
     """Writes the predictions of one run to one path. Collective.
 
     Args:
@@ -53,21 +53,21 @@ class WritingPredictions:
         strategy = trainer.strategy
         self._control = strategy.control
         self._rank, self._data_rank = strategy.rank, strategy.data_rank
-        self._speaks = strategy.is_data_leader
+        self._is_data_leader = strategy.is_data_leader
         self._part_bytes = part_bytes
         loaders = trainer.evaluated_loaders
         self._identity: dict[str, Any] = {
             "weights": weights_digest(strategy),
             "module": class_name(module),
             "precision": strategy.precision.name,
-            "data": [facts_of(loader) for loader in loaders],
+            "data": [data_identity(loader) for loader in loaders],
             "limit": repr(trainer.limit_predict_batches),
             "dealing": {
                 "ranks": strategy.data_world_size,
                 "batch_size": [getattr(loader, "batch_size", None) for loader in loaders],
             },
         }
-        failing = f"Predictions could not be written to {path!r}"
+        failure_message = f"Predictions could not be written to {path!r}"
 
         def begin() -> tuple[PredictionStore, bool]:
             store = PredictionStore(path)
@@ -77,39 +77,39 @@ class WritingPredictions:
                 store.release()
                 raise
 
-        self.store, goes_on = agreed(self._control, failing, begin)
+        self.store, resumes = agreed(self._control, failure_message, begin)
         entries = [entry for part, _ in self.store.kept.values() for entry in part.entries]
-        self._failing = failing
-        self._before, self._token, self.goes_on = _told(self._control, entries, goes_on)
+        self._failure_message = failure_message
+        self._completed, self._token, self.resumes = _broadcast(self._control, entries, resumes)
         self._number = 0
         self._entries: list[Entry] = []
         self._values: list[bytes] = []
         self._tensors: dict[str, Tensor] = {}
-        self._held = 0
-        self._since = 0.0
+        self._buffered_bytes = 0
+        self._buffered_since = 0.0
         self._parts: list[Part] = []
-        self._last: dict[int, int] = {}
-        self._seen = 0
-        self._broken = False
+        self._last_batch: dict[int, int] = {}
+        self._sample_count = 0
+        self._write_failed = False
 
-    def sees(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
+    def check_written(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
         """Return whether an earlier run has written all of a batch, and if so count its samples."""
         numbers = whole_numbers(indices)
-        there = self._before.has(dataloader_idx, batch_idx, self._data_rank, numbers)
-        if there:
-            self._count(
-                dataloader_idx, batch_idx, self._before.samples(dataloader_idx, batch_idx, self._data_rank, numbers)
+        is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, numbers)
+        if is_written:
+            self._count_samples(
+                dataloader_idx, batch_idx, self._completed.samples(dataloader_idx, batch_idx, self._data_rank, numbers)
             )
-        return there
+        return is_written
 
-    def take(
+    def add(
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
         """Buffer the samples of an output that were not written before, and write the buffer if it is large enough."""
         numbers = whole_numbers(indices)
         count = len(indices) if indices is not None else samples or 1
-        self._count(dataloader_idx, batch_idx, count)
-        rows = self._before.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
+        self._count_samples(dataloader_idx, batch_idx, count)
+        rows = self._completed.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
         if not rows:
             return
         self._check(output, batch_idx)
@@ -126,15 +126,17 @@ class WritingPredictions:
             assert numbers is not None
             output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
         runs = None if numbers is None else runs_of(numbers)
-        self._hold(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
-        if self._held >= self._part_bytes or time.monotonic() - self._since > _SECONDS:
+        self._buffer(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
+        if self._buffered_bytes >= self._part_bytes or time.monotonic() - self._buffered_since > _SECONDS:
             self._flush()
 
     def publish(self) -> None:
         """Write the buffer, and publish the predictions of all ranks. Collective."""
-        agreed(self._control, self._failing, self._flush)
+        agreed(self._control, self._failure_message, self._flush)
         mine = [(part.stem, index_of(part).decode()) for part in self._parts]
-        written_by_rank = tell(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
+        written_by_rank = tell(
+            self._control, self._failure_message, (mine, self._sample_count if self._is_data_leader else 0), None
+        )
 
         def commit() -> None:
             if self._rank != 0:
@@ -155,21 +157,21 @@ class WritingPredictions:
                 )
             self.store.publish(self._identity, parts)
 
-        agreed(self._control, self._failing, commit)
+        agreed(self._control, self._failure_message, commit)
 
-    def save_what_is_held(self) -> None:
+    def flush_after_failure(self) -> None:
         """Write the buffer after a failure, if possible. Not collective."""
-        if not self._broken:
+        if not self._write_failed:
             try:
                 self._flush()
             except Exception:
                 return  # the original failure is reported, not this one
 
-    def _count(self, loader: int, batch_idx: int, samples: int) -> None:
-        # A batch may be counted twice: the loop asks `sees` before and after reading it.
-        if batch_idx > self._last.get(loader, -1):
-            self._last[loader] = batch_idx
-            self._seen += samples
+    def _count_samples(self, loader: int, batch_idx: int, samples: int) -> None:
+        # A batch may be counted twice: the loop asks `check_written` before and after reading it.
+        if batch_idx > self._last_batch.get(loader, -1):
+            self._last_batch[loader] = batch_idx
+            self._sample_count += samples
 
     def _check(self, output: Any, batch_idx: int) -> None:
         problem = _unstorable(output, "predict_step's output")
@@ -181,15 +183,15 @@ class WritingPredictions:
                 "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
             )
 
-    def _hold(self, output: Any, entry: Entry) -> None:
+    def _buffer(self, output: Any, entry: Entry) -> None:
         if not self._entries:
-            self._since = time.monotonic()
-        aside: dict[str, Any] = {}
-        text = json.dumps(encode(output, aside, str(len(self._entries))), allow_nan=False).encode()
+            self._buffered_since = time.monotonic()
+        extracted: dict[str, Any] = {}
+        text = json.dumps(encode(output, extracted, str(len(self._entries))), allow_nan=False).encode()
         self._values.append(text)
-        self._tensors.update(aside)
+        self._tensors.update(extracted)
         self._entries.append(entry)
-        self._held += len(text) + sum(tensor.nbytes for tensor in aside.values())
+        self._buffered_bytes += len(text) + sum(tensor.nbytes for tensor in extracted.values())
 
     def _flush(self) -> None:
         """Write the buffer as a part."""
@@ -197,22 +199,24 @@ class WritingPredictions:
             return
         stem = f"part-{self._rank:05d}-{self._number:06d}-{self._token}"
         self._number += 1
-        specs = in_file_order(Spec(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items())
+        specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items())
         tensors: list[bytes | memoryview] = []
         if specs:
             flat = [self._tensors[spec.name].resolve_conj().resolve_neg().reshape(-1) for spec in specs]
             tensors = [header_of(specs), *map(bytes_of, flat)]
-        self._broken = True
+        self._write_failed = True
         self._parts.append(self.store.write(stem, self._entries, tensors, b"[" + b",\n".join(self._values) + b"]\n"))
-        self._broken = False
-        self._entries, self._values, self._tensors, self._held = [], [], {}, 0
+        self._write_failed = False
+        self._entries, self._values, self._tensors, self._buffered_bytes = [], [], {}, 0
 
 
-def _told(control: ControlPlane, entries: Sequence[Entry], goes_on: bool) -> tuple[PredictedBefore, str, bool]:
+def _broadcast(
+    control: ControlPlane, entries: Sequence[Entry], resumes: bool
+) -> tuple[CompletedPredictions, str, bool]:
     """Broadcast rank 0's entries, whether it resumes, and the token in this run's file names. Collective."""
-    message = json.dumps([entries_as_json(entries), secrets.token_hex(8), goes_on]).encode()
-    written, token, goes_on = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
-    return PredictedBefore(list(entries_from_json(written))), token, goes_on
+    message = json.dumps([entries_as_json(entries), secrets.token_hex(8), resumes]).encode()
+    written, token, resumes = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
+    return CompletedPredictions(list(entries_from_json(written))), token, resumes
 
 
 def _unstorable(value: Any, where: str) -> str | None:
@@ -228,8 +232,8 @@ def _unstorable(value: Any, where: str) -> str | None:
     if isinstance(value, Mapping):
         parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
         keys = [_unstorable(key, f"a key of {where}") for key in value]
-        return next((one for one in (*keys, *(_unstorable(part, name) for name, part in parts)) if one), None)
+        return next(filter(None, (*keys, *(_unstorable(part, name) for name, part in parts))), None)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        found = (_unstorable(part, f"{where}[{number}]") for number, part in enumerate(value))
-        return next((one for one in found if one), None)
+        problems = (_unstorable(part, f"{where}[{number}]") for number, part in enumerate(value))
+        return next(filter(None, problems), None)
     return f"{where} is a {type(value).__name__}"

@@ -58,7 +58,7 @@ class PredictionStore:
         self._filesystem, root = filesystem_of(path)
         self._root = root.rstrip("/") if self._filesystem is not None else os.path.realpath(root)
         self._lock: int | None = None
-        self._there: list[str] = []
+        self._existing_names: list[str] = []
         self.kept: dict[str, tuple[Part, FileRecord]] = {}
         """The parts of an earlier run by the names of their index files, with the records of these. On rank 0."""
 
@@ -77,8 +77,8 @@ class PredictionStore:
             CheckpointError: the folder has other contents, or another run is writing to it.
         """
         self._make_folder()
-        self._take()
-        self._there = names = self._names()
+        self._acquire_lock()
+        self._existing_names = names = self._names()
         foreign = [name for name in names if not is_ours(name)]
         if foreign:
             raise CheckpointError(
@@ -101,13 +101,13 @@ class PredictionStore:
                     "predictions of different weights or data could be mixed up.",
                     "delete the folder, or write to another path.",
                 )
-            self._replace(BEGINNING, beginning(identity))
+            self._write_atomically(BEGINNING, beginning(identity))
             return False
         with speaking_of_predictions(self.path):
-            self._find(identity, names)
+            self._find_parts(identity, names)
         return True
 
-    def _find(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
+    def _find_parts(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
         folder = folder_at(self.path)
         before = opened(folder.read_all(BEGINNING, LONGEST), BEGINNING, self.path).get("identity", {})
         for stem in stems_in(names):
@@ -117,9 +117,9 @@ class PredictionStore:
                 if all(self._size(name) == record.size for name, record in part.files.items()):
                     self.kept[part.index] = part, _record([content])
         entries = [entry for part, _ in self.kept.values() for entry in part.entries]
-        self._refuse_others(identity, before, entries)
+        self._check_identity(identity, before, entries)
 
-    def _refuse_others(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
+    def _check_identity(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
         # With limit_predict_batches the distribution over ranks determines which samples are predicted.
         by_rank = identity["limit"] != "None" or any(entry.runs is None for entry in entries)
         for key in [*dict.fromkeys([*identity, *before])]:
@@ -133,10 +133,10 @@ class PredictionStore:
                 else "without sample indices, or with limit_predict_batches, they determine which samples are missing.",
                 "resume with the same settings, write to another path, or delete the folder to start again.",
             )
-        twice = _first_repeated(entries)
-        if twice is not None:
+        repeated = _first_repeated(entries)
+        if repeated is not None:
             raise CheckpointError(
-                f"{self.path!r} contains several predictions for sample {twice}.",
+                f"{self.path!r} contains several predictions for sample {repeated}.",
                 "the sampler draws samples more than once, so the missing ones cannot be determined.",
                 "delete the folder to start again, or write to another path.",
             )
@@ -156,10 +156,10 @@ class PredictionStore:
         files = {part.values: _record([values])}
         if tensors:
             files[part.tensors] = _record(tensors)
-            self._put(part.tensors, tensors)
-        self._put(part.values, [values])
+            self._write_file(part.tensors, tensors)
+        self._write_file(part.values, [values])
         part = Part(stem, tuple(entries), files)
-        self._put(part.index, [index_of(part)])
+        self._write_file(part.index, [index_of(part)])
         return part
 
     # Publishing. Rank 0 only.
@@ -174,7 +174,7 @@ class PredictionStore:
         Raises:
             CheckpointError: rank 0 cannot see another rank's part.
         """
-        everything = {name: record for name, (_, record) in self.kept.items()}
+        records = {name: record for name, (_, record) in self.kept.items()}
         for part in parts:
             index = _record([index_of(part)])
             for name, record in {**part.files, part.index: index}.items():
@@ -185,11 +185,11 @@ class PredictionStore:
                         "write to a disk that all nodes share, or to an object store; rank 0 is on "
                         f"{os.uname().nodename}.",
                     )
-            everything[part.index] = index
-        together = [part for part, _ in self.kept.values()] + list(parts)
-        self._replace(MANIFEST, manifest(identity, together, everything))
-        used = {name for part in together for name in (*part.files, part.index)}
-        for name in self._there:
+            records[part.index] = index
+        all_parts = [part for part, _ in self.kept.values()] + list(parts)
+        self._write_atomically(MANIFEST, manifest(identity, all_parts, records))
+        used = {name for part in all_parts for name in (*part.files, part.index)}
+        for name in self._existing_names:
             if is_ours(name) and name not in used and name != LOCK:
                 self._remove(name)
         self._remove(BEGINNING)
@@ -215,7 +215,7 @@ class PredictionStore:
             )
         os.makedirs(self._root, exist_ok=True)
 
-    def _take(self) -> None:
+    def _acquire_lock(self) -> None:
         """Lock the folder against other runs, if the file system supports locks."""
         if self._filesystem is not None:
             return
@@ -241,10 +241,10 @@ class PredictionStore:
         with as_os_errors():
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.ls(self._root, detail=False)
+                paths = self._filesystem.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def _size(self, name: str) -> int | None:
         try:
@@ -256,7 +256,7 @@ class PredictionStore:
         except FileNotFoundError:
             return None
 
-    def _put(self, name: str, contents: Sequence[Content]) -> None:
+    def _write_file(self, name: str, contents: Sequence[Content]) -> None:
         """Write a new file. If this fails, the part's index is not written, so the part does not count."""
         if self._filesystem is None:
             with EagerFile(Path(self._root, name)) as file:
@@ -272,13 +272,13 @@ class PredictionStore:
                     raise
             time.sleep(pause)
 
-    def _replace(self, name: str, content: bytes) -> None:
+    def _write_atomically(self, name: str, content: bytes) -> None:
         """Write a document atomically."""
         if self._filesystem is None:
-            half = Path(self._root, f".{name}-{secrets.token_hex(4)}")
-            with EagerFile(half) as file:
+            temporary = Path(self._root, f".{name}-{secrets.token_hex(4)}")
+            with EagerFile(temporary) as file:
                 file.write(content)
-            os.replace(half, Path(self._root, name))
+            os.replace(temporary, Path(self._root, name))
             sync_folder(Path(self._root))
             return
 
