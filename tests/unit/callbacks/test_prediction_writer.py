@@ -1,4 +1,4 @@
-"""Predictions that are written as they come, read back, and gone on with. Row L-03."""
+"""Predictions: writing, reading and resuming (L-03)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[[torch.Tensor], Any]
 
 
 class Predicting(TrainModule):
-    """Returns what ``make`` makes of a batch, and remembers which samples it was given."""
+    """Returns ``make(batch)`` and records the samples of each batch."""
 
     def __init__(self, make: Make = lambda x: x * 2, seed: int = 0) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def loader(samples: int = 11, batch_size: int = 4, **options: Any) -> DataLoader
 def predict(
     path: Any, module: TrainModule | None = None, loaders: Any = None, *others: Callback, **options: Any
 ) -> Any:
-    """Predict with a part for each batch; returns what predict does."""
+    """Predict with one part per batch, and return the result of predict."""
     writer = PredictionWriter(path, part_bytes=1)
     fit = Fit(
         callbacks=[*others, writer],
@@ -69,7 +69,7 @@ def predict(
 
 
 class Failing(Callback):
-    """Ends a run at a batch."""
+    """Ends a run at a given batch."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -91,7 +91,7 @@ def firsts(predictions: Any) -> list[int]:
 
 
 class Own(Sampler[int]):
-    """An order of the user's own, of all samples or of some."""
+    """A custom sampler with all or some samples."""
 
     def __init__(self, order: list[int]) -> None:
         self.order = order
@@ -111,7 +111,7 @@ class Stream(IterableDataset[Any]):
         return iter([(torch.tensor([float(number), 1.0]),) for number in range(self.samples)])
 
 
-# What is written comes back
+# Writing and reading
 
 
 def test_a_tree_comes_back_in_its_structure_and_in_order(tmp_path: Path) -> None:  # L-03
@@ -162,7 +162,7 @@ def test_batches_are_what_predict_returns(tmp_path: Path) -> None:  # L-03
 
 
 def test_lists_of_an_entry_for_each_sample_are_told_from_several_outputs(tmp_path: Path) -> None:  # L-03
-    # The last batch has three samples, and both lists three entries.
+    # The last batch has three samples, and both lists have three entries.
     predict(tmp_path / "each", Predicting(lambda x: [torch.full((int(n) % 3 + 1, 4), n) for n in x[:, 0]]))
     for number, one in enumerate(read_predictions(tmp_path / "each")):
         assert one.tolist() == [[number] * 4] * (number % 3 + 1)
@@ -212,7 +212,7 @@ def test_combined_loaders_and_loaders_of_whole_batches(tmp_path: Path) -> None: 
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return batch["a"][0] * 2
 
-    for _ in range(2):  # the second goes on
+    for _ in range(2):  # the second run resumes
         loaders = CombinedLoader({"a": loader(), "b": loader(11, shuffle=True)}, "min_size")
         if not (tmp_path / "combined").exists():
             cut_off(tmp_path / "combined", at=1, module=First(), loaders=loaders)
@@ -255,7 +255,7 @@ def test_only_a_part_of_the_data(tmp_path: Path) -> None:  # L-03
     assert firsts(read_predictions(tmp_path / "subset")) == [18, 6]
 
 
-# What cannot be written
+# Outputs that cannot be stored
 
 
 class Found:
@@ -289,7 +289,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:  # L-03
         PredictionWriter("out", part_bytes=0)
 
 
-# Whole, or an error
+# Incomplete or damaged predictions
 
 
 def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L-03
@@ -339,7 +339,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
     assert len(list(read_predictions(tmp_path / "out"))) == 11
 
 
-# Going on
+# Resuming
 
 
 def test_what_is_missing_is_computed_and_nothing_else(tmp_path: Path) -> None:  # L-03
@@ -377,7 +377,7 @@ def test_another_batch_size_goes_on_sample_by_sample(tmp_path: Path) -> None:  #
     cut_off(tmp_path / "out", at=2, module=Predicting(make))
     module = Predicting(make)
     predict(tmp_path / "out", module, loader(11, batch_size=3))
-    assert module.given == [[6, 7, 8], [9, 10]]  # of the first, one sample is new
+    assert module.given == [[6, 7, 8], [9, 10]]  # the first batch has one new sample
     read = read_predictions(tmp_path / "out")
     assert [(int(x[0]), text) for x, text in read] == [(2 * number, str(number)) for number in range(11)]
     cut_off(tmp_path / "mean", at=2, module=Predicting(lambda x: x.mean()))
@@ -476,7 +476,7 @@ SCRIPT = """
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    """A process that predicts samples one by one: it says which one it is at, and waits for a line."""
+    """Start a process that predicts samples one by one, printing each index and waiting for a line of input."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, str(script), str(Path(__file__).parent), str(folder / "out")]
@@ -497,7 +497,7 @@ def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None
             with pytest.raises(CheckpointError, match="are not whole"):
                 read_predictions(tmp_path / "out")
             os.kill(process.pid, signal.SIGKILL)
-        begun += batches - 1  # the last one was under way
+        begun += batches - 1  # the last one was not finished
     module = Predicting()
     predict(tmp_path / "out", module, loader(40, 1))
     assert module.given == [[number] for number in range(begun, 40)]
@@ -513,7 +513,7 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
         process.kill()
 
 
-# Stores
+# Object stores
 
 
 def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
@@ -532,12 +532,12 @@ def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
 def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     store = FaultyStore(tmp_path / "store").mount()
     path = f"{store.url}/out"
-    # Refused for a while, or the answer lost: put again.
+    # Temporary failures and lost responses: the upload is repeated.
     store.fail("put", "*000001-*.safetensors", times=2)
     store.fail("put", "*predictions.json", lost=True)
     predict(path)
     assert firsts(read_predictions(path)) == [2 * number for number in range(11)]
-    # Refused for ever: the run fails, what is there stays, and a later one goes on.
+    # Permanent failure: the run fails, the parts remain, and a later run resumes.
     store.fail("put", "other/part-00000-000001-*", times=None)
     with pytest.raises(OSError, match="503"):
         predict(f"{store.url}/other")
@@ -548,7 +548,7 @@ def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     predict(f"{store.url}/other", module)
     assert module.given[0] == [4, 5, 6, 7]
     assert firsts(read_predictions(f"{store.url}/other")) == [2 * number for number in range(11)]
-    # A listing that is refused is never taken for an empty place.
+    # A listing that fails does not count as an empty folder.
     store.fail("list", "third*", times=None)
     with pytest.raises(CheckpointError, match="503"):
         predict(f"{store.url}/third")
@@ -641,7 +641,7 @@ def test_lightning_s_interface() -> None:  # L-03
             continue
         ((predictions, indices),) = told.epochs
         assert [one.tolist() for one in predictions] == [[4, 2], [0, 1], [3]]
-        assert indices == [[[4, 2], [0, 1], [3]]]  # a list for each loader, of one too
+        assert indices == [[[4, 2], [0, 1], [3]]]  # one list per loader, even for one loader
         assert fit.batch_indices is None
 
 

@@ -1,4 +1,4 @@
-"""What `Checkpoint` removes: what this run wrote, by its name below ``dirpath`` and its identifier, nothing else."""
+"""`Checkpoint` removes only checkpoints of its own run, identified by name and identifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
 
 
 def edited(checkpoint: Path, change: Any) -> None:
-    """Change state.json as somebody with an editor and a calculator would, so that all checksums agree."""
+    """Edit state.json and update all checksums."""
     file, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
     document = json.loads(file.read_text())
     change(document)

@@ -107,7 +107,7 @@ def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
     assert module.lr == 0.05
     assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
     assert module.lr == 0.05
-    with pytest.raises(ConfigurationError, match="no attribute 'alpha'"):
+    with pytest.raises(ConfigurationError, match="no attribute or hyper-parameter 'alpha'"):
         Tuner(quiet()).lr_find(module, loader(), attr_name="alpha")
 
 
