@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging, held against torch's SWALR, AveragedModel and update_bn in a loop by hand. Row L-01."""
+"""StochasticWeightAveraging equals torch's SWALR, AveragedModel and update_bn in a hand-written loop (L-01)."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_statistics_of_batch_normalisation_are_the_averages(tmp_path: Path) -> N
 
 
 class PartlyFrozen(Net):
-    """One batch normalisation is kept in evaluation, one is not called, one is frozen, and one trains."""
+    """Has four batch normalizations: one in eval mode, one that is not called, one frozen and one trained."""
 
     def __init__(self) -> None:
         super().__init__(normed=True)

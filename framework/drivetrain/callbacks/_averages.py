@@ -90,15 +90,12 @@ class Averages:
         if self._weights_are_copies or self._current_addresses() != self._addresses:
             self.collect_weights()
         for averages, weights in self._pairs:
-            wide = (
-                [weight.to(averages[0].dtype) for weight in weights]
-                if weights[0].dtype != averages[0].dtype
-                else weights
-            )
+            if weights[0].dtype != averages[0].dtype:
+                weights = [weight.to(averages[0].dtype) for weight in weights]
             if count == 0:
-                torch._foreach_copy_(averages, wide)
+                torch._foreach_copy_(averages, weights)
             else:
-                average(averages, wide, count)
+                average(averages, weights, count)
 
     @torch.no_grad()
     def swap_in(self) -> None:
@@ -112,10 +109,10 @@ class Averages:
 
     def swap_out(self) -> None:
         """Load the weights that `swap_in` saved back into the module, bit for bit. Collective."""
-        training, self._trained_weights = self._trained_weights, {}
-        self._load(training)
+        trained, self._trained_weights = self._trained_weights, {}
+        self._load(trained)
 
-    # In a checkpoint
+    # State in checkpoints
 
     def state(self) -> dict[str, Any]:
         """Return this rank's part of each average and, while the averages are in the module, of the trained weights."""

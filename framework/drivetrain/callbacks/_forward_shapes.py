@@ -106,9 +106,8 @@ class _FakeTensors:
 
     def convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._fakes:
-            shape = getattr(
-                tensor, "ds_shape", tensor.shape
-            )  # ZeRO 3 parameters are empty; ds_shape is the whole shape
+            # ZeRO 3 parameters are empty; ds_shape is the whole shape.
+            shape = getattr(tensor, "ds_shape", tensor.shape)
             dtype = torch.float32 if tensor.dtype in _FLOATING else tensor.dtype
             self._fakes[id(tensor)] = torch.empty(tuple(shape), dtype=dtype, device=self._device), tensor
         return self._fakes[id(tensor)][0]
@@ -165,9 +164,9 @@ def _record_shapes(module: nn.Module, result: ForwardShapes, counter: Any) -> No
 
     for name, child in module.named_modules():
 
-        def after(child: nn.Module, args: Any, named: Any, answer: Any, name: str = name) -> None:
-            result.inputs.setdefault(name, _shapes((args, named)))
-            result.outputs.setdefault(name, _shapes(answer))
+        def after(child: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            result.inputs.setdefault(name, _shapes((args, kwargs)))
+            result.outputs.setdefault(name, _shapes(output))
             result.flops[name] += counter.get_total_flops() - flops_before.pop()
 
         child.register_forward_pre_hook(before)

@@ -162,13 +162,14 @@ def _ask_once_back(folder: str) -> int:
 
 
 def test_who_asks_to_stop_after_going_back_is_heard_soon(tmp_path: Path) -> None:  # G-03
-    # Ranks poll for requests at certain steps; after a rollback the schedule of these steps has to be reset.
+    # Ranks poll for requests every few steps. Without a reset they would poll next at the step planned before the
+    # rollback.
     stopped = on_ranks(_ask_once_back, 2, str(tmp_path))
     assert stopped in ([9, 9], [10, 10])  # the other rank may have polled just before
 
 
 def test_an_epochs_end_is_gone_back_from_too(tmp_path: Path) -> None:
-    # Detected at the end of the epoch; the only checkpoint is later than the spike.
+    # The spike is detected by the check at the end of the epoch, and the run rolls back into the epoch.
     watching = guard("rollback", every_n_steps=1000)
     _, module = train(tmp_path, Checkpoint(every_n_train_steps=8, save_top_k=-1), watching)
     assert torch.equal(module.layer.weight, by_hand())

@@ -191,7 +191,7 @@ def test_ranks_that_diverge_in_silence_are_caught() -> None:
 
 
 def _max_norm() -> list[str]:
-    """Has an embedding with max_norm, which renormalizes the rows that a rank uses on that rank only (B-20)."""
+    """Train an embedding with max_norm, which renormalizes the rows that a rank uses on that rank only (B-20)."""
     run: Any = distributed_run()
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
