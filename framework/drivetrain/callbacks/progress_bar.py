@@ -65,7 +65,7 @@ class ProgressBar(Callback):
         self._metrics_reader = LatestNumbers()
         self._lines: LiveLines | None = None
         self._on_terminal = False  # whether this rank redraws lines on a terminal
-        self._is_rank_zero = False  # whether this is rank 0
+        self._is_rank_zero = False
         self._training: Phase | None = None
         self._phase: Phase | None = None
         self._time_left: TimeLeft | None = None

@@ -76,7 +76,7 @@ class ThroughputMonitor(Callback):
         self._calls_batch_weight = False
         self._paused = 0.0
         self._paused_since = 0.0
-        self._micro_batches_started = 0  # micro-batches started in this run
+        self._micro_batches_started = 0
         self._last_step = 0
         self._peak: float | None = None
         self._flops_per_micro_batch: float | None = None
