@@ -1,4 +1,4 @@
-"""A transformer that is never whole anywhere: built without storage, sharded, and initialised part by part.
+"""A transformer that no rank ever holds completely: built on the meta device, sharded, and initialized per shard.
 
 python examples/fsdp_from_meta.py [--devices 4] [--width 512]
 """
@@ -32,7 +32,7 @@ class Transformer(TrainModule):
         self.peak_before = 0
 
     def configure_model(self) -> None:
-        """What is built here has shapes and no storage; once sharded, each rank fills its part as is said here."""
+        """Build the layers on the meta device. After sharding, each rank initializes its shards."""
         if self.blocks is not None:
             return
         self.peak_before = peak_memory()
@@ -60,8 +60,8 @@ class Transformer(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Telling(Callback):
-    """Says what each rank holds and how well the model does; saves it while the ranks are still together."""
+class MemoryReport(Callback):
+    """Prints the memory of each rank and the validation loss, and saves the sharded model after training."""
 
     def on_fit_start(self, trainer: RunContext, module: Transformer) -> None:
         grown = peak_memory() - module.peak_before
@@ -80,7 +80,7 @@ class Telling(Callback):
 
 
 def peak_memory() -> int:
-    """The most bytes that this process ever took (Linux counts them in KiB)."""
+    """Return the peak memory of this process in bytes (Linux reports KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -94,8 +94,10 @@ def main() -> None:
     texts = torch.tensor(list(source[: 48 * (LENGTH + 1)])).view(-1, LENGTH + 1)
     train_loader = DataLoader(texts[:-16], batch_size=8 // options.devices, shuffle=True)
     val_loader = DataLoader(texts[-16:], batch_size=16 // options.devices)
-    strategy = FSDPStrategy(gather_limit=0)  # not made whole after the run either
-    fit = Fit(strategy=strategy, devices=options.devices, accelerator="cpu", max_epochs=2, seed=0, callbacks=Telling())
+    strategy = FSDPStrategy(gather_limit=0)  # do not gather the weights after the run either
+    fit = Fit(
+        strategy=strategy, devices=options.devices, accelerator="cpu", max_epochs=2, seed=0, callbacks=MemoryReport()
+    )
     fit.fit(Transformer(options.width), train_loader, val_loader)
 
 

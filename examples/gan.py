@@ -1,4 +1,4 @@
-"""A small GAN on handwritten digits: two optimizers that take turns, in manual optimization.
+"""A small GAN on handwritten digits: two optimizers that step alternately, in manual optimization.
 
 python examples/gan.py [--devices 2]
 """
@@ -20,7 +20,7 @@ class GAN(TrainModule):
     def __init__(self, noise: int = 16, width: int = 128, lr: float = 1e-3):
         super().__init__()
         self.save_hyperparameters()
-        self.automatic_optimization = False  # training_step runs backward and steps itself
+        self.automatic_optimization = False  # training_step calls backward and steps the optimizers itself
         self.generator = nn.Sequential(*layers(noise, width), *layers(width, width), nn.Linear(width, 64), nn.Sigmoid())
         self.critic = nn.Sequential(*layers(64, width), nn.Dropout(0.3), *layers(width, width), nn.Linear(width, 1))
 
@@ -60,7 +60,7 @@ def says(logits: Tensor, real: float) -> Tensor:
 
 
 def drawn(images: Tensor) -> str:
-    """Images of shape (count, 64), side by side in characters."""
+    """Render images of shape (count, 64) side by side as text."""
     rows = (images.view(-1, 8, 8) * 4.99).int().transpose(0, 1).tolist()
     return "\n".join("   ".join("".join(" .+#@"[value] * 2 for value in line) for line in row) for row in rows)
 

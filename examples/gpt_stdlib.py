@@ -23,7 +23,7 @@ from drivetrain.callbacks import LearningRateMonitor, ThroughputMonitor
 from drivetrain.loggers import CSVLogger
 
 LENGTH = 128  # bytes that the model sees at once
-PAD = 0  # a byte that no source file holds: it stands before every text, and fills the shorter ones of a batch
+PAD = 0  # a byte that no source file contains; starts every text and pads the shorter ones of a batch
 
 
 class GPT(TrainModule):
@@ -36,7 +36,7 @@ class GPT(TrainModule):
         self.head = nn.Linear(width, 256, bias=False)
         for matrix in (parameter for parameter in self.parameters() if parameter.dim() == 2):
             nn.init.normal_(matrix, std=0.02)
-        self.head.weight = self.bytes.weight  # tied: one parameter, under every strategy
+        self.head.weight = self.bytes.weight  # tied weights work under every strategy
 
     def forward(self, text: Tensor) -> Tensor:  # (batch, time) -> (batch, time, 256)
         embedded = self.bytes(text) + self.places.weight[: text.shape[1]]
@@ -44,10 +44,10 @@ class GPT(TrainModule):
         return self.head(self.blocks(embedded, mask, is_causal=True))
 
     def loss(self, text: Tensor) -> Tensor:
-        """Nats per byte, the mean over all bytes that are no padding."""
+        """Return the mean loss over all bytes except padding, in nats per byte."""
         return F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
 
-    def batch_weight(self, text: Tensor) -> int:  # over how many bytes that is a mean
+    def batch_weight(self, text: Tensor) -> int:  # the number of bytes that the loss is averaged over
         return int((text[:, 1:] != PAD).sum())
 
     def training_step(self, text: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class GPT(TrainModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        steps = self.trainer.estimated_stepping_batches  # a tenth of them to warm up, then down along a cosine
+        steps = self.trainer.estimated_stepping_batches  # warm-up for a tenth of them, then cosine decay
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -74,20 +74,20 @@ class GPT(TrainModule):
 
 
 def page(text: str, columns: int = 96) -> str:
-    """The text for a screen: indented, in lines of so many columns, with escapes in place of what cannot be printed."""
-    shown = "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
-    lines = (line[at : at + columns] for line in shown.split("\n") for at in range(0, len(line) or 1, columns))
+    """Format text for the terminal: indented, wrapped after ``columns``, with unprintable characters escaped."""
+    escaped = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+    lines = (line[at : at + columns] for line in escaped.split("\n") for at in range(0, len(line) or 1, columns))
     return "".join(f"    {line}".rstrip() + "\n" for line in lines)
 
 
 def pieces(files: list[Path]) -> list[bytes]:
-    """The files in pieces of whole lines, as many as `LENGTH` bytes hold: none is quite as long as the next."""
-    found = [b""]
+    """Split the files into pieces of whole lines with at most `LENGTH` bytes each."""
+    texts = [b""]
     for line in (line[:LENGTH] for file in files for line in file.read_bytes().splitlines(keepends=True)):
-        if len(found[-1]) + len(line) > LENGTH:
-            found.append(b"")
-        found[-1] += line
-    return found
+        if len(texts[-1]) + len(line) > LENGTH:
+            texts.append(b"")
+        texts[-1] += line
+    return texts
 
 
 def collate(texts: list[bytes]) -> Tensor:
@@ -99,7 +99,7 @@ def main() -> None:
     for name, default in {"strategy": "auto", "precision": "32-true", "accelerator": "auto", "devices": "auto"}.items():
         parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--max-steps", type=int, default=2000)
-    parser.add_argument("--max-time", default="00:00:02:00", help="days:hours:minutes:seconds, should that come first")
+    parser.add_argument("--max-time", default="00:00:02:00", help="time limit, days:hours:minutes:seconds")
     options = parser.parse_args()
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -115,7 +115,7 @@ def main() -> None:
 
     (before,) = fit.test(model, test_loader, verbose=False)
     fit.print(
-        f"Before training it writes noise, in which \\xf3 is a byte that is no text:\n\n{page(model.write('def '))}"
+        f"Before training it writes noise (bytes that are not text appear as \\xf3):\n\n{page(model.write('def '))}"
     )
     fit.fit(model, train_loader)
     (after,) = fit.test(model, test_loader, verbose=False)
@@ -124,15 +124,15 @@ def main() -> None:
     fit.print(f"\nAfter {fit.global_step} steps it writes:\n\n{texts}")
     for when, loss in ("before", before["held_out_loss"]), ("after", after["held_out_loss"]):
         fit.print(f"Held-out files, {when}: loss {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte")
-    if "throughput/tokens_per_sec" in meter.latest:  # it takes some steps to tell
+    if "throughput/tokens_per_sec" in meter.latest:  # not available in the first steps
         fit.print(f"Throughput: {meter.latest['throughput/tokens_per_sec']:,.0f} bytes a second")
     checkpoint = fit.checkpoint_callback.last_model_path
     fit.print(f"""
-It leaves in {logger.log_dir}:
+Files in {logger.log_dir}:
     metrics.csv     loss, learning rate and throughput, a row every {fit.log_every_n_steps} steps
-    checkpoints/    the newest checkpoint: weights, optimizer, schedule, and the place in the data
-    hparams.json    what the model was built with
-    run.json        how the run was started, and how it ended
+    checkpoints/    the newest checkpoint: weights, optimizer, schedule and position in the data
+    hparams.json    the arguments of the model
+    run.json        how the run was started and how it ended
 
 What to run next:
     python -m drivetrain.checkpoint show {os.path.relpath(checkpoint)}

@@ -1,9 +1,9 @@
-"""Class imbalance: one image in fifty shows an 8, and a detector that never says so is right on 98%.
+"""Class imbalance: one image in fifty shows an 8, so a detector that never reports one has 98% accuracy.
 
-Common mistake: `cross_entropy(weight=...)` with gradient accumulation, or on several devices. It divides by the class
-weights in its own micro-batch, and the mean of such means is not the weighted mean over the batch:
-micro-batches without an 8 count as much as those with one. `batch_weight` says what each was divided by, and
-the engine weighs them exactly.
+Common mistake: `cross_entropy(weight=...)` with gradient accumulation, or on several devices. It divides by the sum of
+the class weights in its own micro-batch, and the mean of these means is not the weighted mean over the batch:
+micro-batches without an 8 count as much as those with one. `batch_weight` returns the divisor of each
+micro-batch, so that the engine can weight them exactly.
 """
 
 import torch
@@ -18,7 +18,7 @@ from drivetrain import Fit, TrainModule, seed_everything
 class Detector(TrainModule):
     def __init__(self, class_weights: Tensor):
         super().__init__()
-        self.class_weights = class_weights  # on the CPU, where batch_weight is asked
+        self.class_weights = class_weights  # on the CPU, where batch_weight is computed
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def training_step(self, batch):
@@ -39,7 +39,7 @@ def main() -> None:
     values, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(values, dtype=torch.float32) / 16, (torch.tensor(digits) == 8).long()
     train, held_out = torch.arange(len(labels)) < 1200, torch.arange(len(labels)) >= 1200
-    train[labels.nonzero()[20:, 0]] = False  # leaves 20 images of an 8 to learn from
+    train[labels.nonzero()[20:, 0]] = False  # keep 20 images of an 8
     data = TensorDataset(images[train], labels[train])
     test = DataLoader(TensorDataset(images[held_out], labels[held_out]), batch_size=600)
     balanced = 1 / torch.bincount(labels[train])

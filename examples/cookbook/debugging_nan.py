@@ -1,9 +1,10 @@
 """Debugging NaN: the loss looks fine, and the model predicts nothing but NaN.
 
-Common mistake: watching the loss. Two equal inputs, and the slope of the square root at 0, masked too late, make a
-gradient NaN in a batch whose loss is finite. From then on all weights are NaN, and the mask takes them for "no
-distance": the loss stays finite to the end. First find the step, with `NonFiniteGuard(check_gradients=True)`,
-which is cheap; then the operation, with `Fit(detect_anomaly=True)`, which is slow.
+Common mistake: watching only the loss. For two equal inputs the square root is taken at 0, where its slope is infinite.
+The mask is applied too late, so the gradient is NaN although the loss is finite. From then on all weights are NaN,
+but the mask turns these values into 0, so the loss stays finite. First find the step with
+`NonFiniteGuard(check_gradients=True)`, which is cheap, then the operation with `Fit(detect_anomaly=True)`, which is
+slow.
 """
 
 import torch
@@ -19,7 +20,7 @@ def masked_too_late(squared: Tensor) -> Tensor:
 
 
 def masked_in_time(squared: Tensor) -> Tensor:
-    return torch.where(squared > 0, squared, 1).sqrt() * (squared > 0)  # the square root never sees a 0
+    return torch.where(squared > 0, squared, 1).sqrt() * (squared > 0)  # no square root of 0
 
 
 class Distances(TrainModule):
@@ -42,7 +43,7 @@ class Distances(TrainModule):
 def train(root, **options) -> None:
     seed_everything(0)
     one, other = torch.rand(2, 400, 4)
-    other[100] = one[100]  # in batch 12 a sample meets itself
+    other[100] = one[100]  # batch 12 has a pair of equal samples
     data = TensorDataset(one, other, 2 * (one - other).norm(dim=1))
     module, fit = Distances(root), Fit(max_epochs=1, seed=0, **options)
     try:
@@ -54,7 +55,7 @@ def train(root, **options) -> None:
 
 
 def main() -> None:
-    train(masked_too_late)  # a finite loss, and weights of NaN
+    train(masked_too_late)  # finite loss, NaN weights
     train(masked_too_late, callbacks=NonFiniteGuard(check_gradients=True))  # names the batch: 12
     train(masked_too_late, detect_anomaly=True)  # names the operation: SqrtBackward0
     train(masked_in_time)

@@ -1,9 +1,9 @@
-"""An EMA teacher: 40% of the labels are random, so the student listens to a slow average of itself as well.
+"""An EMA teacher: 40% of the labels are random, so the student also learns from a slow average of itself.
 
-Common mistake: moving the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
-once a micro-batch, and the average is a faster one than was asked for; `optimizer_step` runs once a step. A
-teacher that requires gradients is trained as well, and one with dropout teaches noise: freeze it, in eval mode,
-where it is built.
+Common mistake: updating the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
+once per micro-batch, so the average changes faster than intended; `optimizer_step` runs once per step. A teacher
+that requires gradients is trained as well, and one with dropout gives noisy targets: freeze it and set it to eval
+mode when it is built.
 """
 
 import copy
@@ -32,7 +32,7 @@ class Taught(TrainModule):
 
     def optimizer_step(self, *args, **options):
         super().optimizer_step(*args, **options)
-        with torch.no_grad():  # in place, and not through .data, so that a lost move is seen and refused
+        with torch.no_grad():  # in place and not through .data, so that the engine detects an update that is lost
             for average, weight in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 average.lerp_(weight, 1 - self.hparams.decay)
 

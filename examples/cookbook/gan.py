@@ -1,9 +1,9 @@
-"""GAN: two networks with opposite aims, each with an optimizer of its own, that take turns.
+"""GAN: two networks with opposite objectives, each with its own optimizer, that are trained alternately.
 
-Common mistake: returning both optimizers and one loss. In automatic optimization all optimizers step on the same
-backward: right for Muon beside AdamW, but here both networks would pull the same way. Switch to manual
-optimization, toggle, so that the generator's loss leaves no gradients in the critic, and detach what the critic
-is shown.
+Common mistake: returning both optimizers and one loss. In automatic optimization all optimizers use the gradients of the
+same loss, which suits Muon and AdamW together, but here both networks would minimize the same objective. Use manual
+optimization, toggle the optimizers, so that the generator's loss leaves no gradients in the critic, and detach the
+generated images for the critic.
 """
 
 import torch
@@ -20,7 +20,7 @@ def network(inputs: int, outputs: int, width: int = 64) -> nn.Module:
 
 
 class GAN(TrainModule):
-    automatic_optimization = False  # training_step runs backward and steps itself
+    automatic_optimization = False  # training_step calls backward and steps the optimizers itself
 
     def __init__(self):
         super().__init__()

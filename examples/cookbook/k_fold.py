@@ -1,8 +1,7 @@
-"""k-fold cross-validation: every sample is predicted once, by a module that has never seen it.
+"""k-fold cross-validation: every sample is predicted once, by a module that was not trained on it.
 
-Common mistake: one module, callback or fitted scaler for all folds. The second fold's held-out part is what the first
-fold trained on, and the score rises from fold to fold for no good reason. Build all of it within the loop, from
-one seed.
+Common mistake: one module, callback or fitted scaler for all folds. The held-out part of the second fold was training
+data of the first, so the score wrongly rises from fold to fold. Build everything within the loop, from one seed.
 """
 
 import torch
@@ -18,7 +17,7 @@ from drivetrain import Fit, TrainModule, seed_everything
 class Classifier(TrainModule):
     def __init__(self, mean: torch.Tensor, std: torch.Tensor):
         super().__init__()
-        self.register_buffer("mean", mean)  # in the checkpoint, with the weights that rely on them
+        self.register_buffer("mean", mean)  # saved in checkpoints together with the weights
         self.register_buffer("std", std)
         self.net = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 3))
 
@@ -38,8 +37,8 @@ def main() -> None:
     predicted = torch.full_like(y, -1)
     scores = []
     for train, held_out in StratifiedKFold(5, shuffle=True, random_state=0).split(x, y):
-        seed_everything(0)  # the same first weights in each fold
-        module = Classifier(x[train].mean(0), x[train].std(0))  # of this fold's training part alone
+        seed_everything(0)  # the same initial weights in each fold
+        module = Classifier(x[train].mean(0), x[train].std(0))  # of this fold's training data only
         fit = Fit(max_epochs=15, seed=0)
         fit.fit(module, DataLoader(TensorDataset(x[train], y[train]), batch_size=16, shuffle=True))
         loader = DataLoader(TensorDataset(x[held_out], y[held_out]), batch_size=64)

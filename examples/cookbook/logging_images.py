@@ -1,8 +1,8 @@
-"""Logging images: what the model makes of a few samples, once an epoch, in TensorBoard.
+"""Logging images: the model's output for a few samples in TensorBoard, once per epoch.
 
-Common mistake: writing from every step. An image is copied from the device, which stops it. Keep the samples of one
-validation batch, and write where the epoch ends; and not in the sanity check, which comes before any training.
-Ranks above 0 need no guard: their loggers write nothing.
+Common mistake: logging in every step. Images are copied from the device, which stalls it. Keep the samples of one
+validation batch and log them at the end of the epoch, but not in the sanity check, before any training.
+No check of the rank is needed: loggers of ranks above 0 write nothing.
 """
 
 import torch

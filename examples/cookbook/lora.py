@@ -1,9 +1,9 @@
-"""LoRA on a Hugging Face model: train an adapter of 1% of the weights, and save it without the rest.
+"""LoRA on a Hugging Face model: train an adapter with 1% of the weights, and save it without the base model.
 
-Common mistake: an adapter fits any model of the same shape. Loaded onto another base than it was trained on (another
-revision, a quantised copy) it raises no error and writes nonsense. `Checkpoint(trainable_only=True)` keeps
-checksums of the base, and loading compares them. And `from_pretrained` returns the model in eval mode: without
-`train()`, no dropout.
+Common mistake: an adapter can be loaded into any model of the same shape. With another base model than it was trained on
+(another revision, a quantized copy) there is no error, but the output is useless. `Checkpoint(trainable_only=True)`
+stores checksums of the base model, and loading compares them. Also, `from_pretrained` returns the model in eval
+mode: without `train()` there is no dropout.
 """
 
 import tempfile
@@ -35,7 +35,7 @@ class Adapted(TrainModule):
 
 
 def pretrained(folder: Path, seed: int) -> str:
-    """Save what stands for a model that you would download."""
+    """Create and save a small model in place of a download."""
     seed_everything(seed)
     size = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, **size)).save_pretrained(folder)

@@ -1,10 +1,10 @@
 """A sweep with Optuna, in which unpromising trials are pruned.
 
-Common mistakes: raising `TrialPruned` within a run records a failed run, and on several ranks reaches the others as
-another error. Ask the run to stop, which all ranks do after the same step, and raise afterwards. Do not report
-the sanity check, which sees an untrained model. And seed the sampler: with `Fit(devices=2)` each rank runs this
-script, and would draw a learning rate of its own; seeded, all draw alike, for the reduced metric that they
-report is alike.
+Common mistakes: raising `TrialPruned` within a run records a failed run, and other ranks fail with another error.
+Request a stop instead, which all ranks follow after the same step, and raise after the run. Do not report the sanity
+check, which evaluates an untrained model. And seed the sampler: with `Fit(devices=2)` each rank runs this script and
+would draw a different learning rate. With the same seed, and the same reduced metric reported, all ranks draw the
+same one.
 """
 
 import optuna

@@ -1,8 +1,8 @@
-"""A sweep with Ray Tune: trials in processes of their own, as many at once as there are CPUs.
+"""A sweep with Ray Tune: each trial runs in its own process, and as many run at once as there are CPUs.
 
-Common mistakes: a trial has one CPU unless it asks for more, while torch computes on as many threads as the machine
-has; a trial works in a folder of its own, where relative paths lead elsewhere; and workers get the trainable
-pickled, so data goes with `tune.with_parameters`, once, and not in a global. A trial has one device.
+Common mistakes: a trial has one CPU unless it requests more, but torch uses as many threads as the machine has; a trial
+has its own working directory, so relative paths point elsewhere; and the trainable is pickled for the workers, so
+pass data once with `tune.with_parameters` instead of a global variable. A trial has one device.
 """
 
 from pathlib import Path

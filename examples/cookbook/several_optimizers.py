@@ -1,8 +1,8 @@
-"""Several optimizers: Muon for the matrices and AdamW for the rest, on one backward, each with its schedule.
+"""Several optimizers: Muon for the matrices and AdamW for the rest, with one backward pass, each with its schedule.
 
-Common mistake: a rule for each optimizer's parameters. What matches neither never trains (a warning names it), so let
-the second optimizer take all that the first did not. And a schedule steps once an epoch unless it says
-`"interval": "step"`: a cosine over 280 steps would have come down a little by the end of 10 epochs.
+Common mistake: separate rules for the parameters of each optimizer. Parameters that match neither are never trained (a
+warning names them), so give the second optimizer all that the first does not have. Also, a schedule steps once per
+epoch unless `"interval": "step"` is set: a cosine over 280 steps would barely have changed after 10 epochs.
 """
 
 import torch
@@ -32,7 +32,7 @@ class Classifier(TrainModule):
         self.log("accuracy", (self(images).argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self):
-        matrices = [one for one in self.body.parameters() if one.ndim == 2]  # the head is better left to AdamW
+        matrices = [p for p in self.body.parameters() if p.ndim == 2]  # AdamW is better for the head
         taken = {id(one) for one in matrices}
         rest = [one for one in self.parameters() if id(one) not in taken]
         optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]

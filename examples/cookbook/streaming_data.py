@@ -1,9 +1,9 @@
-"""Streaming data: an iterable data set, shared out among ranks and workers, that goes on where a run was stopped.
+"""Streaming data: an iterable dataset that is sharded across ranks and workers and resumes where a run was stopped.
 
-Common mistakes: every rank and every worker has its own copy of an iterable, and reads all of it unless told
-otherwise. And a run that goes on has to read again, and throw away, all that came before: hours, for a large
-corpus. An iterable with `state_dict` and `load_state_dict` is put back to the first piece that was not *trained
-on*; the pieces that were read ahead of that are read again.
+Common mistakes: every rank and every worker has its own copy of an iterable, and reads all of it unless it is sharded
+explicitly. And a resumed run has to read and discard everything before its position, which takes hours for a large
+corpus. An iterable with `state_dict` and `load_state_dict` is instead restored to the first piece that was not
+*trained on*; pieces that had been read ahead are read again.
 """
 
 import sysconfig
@@ -21,11 +21,11 @@ LENGTH = 65  # bytes of a piece
 
 
 class Pieces(IterableDataset):
-    """Whole files go to a rank, and to a worker of it; each is read in pieces of `LENGTH` bytes."""
+    """Yields pieces of `LENGTH` bytes. Each file is read by one worker of one rank."""
 
     def __init__(self, files: list[Path]):
         self.files = files
-        self.file = self.piece = 0  # what comes next
+        self.file = self.piece = 0  # the next piece to read
         self.pieces_read = 0
 
     def __iter__(self):
@@ -38,7 +38,7 @@ class Pieces(IterableDataset):
                 self.pieces_read += 1
                 yield torch.tensor(list(text[start : start + LENGTH]))
             self.file, self.piece = self.file + 1, 0
-        self.file = 0  # the next epoch begins at the beginning
+        self.file = 0  # the next epoch starts with the first file
 
     def state_dict(self):
         return {"file": self.file, "piece": self.piece}
@@ -48,7 +48,7 @@ class Pieces(IterableDataset):
 
 
 class Bigrams(TrainModule):
-    """Predicts a byte from the one before."""
+    """Predicts each byte from the previous one."""
 
     def __init__(self):
         super().__init__()

@@ -1,10 +1,10 @@
-"""Testing a module with pytest: that it runs, that it can learn, that two ranks train what one does, that it goes on.
+"""Testing a module with pytest: that it runs, can learn, gives the same result on two ranks, and can be resumed.
 
     pytest examples/cookbook/test_a_module.py
 
-Common mistake: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is that of each
-rank: two ranks of 8 take the steps of one process with 16. And ranks are processes of their own, which import
-the function they run: it stands at the top level of a file, and takes and returns what can be pickled.
+Common mistake: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is per rank: two ranks
+with 8 make the same steps as one process with 16. Also, ranks are separate processes, which import the function that
+they run: define it at the top level of a file, with arguments and results that can be pickled.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from drivetrain import Fit, TrainModule, seed_everything
 from drivetrain.testing import assert_close_states, assert_equal_ranks, run_distributed
 
 
-class Classifier(TrainModule):  # yours: from your_package import Classifier
+class Classifier(TrainModule):  # in your project: from your_package import Classifier
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
@@ -54,7 +54,7 @@ def weights_of_two_ranks() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # for what runs write
+    monkeypatch.chdir(tmp_path)  # runs write to the working directory
 
 
 def test_every_step_and_hook_runs():

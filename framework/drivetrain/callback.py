@@ -1,4 +1,4 @@
-"""Callback: what extends a run without touching the module or the engine."""
+"""Callback: the base class of objects that extend a run without changes to the module or the engine."""
 
 from __future__ import annotations
 
@@ -16,236 +16,132 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of everything that extends a run. Nothing must be written: one that overrides nothing does nothing.
+    """Base class of objects that extend a run.
 
-    What may be written are the hooks, `state_dict` and `load_state_dict`, and answers to what the engine asks
-    (`save_before_leaving`, `writes_to`, `monitors`, ...), which all have a default. A hook nobody overrides is absent
-    from the loop and costs nothing. A callback has no name for `Fit`: it is given as an object.
+    Every method is optional: all of them have a default that does nothing, and a hook that no callback overrides is
+    not called at all, so it costs nothing. Methods fall into three groups:
 
-    Hooks are called in the order of ``docs/how-a-step-runs.md``: callbacks first, by descending `priority`, then the
-    module. A callback with a negative priority runs after the module's own hook: it watches results (early stopping,
-    checkpoints) and must see what the module logged.
+    - *Hooks* (`setup`, `teardown` and everything named ``on_*``) run at fixed points of the run. Most callbacks
+      override only these.
+    - *State*: `state_dict`/`load_state_dict` for small values, `save_tensors`/`load_tensors` for sharded ones.
+    - *Engine queries* (`save_before_leaving`, `writes_to`, `monitors`, ...) answer questions of the engine. They are
+      for callbacks that write checkpoints, stop training, print progress or change the accumulation window. Their
+      answers must be the same on every rank.
 
-    Every rank runs every callback, in the same order, so that collectives in user code pair up.
+    Hooks run in the order of ``docs/how-a-step-runs.md``: callbacks first, by descending `priority`, then the module.
+    Callbacks with a negative priority run after the module's own hook. Use that for callbacks that read logged values,
+    such as early stopping and checkpoints.
 
-    ``trainer`` is the `Fit` that is running, as `RunContext` describes it. ``module`` is the `TrainModule` of the run;
-    a callback for modules of one class may say so (``module: MyModule``).
+    Every rank calls every callback in the same order, so collectives in hooks match.
+
+    In hooks, ``trainer`` is the running `Fit`, typed as `RunContext`, and ``module`` is the `TrainModule` that it runs.
+    A callback that works with one module class only may annotate it (``module: MyModule``).
     """
 
     _logging_module: weakref.ref[Any] | None = None
 
     priority: int = 0
-    """Higher runs earlier; below zero runs after the module."""
+    """Position among the callbacks: higher values run earlier, negative ones after the module's hook."""
+
+    # State in checkpoints
 
     @property
     def state_key(self) -> str:
-        """Identifies this callback's state in a checkpoint; must differ between two callbacks of one class."""
+        """The key of this callback's state in a checkpoint. Two callbacks of one class need different keys."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: JSON-able values and tensors."""
+        """Return the state to save in a checkpoint: JSON-serializable values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
-        """Become what this callback was on rank 0, at the end of a run in other processes, which have ended too.
+        """Copy rank 0's state into this object, after a run whose ranks were processes that have since exited.
 
         Args:
-            state_dict: what `state_dict` returned there; it is loaded, unless it is empty.
+            state_dict: rank 0's `state_dict`. The default loads it unless it is empty.
         """
         if state_dict:
             self.load_state_dict(state_dict)
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
-        """Return the tensors that a checkpoint keeps of this callback as it keeps weights, by name.
+        """Return tensors, by name, that checkpoints store like weights: each rank writes its own shards.
 
-        Each is written by the rank, or the ranks, that hold it, and read back in parts by any number of ranks under any
-        strategy. Names, shapes and dtypes are alike on every rank. What is small, or alike everywhere, goes well with
-        `state_dict`.
+        They can be loaded at any world size and under any strategy. Names, shapes and dtypes must be the same on every
+        rank. Prefer `state_dict` for tensors that are small or the same on every rank.
 
         Returns:
-            Tensors that every rank holds whole, of which rank 0's count; DTensors; or a
-            `drivetrain.strategies.ParameterShard` of what this rank holds, as ``trainer.strategy.shard_of`` returns
-            for the values of ``trainer.strategy.model_state()``.
+            Whole tensors (rank 0's are saved), DTensors, or `drivetrain.strategies.ParameterShard` objects for this
+            rank's shards, as returned by ``trainer.strategy.shard_of`` for a value of
+            ``trainer.strategy.model_state()``.
         """
         return {}
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return which part this rank wants of the tensors that `save_tensors` gave, by name; of others it gets all.
+        """Return, by name, the region of each saved tensor that this rank loads. Tensors not named are loaded whole.
 
-        By default a tensor that is called like one of the module's is wanted as this rank holds that.
+        By default a tensor with the name of a weight is loaded in the same region as that weight.
         """
         return trainer.strategy.model_regions()
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
-        """Take back what `save_tensors` returned, after `load_state_dict`.
+        """Restore the tensors that `save_tensors` returned. Called after `load_state_dict`.
 
         Args:
             trainer: the run.
-            module: what it trains, whose weights are loaded by now.
-            tensors: by name; a `drivetrain.strategies.ParameterShard` where `tensor_regions` named a region.
-        """
-
-    def before_launch(self, trials: Trials) -> None:
-        """Called first of all, where `Fit.fit` and its like were called, before processes are started for the run.
-
-        For what has to be found out by trying, and changes what the module or the data module is built from: a learning
-        rate, a batch size. Where ranks are there already, it is called on every rank. Callbacks that the module's
-        ``configure_callbacks`` returns come later and are not called.
-
-        Args:
-            trials: runs a few steps of what was called for, and puts everything back.
+            module: the module, with its weights already loaded.
+            tensors: the tensors by name: a `drivetrain.strategies.ParameterShard` where `tensor_regions` returned a
+                region.
         """
 
     # Logging
 
     def log(self, name: str, value: Any, **options: Any) -> None:
-        """What `TrainModule.log` does, of the run that this callback is in.
+        """Log a value, as `TrainModule.log` does.
 
         Raises:
-            ConfigurationError: it is in none.
+            ConfigurationError: no run is in progress.
         """
-        self._module_that_logs().log(name, value, **options)
+        self._module_for_logging().log(name, value, **options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """What `TrainModule.log_dict` does, of the run that this callback is in."""
-        self._module_that_logs().log_dict(dictionary, **options)
+        """Log several values, as `TrainModule.log_dict` does.
 
-    def _module_that_logs(self) -> Any:
+        Raises:
+            ConfigurationError: no run is in progress.
+        """
+        self._module_for_logging().log_dict(dictionary, **options)
+
+    def _module_for_logging(self) -> Any:
         module = None if self._logging_module is None else self._logging_module()
         if module is None:
             raise ConfigurationError(
                 f"{type(self).__name__}.log was called outside a run.",
-                "values are kept by epoch of training, validation or test.",
-                "call it from a hook, or hand numbers to a logger with trainer.log_metrics.",
+                "logged values belong to an epoch of training, validation or testing.",
+                "call it from a hook, or pass numbers to the loggers with trainer.log_metrics.",
             )
         return module
 
-    # What the engine asks. The answers are alike on every rank.
-
-    def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
-        """Save what a later run goes on from, as this one ends before its time: for a signal, or ``max_time``.
-
-        Every callback is asked, on every rank, between two windows. Write with `Fit.save_checkpoint`, or ask for it
-        with `Fit.defer_save`: what was asked for is whole before the run ends.
-
-        Returns:
-            Whether this callback has saved, or asked for a save, by which the run can go on. Where all say False, a
-            warning says that nothing is saved.
-        """
-        return False
-
-    @property
-    def writes_to(self) -> Sequence[str]:
-        """Folders and fsspec URLs that this callback writes to, asked after `setup`.
-
-        In a fit they are tried before the first step; ``ckpt_path="last"``, ``"best"`` and ``"auto"`` look for
-        checkpoints in them.
-        """
-        return ()
-
-    @property
-    def wants_run_folder(self) -> bool:
-        """Whether a fit without loggers has a folder, ``trainer.log_dir``, for this callback's sake."""
-        return False
-
-    @property
-    def kept_checkpoints(self) -> Sequence[str]:
-        """Paths of the checkpoints that this callback has written and keeps; a run goes back to a whole one of them."""
-        return ()
-
-    @property
-    def best_model_path(self) -> str:
-        """The best of them, which ``ckpt_path="best"`` means; "" where there is none."""
-        return ""
-
-    @property
-    def saves_whole(self) -> bool:
-        """Whether `kept_checkpoints` will hold such as a run can go back to: more than weights."""
-        return False
-
-    def before_going_back(self, trainer: RunContext, module: Any) -> None:
-        """Called before the run goes back to an earlier checkpoint, whose state this callback is then given."""
-
-    def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
-        """Called once the run has gone back to the checkpoint at ``path``; ``trainer.global_step`` is its step."""
-
-    @property
-    def monitors(self) -> Mapping[str, str]:
-        """Names of logged values that this callback cannot do without, each with the words that the user asked in.
-
-        One that nothing logs is told in the first step: ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``.
-        """
-        return {}
-
-    def window_of(self, epoch: int) -> int | None:
-        """Micro-batches of a window in ``epoch``, where this callback changes them in the course of a run, or None.
-
-        The steps of a run, and with them its schedules, are estimated by it.
-        """
-        return None
-
-    def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Why the run whose checkpoint holds ``state_dict`` was ended by this callback; None where it was not.
-
-        Such a run has nothing left to train.
-        """
-        return None
-
-    def predicted_before(
-        self, trainer: RunContext, module: Any
-    ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
-        """Return what tells of a batch whether this callback has its outputs from an earlier run.
-
-        Asked once, by predict with ``return_predictions=False``. What all callbacks that answer have is not predicted
-        again: neither the step nor a batch's hooks are called.
-
-        Returns:
-            ``there(indices, batch_idx, dataloader_idx)``, with what `RunContext.batch_indices` will be for the batch;
-            None where there is nothing from before, on all ranks alike.
-        """
-        return None
-
-    def write_line(self, text: str) -> bool:
-        """Print ``text`` for ``trainer.print``, on rank 0, where this callback draws on the terminal.
-
-        Returns:
-            Whether it did; else ``trainer.print`` asks the next one, and prints it itself where nobody does.
-        """
-        return False
-
-    def write_progress(self, trainer: RunContext, module: Any, batches: int) -> None:
-        """Print a line of progress where it is time for one and nobody looks at a terminal.
-
-        Called every ``log_every_n_steps`` optimizer steps of training, once what was logged has gone to the loggers,
-        and after as many micro-batches of an evaluation or a prediction. It must not wait for a device or a rank.
-
-        Args:
-            trainer: the run.
-            module: what is run.
-            batches: micro-batches made of the epoch or the evaluation.
-        """
-
-    # The run
+    # Hooks: set-up, failure and checkpoints
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Called first, on every rank; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Called last, also after a failure."""
+        """Called last, even after a failure."""
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
-        """Called when anything inside the run raised; the exception goes on afterwards."""
+        """Called when anything in the run raised ``exception``, which is re-raised afterwards."""
 
     def on_save_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add JSON-able values or tensors to ``checkpoint``, a dict of this callback's own."""
+        """Add JSON-serializable values or tensors to ``checkpoint``, a dict that only this callback sees."""
 
     def on_load_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added."""
 
-    # Training
+    # Hooks: training
 
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
         """Called once the module and optimizers are set up, before the sanity validation."""
@@ -269,10 +165,10 @@ class Callback:
         """Called before an epoch's first micro-batch."""
 
     def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after an epoch's last micro-batch and validation; epoch metrics are reduced."""
+        """Called after an epoch's last micro-batch and validation, when epoch metrics are reduced."""
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> int | None:
-        """Called before a micro-batch; -1, returned on every rank, skips the rest of the epoch."""
+        """Called before a micro-batch. Returning -1 on every rank skips the rest of the epoch."""
 
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
@@ -286,18 +182,18 @@ class Callback:
         """Called with the loss as `training_step` returned it."""
 
     def on_after_backward(self, trainer: RunContext, module: Any) -> None:
-        """Called after every backward."""
+        """Called after every backward pass."""
 
     def on_before_optimizer_step(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Called with unscaled gradients, before clipping and the step."""
 
-    # Evaluation
+    # Hooks: validation, testing and prediction
 
     def on_validation_start(self, trainer: RunContext, module: Any) -> None:
         """Called before a validation run."""
 
     def on_validation_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after a validation run; its metrics are reduced."""
+        """Called after a validation run, when its metrics are reduced."""
 
     def on_validation_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first validation micro-batch."""
@@ -319,7 +215,7 @@ class Callback:
         """Called before a test run."""
 
     def on_test_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after a test run; its metrics are reduced."""
+        """Called after a test run, when its metrics are reduced."""
 
     def on_test_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first test micro-batch."""
@@ -359,8 +255,126 @@ class Callback:
     ) -> None:
         """Called after a prediction micro-batch, with what `predict_step` returned."""
 
+    # Engine queries: answers must be the same on every rank
 
-def let_log(callback: Callback, module: Any) -> None:
-    """Let ``callback.log`` write what ``module.log`` would, until it is called with None."""
-    # A weak reference: a copy of the callback is not to bring a copy of the module along.
+    def before_launch(self, trials: Trials) -> None:
+        """Search for a setting before the run starts. Called first, before processes are launched and `setup`.
+
+        This is the place for settings that are found by trial runs and that the module or data module is built with,
+        such as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls it.
+        Callbacks returned by the module's ``configure_callbacks`` do not exist yet and are not called.
+
+        Args:
+            trials: runs a few steps of the requested stage and then restores all state.
+        """
+
+    def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
+        """Save a checkpoint to resume from, because the run ends early: on a preemption signal or ``max_time``.
+
+        Called for every callback on every rank, between two windows. Save with `Fit.save_checkpoint`, or request a
+        save with `Fit.defer_save`; deferred saves are completed before the run ends.
+
+        Returns:
+            True if this callback saved or requested a checkpoint that the run can resume from. If no callback returns
+            True, the engine warns that nothing was saved.
+        """
+        return False
+
+    @property
+    def writes_to(self) -> Sequence[str]:
+        """Folders and fsspec URLs that this callback writes to. Read after `setup`.
+
+        `Fit.fit` checks before the first step that they are writable. ``ckpt_path="last"``, ``"best"`` and ``"auto"``
+        search them for checkpoints.
+        """
+        return ()
+
+    @property
+    def wants_run_folder(self) -> bool:
+        """Whether this callback needs ``trainer.log_dir`` even if the fit has no loggers."""
+        return False
+
+    @property
+    def kept_checkpoints(self) -> Sequence[str]:
+        """Paths of the checkpoints that this callback has written and not removed. Rollbacks choose from them."""
+        return ()
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint, which ``ckpt_path="best"`` loads; "" if there is none."""
+        return ""
+
+    @property
+    def saves_whole(self) -> bool:
+        """Whether this callback saves checkpoints that a run can resume from, not only weights."""
+        return False
+
+    def before_going_back(self, trainer: RunContext, module: Any) -> None:
+        """Called before the run rolls back to an earlier checkpoint, whose callback state is loaded next."""
+
+    def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
+        """Called after the run rolled back to the checkpoint at ``path``; ``trainer.global_step`` is its step."""
+
+    @property
+    def monitors(self) -> Mapping[str, str]:
+        """Logged values that this callback requires, each with the argument that names it, for error messages.
+
+        For example ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``. A value that nothing logs is reported in the
+        first step.
+        """
+        return {}
+
+    def window_of(self, epoch: int) -> int | None:
+        """Return the micro-batches per window in ``epoch``, if this callback changes them during the run, else None.
+
+        The engine uses it to estimate the total number of steps for learning-rate schedules.
+        """
+        return None
+
+    def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+        """Return why this callback ended the run that saved ``state_dict``, or None if it did not.
+
+        A run that ended for such a reason has nothing left to train.
+        """
+        return None
+
+    def predicted_before(
+        self, trainer: RunContext, module: Any
+    ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
+        """Return a function that tells whether a batch's predictions exist from an earlier run.
+
+        Called once, by predict with ``return_predictions=False``. Batches that every answering callback already has
+        are skipped, including their hooks.
+
+        Returns:
+            ``is_predicted(indices, batch_idx, dataloader_idx)``, where ``indices`` is what `RunContext.batch_indices`
+            will be for the batch; None (on all ranks) if there are no earlier predictions.
+        """
+        return None
+
+    def write_line(self, text: str) -> bool:
+        """Print ``text`` for ``trainer.print`` on rank 0, if this callback draws on the terminal.
+
+        Returns:
+            True if it printed. If no callback does, ``trainer.print`` prints the text itself.
+        """
+        return False
+
+    def write_progress(self, trainer: RunContext, module: Any, batches: int) -> None:
+        """Print a line of progress, if one is due and the output is not a terminal.
+
+        Called every ``log_every_n_steps`` optimizer steps of training, after the logged values were flushed to the
+        loggers, and after as many micro-batches of evaluation and prediction. It must not wait for a device or another
+        rank.
+
+        Args:
+            trainer: the run.
+            module: the module of the run.
+            batches: micro-batches completed in the epoch or evaluation.
+        """
+
+
+def bind_logging(callback: Callback, module: Any) -> None:
+    """Connect ``callback.log`` to ``module.log``, or disconnect it if ``module`` is None."""
+    # A weak reference, so that copying the callback does not copy the module.
     callback.__dict__["_logging_module"] = None if module is None else weakref.ref(module)

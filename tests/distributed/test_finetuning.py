@@ -1,4 +1,4 @@
-"""A backbone that trains later than its head, held against a loop by hand. Row L-02."""
+"""Finetuning, in which the backbone is trained later than the head, equals a hand-written loop (L-02)."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_module_without_a_backbone_is_refused() -> None:  # L-02
             super().__init__()
             del self.backbone
 
-    with pytest.raises(ConfigurationError, match=r"(?s)Headless has no module called 'backbone'.*there are 'head'"):
+    with pytest.raises(ConfigurationError, match=r"(?s)Headless has no submodule 'backbone'.*submodules are 'head'"):
         fitted(Headless(), BackboneFinetuning())
 
 
@@ -226,7 +226,7 @@ def test_a_wrong_argument_is_refused_by_name(options: dict[str, Any]) -> None:  
 
 
 class Gradual(BaseFinetuning):
-    """A layer more in each epoch."""
+    """Unfreezes one more layer in each epoch."""
 
     def freeze_before_training(self, module: Any) -> None:
         self.freeze([module.backbone[0], (module.backbone[1],)], train_bn=False)

@@ -201,7 +201,7 @@ def test_own_orders_and_streams_go_on_on_ranks(tmp_path: Path, strategy: str) ->
 
 
 def test_a_stream_is_not_gone_on_with_in_other_batches(tmp_path: Path) -> None:  # L-03
-    assert "other dealing" in refused(1, _go_on_stream_anew, str(tmp_path / "stream"))
+    assert "other ranks or batch sizes" in refused(1, _go_on_stream_anew, str(tmp_path / "stream"))
 
 
 def _stream() -> DataLoader[Any]:
@@ -281,7 +281,7 @@ def test_every_rank_refuses_others(tmp_path: Path, strategy: str) -> None:  # L-
     for weights, data, finished in on_ranks(_other_weights, 2, path, strategy, process_group=None):
         assert "other weights" in weights
         assert "other data" in data
-        assert "that are whole" in finished
+        assert "complete predictions" in finished
 
 
 def _unstorable(path: str) -> str:

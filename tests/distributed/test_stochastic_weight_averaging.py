@@ -1,4 +1,4 @@
-"""StochasticWeightAveraging, held against torch's SWALR, AveragedModel and update_bn in a loop by hand. Row L-01."""
+"""StochasticWeightAveraging equals torch's SWALR, AveragedModel and update_bn in a hand-written loop (L-01)."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_statistics_of_batch_normalisation_are_the_averages(tmp_path: Path) -> N
 
 
 class PartlyFrozen(Net):
-    """One batch normalisation is kept in evaluation, one is not called, one is frozen, and one trains."""
+    """Has four batch normalizations: one in eval mode, one that is not called, one frozen and one trained."""
 
     def __init__(self) -> None:
         super().__init__(normed=True)
@@ -197,7 +197,7 @@ class ByHand(Net):
 
 def test_manual_optimization_with_batch_normalisation_is_refused_before_it_trains() -> None:  # L-01
     averaging = StochasticWeightAveraging([0.05, 0.05])
-    with pytest.raises(ConfigurationError, match="optimizes by hand and normalises"):
+    with pytest.raises(ConfigurationError, match="has batch normalization and uses manual optimization"):
         quiet(max_epochs=5, callbacks=[averaging]).fit(ByHand(normed=True), DataLoader(rows(), batch_size=BATCH))
     assert averaging.updates == 0
     quiet(max_epochs=5, callbacks=[averaging]).fit(ByHand(), DataLoader(rows(), batch_size=BATCH))
@@ -237,8 +237,8 @@ def test_a_wrong_argument_is_refused_by_name(options: dict[str, Any]) -> None:  
 @pytest.mark.parametrize(
     ("swa", "settings", "said"),
     [
-        (StochasticWeightAveraging(0.1), {"max_epochs": None, "max_steps": 3}, "a part of max_epochs"),
-        (StochasticWeightAveraging(0.1, swa_epoch_start=7), {"max_epochs": 6}, "nothing would be averaged"),
+        (StochasticWeightAveraging(0.1), {"max_epochs": None, "max_steps": 3}, "a fraction of max_epochs"),
+        (StochasticWeightAveraging(0.1, swa_epoch_start=7), {"max_epochs": 6}, "nothing is averaged"),
         (StochasticWeightAveraging([0.1], swa_epoch_start=1), {"max_epochs": 1}, r"the optimizers have 2 group\(s\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The finders on two ranks: all find the same, and what is trained afterwards does not know of it."""
+"""The tuner on two ranks: both get the same result, and the run afterwards is not affected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ preload(*DEEPSPEED)
 
 
 class Drawing(Regression):
-    """Draws in each step, and has buffers."""
+    """Uses random generators in each step, and has buffers."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
@@ -38,7 +38,7 @@ class Drawing(Regression):
 
 
 class Hungry(Regression):
-    """Has no memory for more than so many samples, each rank for its own number."""
+    """Runs out of memory above a number of samples that differs between ranks."""
 
     def __init__(self, *most: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_the_losses_are_over_the_samples_of_all_ranks() -> None:  # L-06
 
 
 class Failing(Regression):
-    """Fails in its seventh step, on rank 1."""
+    """Raises in its seventh step on rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == 6 and self.trainer.global_rank == 1:

@@ -1,4 +1,4 @@
-"""Averages of the weights under every strategy, held against torch's AveragedModel in a loop by hand. Row L-01."""
+"""Weight averaging under every strategy equals torch's AveragedModel in a hand-written loop (L-01)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Net(TrainModule):
-    """A frozen layer, two tied ones, and a buffer that training moves; validation says which weights it saw."""
+    """Has a frozen layer, two tied ones, and a buffer that training changes; validation records its weights."""
 
     seen: Tensor
 
@@ -158,7 +158,7 @@ def test_the_module_holds_the_hand_written_average_after_fit(strategy: str, worl
 
 
 class Recording(Callback):
-    """Keeps what trains, bit for bit, after every step; and what a failing validation leaves."""
+    """Records the exact weights after every step, and after a validation that fails."""
 
     def __init__(self) -> None:
         self.weights: list[list[float]] = []
@@ -223,7 +223,7 @@ def _saved(strategy: str, world: int, folder: Path, steps: int) -> None:
 
 
 class Parts(EMAWeightAveraging):
-    """Sees in which form the averages come back."""
+    """Records in which form the averages are loaded."""
 
     sharded = 0
 
@@ -281,7 +281,7 @@ def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: 
 
 
 class AtTheEnd(Callback):
-    """Saves once the averages are in the module."""
+    """Saves a checkpoint while the averages are in the module."""
 
     priority = -100
 
@@ -346,7 +346,7 @@ def test_validation_may_stay_with_what_trains(tmp_path: Path) -> None:  # L-01
 
 
 class Unfreezing(Net):
-    """Trains its first layer from the second epoch on."""
+    """Unfreezes its first layer in the second epoch."""
 
     def on_train_epoch_start(self) -> None:
         if self.trainer.current_epoch == 1 and not self.frozen.weight.requires_grad:
@@ -396,7 +396,7 @@ class Weights(Callback):
 
 
 def test_in_half_precision_the_average_moves(tmp_path: Path) -> None:
-    # L-01: in bfloat16 an average of 0.999 never moves
+    # L-01: in bfloat16 an average with decay 0.999 never changes
     weights = Weights()
     saver = Checkpoint(tmp_path / "c", every_n_train_steps=12)
     run("single", 1, tmp_path, [weights, ema(0.999), saver], precision="bf16-true")
@@ -411,7 +411,7 @@ def test_in_half_precision_the_average_moves(tmp_path: Path) -> None:
 
 
 class Normed(Net):
-    """Batch normalisation, whose statistics are each rank's own."""
+    """Has batch normalization, whose statistics differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ def test_a_ranks_own_buffers_are_averaged_where_they_are(tmp_path: Path) -> None
 
 
 class Assigning(Net):
-    """Its buffer and its head's bias are assigned to in each step, and a parameter is complex."""
+    """Assigns its buffer and its head's bias in each step, and has a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +521,7 @@ def test_what_is_not_averaged_is_not_told_of_as_missing(strategy: str, tmp_path:
 
 
 class Growing(Net):
-    """A buffer of another shape from one step on."""
+    """Has a buffer that changes its shape at a step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 3:
@@ -533,7 +533,7 @@ def test_a_buffer_that_grows_is_averaged_from_there() -> None:  # L-01
     module = Growing()
     loader = DataLoader(rows(), batch_size=BATCH)
     quiet(max_epochs=1, callbacks=[ema()]).fit(module, loader, loader)
-    # It is 2 after the step that made it, which is where its average begins, and one more after each.
+    # It is 2 after the step that creates it, where its average starts, and increases by one in each step.
     torch.testing.assert_close(module.seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
 
 

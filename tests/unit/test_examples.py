@@ -99,7 +99,7 @@ def test_gpt_learns_and_says_how_well(name: str, gpt: Callable[[str], tuple[str,
     # L-09: it can be read, and says what it leaves and what to run next
     told = [line for line in printed.splitlines() if line.startswith("    ")]
     assert all(len(line) <= 110 and line.isprintable() for line in told), told
-    folder = re.search(r"It leaves in (.*):\n((?:    .*\n)+)", printed)
+    folder = re.search(r"Files in (.*):\n((?:    .*\n)+)", printed)
     assert folder is not None
     for name in re.findall(r"^    (\S+)", folder[2], re.MULTILINE):
         assert (where / folder[1] / name).exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain._engine.defaults import checked_callbacks, with_module_callbacks
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain.callback import Callback, let_log
+from drivetrain.callback import Callback, bind_logging
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -62,7 +62,7 @@ class RunCallbacks:
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
         self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all))
         for callback in self._all:
-            let_log(callback, self._module)
+            bind_logging(callback, self._module)
 
     def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
         """Collect callbacks that ``setup`` hooks appended to or removed from ``trainer.callbacks``, and set them up.
@@ -96,7 +96,7 @@ class RunCallbacks:
     def detach(self) -> None:
         """Disconnect the callbacks from the module's logging."""
         for callback in self._all:
-            let_log(callback, None)
+            bind_logging(callback, None)
 
     def pacing(self, every: int) -> Pacing | None:
         """Return what reports a loop's progress to callbacks; None if none of them overrides `write_progress`.

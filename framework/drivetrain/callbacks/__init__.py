@@ -1,4 +1,4 @@
-"""Callbacks that come with drivetrain. Every name is imported on first use."""
+"""Callbacks that ship with drivetrain. Each name is imported on first use."""
 
 from __future__ import annotations
 

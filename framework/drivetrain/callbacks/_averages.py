@@ -1,4 +1,4 @@
-"""Averages of a module's weights, of which each rank keeps those of what it holds."""
+"""Averages of a module's weights, sharded across ranks like the weights themselves."""
 
 from __future__ import annotations
 
@@ -13,60 +13,63 @@ from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""Moves averages, in place, towards the weights, which have one dtype and device; knows how many updates there were."""
+"""Updates averages in place from ``(averages, weights, updates so far)``; all tensors have one dtype and device."""
 
 
 class Averages:
-    """The averages of a module's trainable parameters and, if wanted, of its floating-point buffers.
+    """Averages of a module's trainable parameters and, optionally, of its floating-point buffers.
 
-    They are kept in float32 at least, where the weights are kept: of a sharded weight a rank averages its shard, of
-    ZeRO's float32 masters its partition. What is frozen is its own average, and takes no memory.
+    Averages have at least float32 precision and live on the device of their weights. Each rank averages only its own
+    part: its shard of a sharded weight, its partition of ZeRO's float32 master weights. Frozen parameters have no
+    average and take no memory.
 
     Args:
-        strategy: holds the module.
-        module: whose weights.
-        buffers: average persistent buffers too. Else the average's buffers are the module's.
+        strategy: the strategy that has set up the module.
+        module: the module to average.
+        buffers: whether to average persistent buffers too. Otherwise the module's buffers are used as they are.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, buffers: bool) -> None:
         self._strategy = strategy
         self._module = module
         self._buffers = buffers
-        self.of: dict[str, Tensor] = {}
+        self.averages: dict[str, Tensor] = {}
         """This rank's part of each average, by the weight's name."""
-        self._weights: dict[str, Tensor] = {}  # views of what trains, or copies
+        self._weights: dict[str, Tensor] = {}  # views of the trained weights, or copies of them
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
-        self._copied = False  # the strategy gives copies, which do not follow what trains
-        self._parameters: list[Tensor] = []  # those whose storage is averaged as it is
+        self._weights_are_copies = False  # the strategy returns copies, which do not change with the weights
+        self._parameters: list[Tensor] = []  # parameters that share storage with `_weights`
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
-        self._places: tuple[int, ...] = ()
-        self._training: dict[str, Tensor] = {}  # while the averages are in their place
+        self._addresses: tuple[int, ...] = ()
+        self._trained_weights: dict[str, Tensor] = {}  # the trained weights, while the averages are in the module
 
     @property
-    def in_place(self) -> bool:
-        """Whether the module holds the averages."""
-        return bool(self._training)
+    def swapped_in(self) -> bool:
+        """Whether the averages are in the module."""
+        return bool(self._trained_weights)
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Look what trains. What trains since the last time has been its own average until now."""
-        held = self._held()
-        again = self._held()
-        self._copied = any(held[name].data_ptr() != again[name].data_ptr() for name in held)
+    def collect_weights(self) -> None:
+        """Collect the weights to average. A newly trainable weight starts with its current value as average."""
+        held = self._local_weights()
+        again = self._local_weights()
+        self._weights_are_copies = any(held[name].data_ptr() != again[name].data_ptr() for name in held)
         self._weights = held
         for name, weight in held.items():
-            if name not in self.of or self.of[name].shape != weight.shape:  # a buffer may grow
-                self.of[name] = weight.to(_wide(weight.dtype), copy=True)
-        by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+            if name not in self.averages or self.averages[name].shape != weight.shape:  # buffers may change their shape
+                self.averages[name] = weight.to(_average_dtype(weight.dtype), copy=True)
+        by_type: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, weight in held.items():
-            kind = type(weight), weight.device, weight.dtype
-            averages, weights = by_kind.setdefault(kind, ([], []))
-            averages.append(self.of[name])
+            type_key = type(weight), weight.device, weight.dtype
+            averages, weights = by_type.setdefault(type_key, ([], []))
+            averages.append(self.averages[name])
             weights.append(weight)
-        self._pairs = list(by_kind.values())
+        self._pairs = list(by_type.values())
         parameters = self._strategy.named_parameters()
         self._parameters = [
-            one for name, one in parameters.items() if name in held and held[name].data_ptr() == one.data_ptr()
+            parameter
+            for name, parameter in parameters.items()
+            if name in held and held[name].data_ptr() == parameter.data_ptr()
         ]
         self._buffer_slots = [
             (layer._buffers, name)
@@ -74,112 +77,129 @@ class Averages:
             for name, buffer in layer._buffers.items()
             if (f"{prefix}.{name}" if prefix else name) in held or (buffer is None and self._buffers)
         ]
-        self._places = self._where()
+        self._addresses = self._current_addresses()
 
     @torch.no_grad()
     def update(self, average: Average, count: int) -> None:
-        """Take the weights as they are into the averages, which have had ``count`` before; the first is copied."""
-        if self._copied or self._where() != self._places:
-            self.follow()
+        """Update the averages with the current weights.
+
+        Args:
+            average: computes the new averages.
+            count: updates so far; the first update copies the weights.
+        """
+        if self._weights_are_copies or self._current_addresses() != self._addresses:
+            self.collect_weights()
         for averages, weights in self._pairs:
-            wide = [one.to(averages[0].dtype) for one in weights] if weights[0].dtype != averages[0].dtype else weights
+            if weights[0].dtype != averages[0].dtype:
+                weights = [weight.to(averages[0].dtype) for weight in weights]
             if count == 0:
-                torch._foreach_copy_(averages, wide)
+                torch._foreach_copy_(averages, weights)
             else:
-                average(averages, wide, count)
+                average(averages, weights, count)
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Put the averages in the module, of buffers rank 0's, and keep what trains aside. Collective."""
-        self._training = {name: weight.clone() for name, weight in self._held().items() if name in self.of}
-        self._load({name: self.of[name] for name in self._training})
+    def swap_in(self) -> None:
+        """Load the averages into the module (rank 0's averages of buffers) and save its weights. Collective."""
+        self._trained_weights = {
+            name: weight.clone() for name, weight in self._local_weights().items() if name in self.averages
+        }
+        self._load({name: self.averages[name] for name in self._trained_weights})
         if self._buffers:
             self._strategy.sync_buffers(self._module)
 
-    def restore(self) -> None:
-        """Put back what trains, bit for bit. Collective."""
-        training, self._training = self._training, {}
-        self._load(training)
+    def swap_out(self) -> None:
+        """Load the weights that `swap_in` saved back into the module, bit for bit. Collective."""
+        trained, self._trained_weights = self._trained_weights, {}
+        self._load(trained)
 
-    # In a checkpoint
+    # State in checkpoints
 
     def state(self) -> dict[str, Any]:
-        """The averages as what this rank holds of each; while they are in the module, what trains too."""
-        state = self._as_held(self.of)
-        return state | {f"{_TRAINING}{name}": one for name, one in self._as_held(self._training).items()}
+        """Return this rank's part of each average and, while the averages are in the module, of the trained weights."""
+        state = self._as_strategy_state(self.averages)
+        return state | {
+            f"{_TRAINED_PREFIX}{name}": value for name, value in self._as_strategy_state(self._trained_weights).items()
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` gave, under any strategy."""
+        """Load what `state` returned, saved under any strategy."""
         training = {}
         for name, value in state.items():
-            if name.startswith(_TRAINING):
-                training[name.removeprefix(_TRAINING)] = value
+            if name.startswith(_TRAINED_PREFIX):
+                training[name.removeprefix(_TRAINED_PREFIX)] = value
                 continue
             local = value.local if isinstance(value, ParameterShard) else value
-            self.of[name] = local.to(_wide(local.dtype), copy=True)
+            self.averages[name] = local.to(_average_dtype(local.dtype), copy=True)
         if training:
             self._strategy.load_model_state(training, strict=False)
-        held = self._held()
+        held = self._local_weights()
         for name, weight in held.items():
-            if name in self.of:
-                self.of[name] = self.of[name].to(weight.device, _wide(weight.dtype))
-        self.follow()
+            if name in self.averages:
+                self.averages[name] = self.averages[name].to(weight.device, _average_dtype(weight.dtype))
+        self.collect_weights()
 
-    # What this rank holds
+    # This rank's part of the weights
 
-    def _where(self) -> tuple[int, ...]:
-        """Where weights and buffers lie: elsewhere once ``.data`` or a buffer is assigned to."""
+    def _current_addresses(self) -> tuple[int, ...]:
+        """Return the addresses of weights and buffers; they change when ``.data`` or a buffer is assigned."""
         buffers = (slot.get(name) for slot, name in self._buffer_slots)
-        return *map(_PLACE, self._parameters), *(0 if one is None else one.data_ptr() for one in buffers)
+        return *map(_DATA_PTR, self._parameters), *(0 if value is None else value.data_ptr() for value in buffers)
 
-    def _held(self) -> dict[str, Tensor]:
-        return {name: one.local if isinstance(one, ParameterShard) else one for name, one in self._values().items()}
+    def _local_weights(self) -> dict[str, Tensor]:
+        return {
+            name: value.local if isinstance(value, ParameterShard) else value
+            for name, value in self._averaged_values().items()
+        }
 
-    def _values(self) -> dict[str, Any]:
-        """What is averaged, by name, as the strategy holds it; tied weights once."""
-        trains = {
-            name for name, one in self._strategy.named_parameters().items() if one.requires_grad or name in self.of
+    def _averaged_values(self) -> dict[str, Any]:
+        """Return the values to average, by name, as the strategy holds them; tied weights appear once."""
+        trainable = {
+            name
+            for name, value in self._strategy.named_parameters().items()
+            if value.requires_grad or name in self.averages
         }
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        once = {name for name, _ in self._module.named_buffers()} if self._buffers else set()
-        found = {}
+        averaged_buffers = {name for name, _ in self._module.named_buffers()} if self._buffers else set()
+        values = {}
         state: Mapping[str, Any] = self._strategy.model_state()
         for name, value in state.items():
-            wanted = name in trains if name in parameters else name in once
-            if wanted and isinstance(value, Tensor | ParameterShard) and _has_a_mean(value.dtype):
-                found[name] = self._strategy.shard_of(value)
-        return found
+            wanted = name in trainable if name in parameters else name in averaged_buffers
+            if wanted and isinstance(value, Tensor | ParameterShard) and _is_averageable(value.dtype):
+                values[name] = self._strategy.shard_of(value)
+        return values
 
     def _load(self, locals_: Mapping[str, Tensor]) -> None:
-        self._strategy.load_model_state(self._as_held(locals_), strict=False)
+        self._strategy.load_model_state(self._as_strategy_state(locals_), strict=False)
 
-    def _as_held(self, locals_: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return values as the strategy holds them, with others in the place of this rank's part."""
+    def _as_strategy_state(self, locals_: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the values as the strategy holds them, with this rank's part replaced by ``locals_``."""
         if not locals_:
             return {}
         return {
-            name: replace(one, local=locals_[name], gather=None) if isinstance(one, ParameterShard) else locals_[name]
-            for name, one in self._values().items()
+            name: replace(value, local=locals_[name], gather=None)
+            if isinstance(value, ParameterShard)
+            else locals_[name]
+            for name, value in self._averaged_values().items()
             if name in locals_
         }
 
 
-_PLACE = Tensor.data_ptr  # mapped over the parameters, it is no Python call for each
+_DATA_PTR = Tensor.data_ptr  # a C function: `map` applies it without a Python call per parameter
 
-_TRAINING = "training: "
-"""Before the names of weights that the averages have taken the place of."""
+_TRAINED_PREFIX = "training: "
+"""Prefix of the names of trained weights that are saved while the averages are in the module."""
 
 
-def regions_of_averages(strategy: Strategy) -> dict[str, Region]:
-    """Return which parts of what `Averages.state` gives this rank wants."""
+def average_regions(strategy: Strategy) -> dict[str, Region]:
+    """Return the regions of the tensors of `Averages.state` that this rank loads."""
     regions = strategy.model_regions()
-    return {**regions, **{f"{_TRAINING}{name}": region for name, region in regions.items()}}
+    return {**regions, **{f"{_TRAINED_PREFIX}{name}": region for name, region in regions.items()}}
 
 
-def _has_a_mean(dtype: torch.dtype) -> bool:
+def _is_averageable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _average_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What stands in the line of a progress bar, and what of it is left out where the terminal is narrow."""
+"""The text of a progress bar's line, shortened to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_WIDEST = 24
-_NARROWEST = 6
+_MAX_BAR = 24
+_MIN_BAR = 6
 
 
 class Phase:
-    """What is being counted: an epoch's micro-batches, a validation, a test, a prediction.
+    """Progress of one training epoch, validation, test or prediction, counted in micro-batches.
 
     Args:
-        title: what it is called.
-        total: micro-batches that it has; None where nothing says.
-        started: seconds of `time.monotonic`.
-        first: micro-batches of it that an earlier run has made.
+        title: the name that is shown.
+        total: the number of micro-batches; None if unknown.
+        started: start time, in seconds of `time.monotonic`.
+        first: micro-batches completed before a resume.
     """
 
     __slots__ = ("done", "first", "paused", "started", "title", "total")
@@ -31,25 +31,25 @@ class Phase:
 
     @property
     def counted(self) -> int:
-        """Micro-batches that were seen since it started."""
+        """Micro-batches completed since the start, without those before a resume."""
         return max(self.done - self.first, 0)
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the total is known, and not proven wrong yet."""
+        """Whether the total is known and has not been exceeded."""
         return bool(self.total) and self.done <= (self.total or 0)
 
     def elapsed(self, now: float) -> float:
-        """Seconds since the start, without what a validation took in between."""
+        """Return the seconds since the start, without validations in between."""
         return max(now - self.started - self.paused, 0.0)
 
     def rate(self, now: float) -> float:
-        """Micro-batches a second, 0 where nothing can be said yet."""
+        """Return micro-batches per second, 0 if unknown."""
         elapsed = self.elapsed(now)
         return self.counted / elapsed if elapsed > 0 else 0.0
 
-    def left(self, now: float) -> float | None:
-        """Seconds to its end; None where nothing can be said yet."""
+    def seconds_left(self, now: float) -> float | None:
+        """Return the estimated seconds to the end; None if unknown."""
         rate = self.rate(now)
         if not self.is_bounded or rate == 0:
             return None
@@ -57,12 +57,12 @@ class Phase:
 
 
 class BarLine(NamedTuple):
-    """The parts of a line that fits.
+    """The parts of a line that fits the terminal.
 
     Attributes:
-        title: what is counted.
-        width: of the bar, 0 for none.
-        filled: how much of it.
+        title: the name of the phase.
+        width: columns of the bar, 0 for no bar.
+        filled: columns of the bar that are filled.
         rest: counts, times and metrics.
     """
 
@@ -72,39 +72,40 @@ class BarLine(NamedTuple):
     rest: str
 
 
-def fitted(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
-    """Return what a line of ``width`` columns has room for.
+def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
+    """Return the line of a phase, shortened to ``width`` columns.
 
-    What goes first are metrics, from the last on; but the first of them stays before the bar, the speed and the times.
+    Metrics are dropped first, starting with the last, but the first metric is kept in preference to the bar, the speed
+    and the times.
 
     Args:
-        phase: what is counted.
-        metrics: by name.
+        phase: the phase to show.
+        metrics: values by name.
         now: seconds of `time.monotonic`.
-        run: what is said of the whole run's time; "" for nothing.
-        width: columns.
+        run: text about the remaining time of the whole run; "" for none.
+        width: columns of the terminal.
     """
-    count, speed_now = str(phase.done), speed(phase.rate(now))
-    left = phase.left(now)
-    times = clock(phase.elapsed(now)) + ("" if left is None else f"<{clock(left)}")
+    count, speed_now = str(phase.done), format_rate(phase.rate(now))
+    seconds_left = phase.seconds_left(now)
+    times = format_time(phase.elapsed(now)) + ("" if seconds_left is None else f"<{format_time(seconds_left)}")
     if phase.is_bounded:
         count = f"{phase.done}/{phase.total}"
-    said = [f"[{times}, {speed_now}]", *([run] if run else [])]
-    leaner = [[count, *said], [count, f"[{times}]", *said[1:]], [count, *said[1:]], [count]]
-    shown = in_words(metrics)
+    details = [f"[{times}, {speed_now}]", *([run] if run else [])]
+    shorter = [[count, *details], [count, f"[{times}]", *details[1:]], [count, *details[1:]], [count]]
+    shown = format_metrics(metrics)
     room = width - len(phase.title)
-    choices = [(_NARROWEST if phase.is_bounded else 0, leaner[0]), *((0, one) for one in leaner)]
+    choices = [(_MIN_BAR if phase.is_bounded else 0, shorter[0]), *((0, parts) for parts in shorter)]
     chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, room) or _first_that_fits(choices, [], False, room)
     bar, parts = chosen or (0, [count])
-    for index, one in enumerate(shown):
+    for index, metric in enumerate(shown):
         more = [] if index == len(shown) - 1 else ["…"]
-        if _columns(bar, [*parts, one, *more]) > room:
-            if index and _columns(bar, [*parts, "…"]) <= room:
+        if _width(bar, [*parts, metric, *more]) > room:
+            if index and _width(bar, [*parts, "…"]) <= room:
                 parts = [*parts, "…"]
             break
-        parts = [*parts, one]
+        parts = [*parts, metric]
     if bar:
-        bar = min(_WIDEST, bar + room - _columns(bar, parts))
+        bar = min(_MAX_BAR, bar + room - _width(bar, parts))
     filled = bar * phase.done // (phase.total or 1) if bar else 0
     return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(room - 1, 0)])
 
@@ -113,21 +114,21 @@ def _first_that_fits(
     choices: list[tuple[int, list[str]]], metric: list[str], more: bool, room: int
 ) -> tuple[int, list[str]] | None:
     extra = [*metric, "…"] if more else metric
-    return next((one for one in choices if _columns(one[0], [*one[1], *extra]) <= room), None)
+    return next(((bar, parts) for bar, parts in choices if _width(bar, [*parts, *extra]) <= room), None)
 
 
-def _columns(bar: int, parts: list[str]) -> int:
-    """Columns behind the title."""
+def _width(bar: int, parts: list[str]) -> int:
+    """Return the columns that the bar and ``parts`` take after the title."""
     return (bar + 3 if bar else 0) + sum(len(part) + 1 for part in parts)
 
 
-def in_words(metrics: Mapping[str, float]) -> list[str]:
-    """Return each metric as it is shown: ``loss=0.1235``."""
-    return [f"{name}={number(value)}" for name, value in metrics.items()]
+def format_metrics(metrics: Mapping[str, float]) -> list[str]:
+    """Return each metric as text: ``loss=0.1235``."""
+    return [f"{name}={format_number(value)}" for name, value in metrics.items()]
 
 
-def clock(seconds: float) -> str:
-    """``seconds`` as ``m:ss`` or ``h:mm:ss``, with days where there are any."""
+def format_time(seconds: float) -> str:
+    """Format ``seconds`` as ``m:ss``, ``h:mm:ss`` or ``1d h:mm:ss``."""
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     if hours >= 24:
@@ -135,11 +136,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def speed(rate: float) -> str:
-    """Micro-batches a second, or seconds a micro-batch where that reads better."""
+def format_rate(rate: float) -> str:
+    """Format a rate as ``it/s``, or as ``s/it`` below one per second."""
     return f"{1 / rate:.2f} s/it" if 0 < rate < 1 else f"{rate:.1f} it/s"
 
 
-def number(value: float) -> str:
-    """A metric in four significant digits."""
+def format_number(value: float) -> str:
+    """Format a metric with four significant digits."""
     return f"{value:.0f}" if math.isfinite(value) and value == int(value) and abs(value) < 1e6 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What a checkpoint is called: a template filled with counters and logged values."""
+"""Names of checkpoints: templates that are filled with counters and logged values."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
     """Fill a template: ``"{epoch:03d}-{val_loss:.2f}"`` becomes ``epoch=003-val_loss=0.25``.
 
     Args:
-        template: names of values in braces, each with a format if need be.
-        values: the counters "epoch" and "step", and what was logged.
-        named: put ``name=`` before each value.
+        template: text with names of values in braces, each optionally with a format.
+        values: the counters "epoch" and "step", and logged values.
+        named: whether to put ``name=`` before each value.
 
     Raises:
-        ConfigurationError: nothing of that name was logged, or it cannot be formatted so.
+        ConfigurationError: the template names a value that was not logged, or its format does not fit the value.
     """
 
     def filled(found: re.Match[str]) -> str:
         name, form = found[1], found[2] or ""
         if name not in values:
             raise ConfigurationError(
-                f"Checkpoint(filename={template!r}): nothing called {name!r} was logged.{nearest(name, values)}",
-                f"there are {', '.join(sorted(values))}.",
+                f"Checkpoint(filename={template!r}): no value {name!r} was logged.{nearest(name, values)}",
+                f"available: {', '.join(sorted(values))}.",
                 "log it before the checkpoint is written, or leave it out of the name.",
             )
         value = values[name]
@@ -49,20 +49,20 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
 
 
 def names_in(template: str) -> list[str]:
-    """The logged values that a template names."""
+    """Return the names of the logged values in a template."""
     return [found[1] for found in _FIELD.finditer(template) if found[1] not in COUNTERS]
 
 
 def check_template(template: str) -> None:
-    """Refuse a template that could not be a name.
+    """Validate a template.
 
     Raises:
-        ConfigurationError: it names a folder, or leaves a brace open.
+        ConfigurationError: it is empty, starts with a dot, contains a slash or has unbalanced braces.
     """
     rest = _FIELD.sub("", template)
     if not template or "/" in rest or "{" in rest or "}" in rest or template.startswith("."):
         raise ConfigurationError(
-            f"Checkpoint(filename={template!r}) is no name.",
-            "it names a folder within dirpath: text, with values in braces.",
-            "write for example '{epoch:03d}-{val_loss:.3f}', and the folder's own path into dirpath.",
+            f"Checkpoint(filename={template!r}) is not a valid name.",
+            "it names a folder within dirpath: text, with the names of values in braces.",
+            "write for example '{epoch:03d}-{val_loss:.3f}', and put the path into dirpath.",
         )

@@ -1,4 +1,4 @@
-"""Showing numbers that are on a device without making the host wait for it."""
+"""Reads metrics off a device for display, without making the host wait."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from drivetrain._metrics.packing import Readback
 
 
 class LatestNumbers:
-    """Brings values to the host for showing; from CUDA they arrive one request late instead of stalling the run.
+    """Copies values to the host for display; CUDA values arrive one call late instead of stalling the run.
 
-    `read` takes the values as they are now and returns the newest that have arrived. On the CPU those are the same.
-    From CUDA the copy is queued behind the work that is under way and looked at on the next call.
+    `read` queues a copy of CUDA values and returns the newest copies that have completed. CPU values are current.
     """
 
     def __init__(self) -> None:
         self._arrived: dict[str, float] = {}
-        self._on_the_way: tuple[list[str], Readback] | None = None
+        self._pending: tuple[list[str], Readback] | None = None
 
     def read(self, values: Mapping[str, Tensor | float], wait: bool = False) -> dict[str, float]:
-        """Return the newest values on the host.
+        """Return the newest values that have arrived on the host.
 
         Args:
             values: numbers and one-element tensors by name.
-            wait: wait for ``values`` themselves; for the end of an epoch.
+            wait: whether to wait for the current values, for example at the end of an epoch.
         """
-        far = {name for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda and not wait}
-        near = {name: value for name, value in values.items() if name not in far}
-        at_hand = dict(zip(near, Readback(list(near.values())).numbers(), strict=True))
-        if self._on_the_way is not None and self._on_the_way[1].has_arrived:
-            names, readback = self._on_the_way
+        on_device = {name for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda and not wait}
+        on_host = {name: value for name, value in values.items() if name not in on_device}
+        available = dict(zip(on_host, Readback(list(on_host.values())).numbers(), strict=True))
+        if self._pending is not None and self._pending[1].has_arrived:
+            names, readback = self._pending
             self._arrived = dict(zip(names, readback.numbers(), strict=True))
-            self._on_the_way = None
-        if far and self._on_the_way is None:
-            names = [name for name in values if name in far]
-            self._on_the_way = names, Readback([values[name] for name in names])
-        # Order and names are today's; what has not arrived yet is left out.
-        shown = {name: at_hand.get(name, self._arrived.get(name)) for name in values}
+            self._pending = None
+        if on_device and self._pending is None:
+            names = [name for name in values if name in on_device]
+            self._pending = names, Readback([values[name] for name in names])
+        # Values that have not arrived yet are left out.
+        shown = {name: available.get(name, self._arrived.get(name)) for name in values}
         return {name: value for name, value in shown.items() if value is not None}
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_arrived": {}, "_on_the_way": None}  # events do not travel to another process
+        return {"_arrived": {}, "_pending": None}  # CUDA events cannot be pickled

@@ -1,4 +1,4 @@
-"""Lines at the bottom of a terminal that are rewritten, and what others print above them."""
+"""Lines at the bottom of a terminal that are redrawn, with other output printed above them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any, TextIO
 
 from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 
-_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""What a terminal does with a line that is longer than it is wide."""
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+"""Control sequences that make the terminal cut off, or wrap, a line longer than its width."""
 
 
 class LiveLines:
-    """One or several lines that `show` rewrites.
+    """One or more lines at the bottom of a terminal, redrawn by `show`.
 
-    Between two calls the cursor stays at the beginning of the first line. A terminal that is made narrower breaks the
-    lines anew and keeps the cursor with its text, so that the next `show` finds all that is left of them below it. Some
-    say late how wide they are (tmux a quarter of a second later): what is too long by then is cut off, not wrapped.
+    Between two calls the cursor stays at the beginning of the first line. When a terminal becomes narrower it wraps the
+    lines again but keeps the cursor with its text, so the next `show` can clear everything below the cursor. Some
+    terminals report a new width late (tmux after a quarter of a second), so lines that are too long are cut off instead
+    of wrapped.
 
-    While `guard` is in force, ``sys.stdout`` and ``sys.stderr`` take the lines down before they print.
+    After `guard`, printing to ``sys.stdout`` or ``sys.stderr`` clears the lines first.
 
     Args:
         stream: the terminal.
@@ -30,59 +31,59 @@ class LiveLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._shown = False
-        self.within_a_line = False
-        """Whether somebody has printed the beginning of a line and not its end: nothing is drawn until then."""
-        self._guards: list[tuple[str, _Guard]] = []
+        self.mid_line = False
+        """Whether other output ended without a newline. Nothing is drawn until its line is complete."""
+        self._guards: list[tuple[str, _ClearingStream]] = []
 
     @property
     def width(self) -> int:
-        """Columns that a line may have, without the last one, behind which a terminal goes on to the next line."""
+        """Columns that a line may use: one less than the terminal has, because the last one makes it wrap."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
-        except (OSError, ValueError, AttributeError):  # no file, or one that does not say
+        except (OSError, ValueError, AttributeError):  # not a file, or one without a size
             columns = 0
         return (columns or shutil.get_terminal_size().columns) - 1
 
     def show(self, lines: Sequence[str]) -> None:
-        """Put ``lines`` in place of those that are there. None of them may be longer than `width`."""
-        if self.within_a_line:
+        """Replace the lines on the terminal by ``lines``, none of which may be longer than `width`."""
+        if self.mid_line:
             return
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-        write_for_people(self._stream, f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
+        write_for_people(self._stream, f"{_NO_WRAP}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
         self._shown = True
 
     def clear(self) -> None:
-        """Take the lines down."""
+        """Clear the lines."""
         if self._shown:
             self._shown = False
             write_for_people(self._stream, "\r\x1b[J")
 
     def print(self, text: str) -> None:
-        """Print ``text`` on lines of its own, where the lines were."""
+        """Clear the lines and print ``text`` on its own line."""
         self.clear()
-        write_for_people(self._stream, f"\n{text}\n" if self.within_a_line else f"{text}\n")
-        self.within_a_line = False
+        write_for_people(self._stream, f"\n{text}\n" if self.mid_line else f"{text}\n")
+        self.mid_line = False
 
     def guard(self) -> None:
-        """Let what anybody prints appear above the lines."""
+        """Wrap ``sys.stdout`` and ``sys.stderr`` so that other output appears above the lines."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if is_terminal(stream):
-                guard = _Guard(stream, self)
+                guard = _ClearingStream(stream, self)
                 setattr(sys, name, guard)
                 self._guards.append((name, guard))
 
     def release(self) -> None:
-        """Take the lines down, and give ``sys.stdout`` and ``sys.stderr`` back."""
+        """Clear the lines and restore ``sys.stdout`` and ``sys.stderr``."""
         self.clear()
         while self._guards:
             name, guard = self._guards.pop()
-            if getattr(sys, name) is guard:  # else somebody has put another one there since
+            if getattr(sys, name) is guard:  # other code may have replaced the stream since
                 setattr(sys, name, guard.stream)
 
 
-class _Guard:
-    """A stream on the terminal that takes the lines down before it prints."""
+class _ClearingStream:
+    """A stream that clears the lines before it writes."""
 
     def __init__(self, stream: TextIO, lines: LiveLines) -> None:
         self.stream = stream
@@ -91,7 +92,7 @@ class _Guard:
     def write(self, text: str) -> int:
         if text:
             self._lines.clear()
-            self._lines.within_a_line = not text.endswith("\n")
+            self._lines.mid_line = not text.endswith("\n")
         return self.stream.write(text)
 
     def writelines(self, texts: Any) -> None:

@@ -1,4 +1,4 @@
-"""The search for a learning rate: trained with a growing one, from which does the loss fall fastest?"""
+"""The learning-rate range test: trains with a growing learning rate and finds where the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._tuned_attributes import holders_of, set_attribute
+from drivetrain.callbacks._tuned_attributes import find_holders, set_attribute
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 MODES = ("exponential", "linear")
 NAMES = ("lr", "learning_rate")
-_BETA = 0.98
-"""Of the smoothed loss, how much is kept from step to step."""
+_SMOOTHING = 0.98
+"""Decay of the exponential moving average of the loss."""
 
 
 class LRFind:
-    """What was found: learning rates with the losses that they gave, the same on every rank.
+    """The result of a learning rate search: the rates tried and their losses, the same on every rank.
 
     Args:
-        results: ``{"lr": [...], "loss": [...]}``, a pair for each optimizer step. The losses are smoothed.
-        mode: "exponential" or "linear": how the rates grow.
+        results: ``{"lr": [...], "loss": [...]}``, one pair per optimizer step. The losses are smoothed.
+        mode: how the rates grow: "exponential" or "linear".
 
     Based on Smith, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186).
     """
@@ -36,25 +36,27 @@ class LRFind:
         self.mode = mode
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss falls most steeply, over the logarithm of an exponential one.
+        """Return the learning rate with the steepest fall of the loss.
+
+        The slope is taken over the logarithm of the rate in "exponential" mode.
 
         Args:
-            skip_begin: points to leave out at the beginning.
-            skip_end: points to leave out at the end.
+            skip_begin: points to ignore at the beginning.
+            skip_end: points to ignore at the end.
 
         Returns:
-            None where fewer than two points with a finite loss are left.
+            The learning rate; None if fewer than two points with a finite loss remain.
         """
         index = self._steepest(skip_begin, skip_end)
         return None if index is None else self.results["lr"][index]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Return a matplotlib figure of the losses over the learning rates.
+        """Plot the losses over the learning rates and return the matplotlib figure.
 
         Args:
-            suggest: mark the suggestion.
-            show: show it at once.
-            ax: matplotlib's axes to draw on; None for a figure of its own.
+            suggest: whether to mark the suggested rate.
+            show: whether to call ``pyplot.show``.
+            ax: the axes to draw on; None creates a new figure.
 
         Raises:
             ConfigurationError: matplotlib is not installed.
@@ -64,8 +66,8 @@ class LRFind:
         except ImportError as error:
             raise ConfigurationError(
                 "LRFind.plot needs matplotlib, which is not installed.",
-                "it draws the figure.",
-                "pip install matplotlib; or draw results['loss'] over results['lr'] with what is there.",
+                "the figure is drawn with matplotlib.",
+                "pip install matplotlib, or plot results['loss'] over results['lr'] yourself.",
             ) from error
         if ax is None:
             figure, ax = pyplot.subplots()
@@ -94,15 +96,15 @@ class LRFind:
         return kept[int(slopes.argmin())]
 
 
-class RateSearch(Callback):
-    """Sets the learning rate before each window of a trial, and notes the loss after it.
+class LRRangeTest(Callback):
+    """Sets the learning rate before each step of a trial and records the loss after it.
 
     Args:
-        min_lr: of the first step.
-        max_lr: of the last step.
-        steps: how many.
-        mode: "exponential" or "linear".
-        early_stop_threshold: end where the smoothed loss is more than so many times the best; None never ends early.
+        min_lr: the learning rate of the first step.
+        max_lr: the learning rate of the last step.
+        steps: the number of optimizer steps.
+        mode: how the rate grows: "exponential" or "linear".
+        early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops early.
     """
 
     def __init__(self, min_lr: float, max_lr: float, steps: int, mode: str, early_stop_threshold: float | None) -> None:
@@ -112,8 +114,8 @@ class RateSearch(Callback):
         self.losses: list[float] = []
         self._average = 0.0
         self._best = math.inf
-        self._made = 0
-        self._sum: Any = 0.0  # of the window's losses, each by its weight
+        self._last_step = 0
+        self._sum: Any = 0.0  # of the window's losses, weighted
         self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,18 +127,18 @@ class RateSearch(Callback):
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
         count = len(trainer.optimizers)
         if not module.automatic_optimization or count != 1:
-            what = f"configure_optimizers returned {count or 'no'} optimizer{'s' if count != 1 else ''}"
+            reason = f"configure_optimizers returned {count or 'no'} optimizer{'s' if count != 1 else ''}"
             raise ConfigurationError(
-                f"{type(module).__name__}: "
-                + (what if module.automatic_optimization else "automatic_optimization is False")
-                + ", and a learning rate is to be found.",
-                "one rate is tried at a time, on the one optimizer that the engine steps.",
+                f"No learning rate can be searched for {type(module).__name__}: "
+                + (reason if module.automatic_optimization else "automatic_optimization is False")
+                + ".",
+                "the search sets the rate of one optimizer, which the engine steps.",
                 "return one optimizer, or choose the rates by hand.",
             )
 
     def on_before_zero_grad(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
         self._sum, self._weight = 0.0, 0.0
-        rate = self._rate(trainer.global_step)
+        rate = self._rate_at(trainer.global_step)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
@@ -150,31 +152,33 @@ class RateSearch(Callback):
         if weight and outputs.get("loss") is not None:
             self._sum = self._sum + outputs["loss"].double().item() * weight
             self._weight += weight
-        if trainer.global_step == self._made:  # the window is open, or an overflow skipped its step
+        if trainer.global_step == self._last_step:  # the window is not complete, or an fp16 overflow skipped the step
             return
-        self._made = trainer.global_step
+        self._last_step = trainer.global_step
         strategy = trainer.strategy
-        # Not in float64, which not every device has.
-        both = torch.tensor([self._sum, self._weight], dtype=torch.float32, device=strategy.device)
-        total, weights = strategy.reduce(both, "sum").tolist() if strategy.world_size > 1 else (self._sum, self._weight)
-        self._note(trainer, total / weights if weights else math.nan)
+        # float32, because not every device supports float64.
+        totals = torch.tensor([self._sum, self._weight], dtype=torch.float32, device=strategy.device)
+        total, weights = (
+            strategy.reduce(totals, "sum").tolist() if strategy.world_size > 1 else (self._sum, self._weight)
+        )
+        self._record_loss(trainer, total / weights if weights else math.nan)
 
-    def _rate(self, step: int) -> float:
+    def _rate_at(self, step: int) -> float:
         part = min(step, self._steps - 1) / max(1, self._steps - 1)
         if self._mode == "linear":
             return self._min + part * (self._max - self._min)
         return float(self._min * (self._max / self._min) ** part)
 
-    def _note(self, trainer: RunContext, loss: float) -> None:
-        """Note the loss of a step, which is alike on every rank, and stop where it diverges."""
-        self.rates.append(self._rate(self._made - 1))
-        self._average = _BETA * self._average + (1 - _BETA) * loss
-        smoothed = self._average / (1 - _BETA ** len(self.rates))
+    def _record_loss(self, trainer: RunContext, loss: float) -> None:
+        """Record the loss of a step, which is the same on every rank, and stop if it diverges."""
+        self.rates.append(self._rate_at(self._last_step - 1))
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        smoothed = self._average / (1 - _SMOOTHING ** len(self.rates))
         self.losses.append(smoothed)
         if self._threshold is not None and len(self.rates) > 1:
-            # Of a loss below zero, so many times the best one would be lower still.
-            most = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
-            diverges = not math.isfinite(smoothed) or smoothed > most
+            # The margin is absolute, because a multiple of a negative loss would be below it.
+            limit = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
+            diverges = not math.isfinite(smoothed) or smoothed > limit
             if diverges:
                 trainer.should_stop = True
         if math.isfinite(smoothed):
@@ -191,56 +195,56 @@ def find_lr(
     update_attr: bool,
     attr_name: str,
 ) -> LRFind:
-    """Search a learning rate by a trial, and set it where ``update_attr``. Collective where there are several ranks.
+    """Search for a learning rate by a trial and, with ``update_attr``, set the attribute to it. Collective.
 
     Raises:
-        ConfigurationError: the search cannot be, or there is no attribute to update.
+        ConfigurationError: an argument is invalid, the module has no single optimizer that the engine steps, or there
+            is no attribute to update.
     """
     check_lr_arguments(min_lr, max_lr, num_training, mode, early_stop_threshold)
     module, datamodule = trials.module, trials.datamodule
     name = lr_attribute(module, datamodule, attr_name) if update_attr else None
     if name is not None:
         trials.searches(name)
-    search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold)
+    search = LRRangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
     trials.run(search, num_training)
-    found = LRFind({"lr": search.rates, "loss": search.losses}, mode)
-    suggestion = found.suggestion() if name is not None else None
+    result = LRFind({"lr": search.rates, "loss": search.losses}, mode)
+    suggestion = result.suggestion() if name is not None else None
     if name is not None and suggestion is not None:
         set_attribute(name, suggestion, module, datamodule)
-        trials.say("The learning rate is set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
+        trials.say("Learning rate set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
     elif name is not None:
         trials.say(
-            "No learning rate can be suggested, and %s.%s stays as it is: the search made %d steps, of which the "
-            "first 10, the last one and those with a loss that is not finite do not count. Raise num_training, or "
-            "lower max_lr.",
+            "No learning rate can be suggested, and %s.%s is unchanged: the search made %d steps, but the first 10, "
+            "the last one and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
             type(module).__name__,
             name,
-            len(found.results["loss"]),
+            len(result.results["loss"]),
         )
-    return found
+    return result
 
 
-def lr_attribute(module: Any, datamodule: Any, asked: str) -> str:
-    """Return the name under which a module, its hyper-parameters or a data module has its learning rate.
+def lr_attribute(module: Any, datamodule: Any, requested: str) -> str:
+    """Return the name of the attribute or hyper-parameter that holds the learning rate.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: neither the module nor the data module has one.
     """
-    for name in (asked,) if asked else NAMES:
-        if holders_of(name, module, datamodule):
+    names = (requested,) if requested else NAMES
+    for name in names:
+        if find_holders(name, module, datamodule):
             return name
     raise ConfigurationError(
-        f"{type(module).__name__} has no attribute {' or '.join(repr(one) for one in ((asked,) if asked else NAMES))}"
-        ", nor a hyper-parameter of that name.",
-        "update_attr=True sets it to the learning rate that is found, for configure_optimizers to read.",
-        "write self.lr = ... in __init__ and use it, name another one (attr_name=), or give update_attr=False.",
+        f"{type(module).__name__} has no attribute or hyper-parameter {' or '.join(map(repr, names))}.",
+        "update_attr=True sets it to the suggested learning rate, for configure_optimizers to read.",
+        "set self.lr = ... in __init__ and use it, name another attribute (attr_name=), or pass update_attr=False.",
     )
 
 
 def check_lr_arguments(
     min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
 ) -> None:
-    """Refuse what no search can be made of.
+    """Validate the arguments of a learning rate search.
 
     Raises:
         ConfigurationError: names the argument.
@@ -248,7 +252,7 @@ def check_lr_arguments(
     if mode not in MODES:
         raise ConfigurationError(
             f"mode={mode!r}.{nearest(str(mode), MODES)}",
-            "the rates grow by a factor or by an amount.",
+            "the learning rate grows by a constant factor or a constant amount.",
             "use 'exponential' or 'linear'.",
         )
     if not 0 < min_lr < max_lr:
@@ -259,11 +263,11 @@ def check_lr_arguments(
         )
     if type(num_training) is not int or num_training < 2:
         raise ConfigurationError(
-            f"{num_training!r} training steps.", "a slope needs two of them at least.", "use an int, such as 100."
+            f"{num_training!r} training steps.", "a slope needs at least two steps.", "use an int, such as 100."
         )
     if early_stop_threshold is not None and not early_stop_threshold > 0:
         raise ConfigurationError(
             f"early_stop_threshold={early_stop_threshold!r}.",
-            "it says how many times the best loss ends the search.",
+            "it is the multiple of the best loss at which the search stops.",
             "use a positive number, such as 4.0, or None.",
         )

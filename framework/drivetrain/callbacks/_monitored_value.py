@@ -1,4 +1,4 @@
-"""The value that a callback goes by, the same on every rank."""
+"""Reads the value that a callback monitors, the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 
 
 def monitored_value(trainer: RunContext, name: str) -> float | None:
-    """Return the logged value ``name``, the same on every rank; None where no rank has it. Collective."""
+    """Return the logged value ``name``, the same on every rank, or None if no rank logged it. Collective."""
     return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))

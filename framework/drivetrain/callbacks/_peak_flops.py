@@ -1,4 +1,4 @@
-"""What devices can compute at most, for the share of it that a run uses."""
+"""Peak FLOP/s of GPUs, for model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
 
 
 def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of one device for matrix products in ``dtype``, ``None`` where it is not known.
+    """Return the peak FLOP/s of one device for matrix products in ``dtype``, or None if unknown.
 
     Args:
         device: where the module computes.
-        dtype: of matrix products; float32 counts as TF32 where torch is told to use that.
+        dtype: the dtype of matrix products; float32 means TF32 if torch is configured to use it.
     """
     if device.type != "cuda":
         return None
@@ -38,22 +38,22 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def tf32_is_on() -> bool:
     """Return whether CUDA multiplies float32 matrices as TF32.
 
-    torch has two interfaces for that, and refuses to answer through the older one what was said through the newer.
+    torch has two interfaces for it, and the older one raises if the setting was made through the newer one.
     """
-    newer = [getattr(one, "fp32_precision", "none") for one in (torch.backends.cuda.matmul, torch.backends)]
-    said = next((one for one in newer if one != "none"), None)
-    return torch.get_float32_matmul_precision() != "highest" if said is None else bool(said == "tf32")
+    newer = [getattr(backend, "fp32_precision", "none") for backend in (torch.backends.cuda.matmul, torch.backends)]
+    precision = next((value for value in newer if value != "none"), None)
+    return torch.get_float32_matmul_precision() != "highest" if precision is None else bool(precision == "tf32")
 
 
 def peak_of(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:
-    """Return the peak FLOP/s of a device by the name its driver gives it, ``None`` where it is not known."""
-    peaks = next((peaks for name, peaks in _PEAKS if _names(device_name, name)), None)
+    """Return the peak FLOP/s of a device by its driver's name for it, or None if unknown."""
+    peaks = next((peaks for name, peaks in _PEAKS if _matches(device_name, name)), None)
     if peaks is None or dtype == torch.float64:
         return None
     return peaks[0] if dtype.itemsize == 2 else peaks[1] if tf32 else peaks[2]
 
 
-def _names(device_name: str, name: str) -> bool:
-    # Whole words: an A100 is no A10, and an L40S no L40 or L4.
+def _matches(device_name: str, name: str) -> bool:
+    # Compare whole words: "A100" must not match "A10".
     words, wanted = device_name.replace("-", " ").split(), name.split()
     return any(words[start : start + len(wanted)] == wanted for start in range(len(words) - len(wanted) + 1))

@@ -1,4 +1,4 @@
-"""Which progress bar a run gets when the user names none."""
+"""Chooses the progress bar of a run for which the user names none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
 
-class EpochLines(ProgressBar):
-    """The `ProgressBar` of output that is no terminal: lines at a pace, and nothing at all in a step.
+class ProgressLines(ProgressBar):
+    """A `ProgressBar` for output that is not a terminal: prints a line now and then, and does no work in a step.
 
-    The batch hooks are the base class's again, which the engine recognises as absent.
+    Its batch hooks are those of `Callback`, which the engine does not call.
     """
 
     on_train_batch_end = Callback.on_train_batch_end
@@ -27,23 +27,23 @@ class EpochLines(ProgressBar):
     on_predict_batch_end = Callback.on_predict_batch_end
 
     def is_terminal(self) -> bool:
-        """False: nothing is ever rewritten."""
+        """Return False, so that lines are printed and never redrawn."""
         return False
 
-    def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
-        # Nobody counted: training has a counter of the engine's, an evaluation ran all it has.
+    def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
+        # No batch hook has counted: take the engine's counter for training, and the total for an evaluation.
         if phase is not None:
             phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
-        super()._conclude(trainer, phase)
+        super()._end_phase(trainer, phase)
 
 
 def default_progress_bar() -> ProgressBar:
-    """Return the bar that suits this process's standard output.
+    """Return the progress bar that suits this process's standard output.
 
-    `RichProgressBar` on a terminal that has its signs, where rich is installed, else the plain `ProgressBar`; one that
-    prints lines and rewrites none where the output is no terminal.
+    On a UTF terminal with rich installed this is a `RichProgressBar`, on other terminals a plain `ProgressBar`, and
+    elsewhere a bar that only prints lines.
     """
     if not is_terminal(sys.stdout):
-        return EpochLines()
+        return ProgressLines()
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return RichProgressBar() if encoding.lower().startswith("utf") and rich_is_installed() else ProgressBar()

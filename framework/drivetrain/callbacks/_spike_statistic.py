@@ -1,4 +1,4 @@
-"""What is normal for a loss: a running median, and how far from it the middle half of the values lies."""
+"""A robust running estimate of a loss: its median and its median absolute deviation (MAD)."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-_SIGMA = 1.4826  # standard deviations in a median absolute deviation of a normal distribution
-_LEAST = 0.01  # of the median: a loss that hardly varies may still vary by this much
+_MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation divided by its MAD
+_MIN_DEVIATION = 0.01  # lower bound of the deviation, as a fraction of the median
 
 
 class SpikeStatistic:
-    """Tells a spike from the losses of the last steps.
+    """Detects loss spikes from the losses of the last ``window`` steps.
 
-    Both the median and the median absolute deviation hold as long as fewer than half of the values are spikes. What
-    lasts for half a window is normal from then on.
+    The median and the MAD are not affected as long as fewer than half of the values are spikes. A higher loss that
+    lasts for half a window becomes the new normal.
 
     Args:
-        threshold: robust standard deviations above the median from which on a loss is a spike.
-        window: over how many steps.
-        warmup: so many steps have to be known before anything but NaN and infinity is one.
+        threshold: robust standard deviations above the median beyond which a loss is a spike.
+        window: the number of steps to remember.
+        warmup: steps to observe before any finite loss can be a spike.
     """
 
     def __init__(self, threshold: float, window: int, warmup: int) -> None:
         self._threshold = threshold
         self._warmup = warmup
-        self._known: deque[float] = deque(maxlen=window)
+        self._losses: deque[float] = deque(maxlen=window)
 
     @property
     def middle(self) -> float:
-        """The median; NaN where nothing is known."""
-        return median(self._known) if self._known else math.nan
+        """The median; NaN before the first loss."""
+        return median(self._losses) if self._losses else math.nan
 
     @property
     def limit(self) -> float:
-        """The largest loss that is none."""
-        if len(self._known) < self._warmup:
+        """The largest loss that is not a spike; infinite during warm-up."""
+        if len(self._losses) < self._warmup:
             return math.inf
         middle = self.middle
-        deviation = _SIGMA * median(abs(value - middle) for value in self._known)
-        return middle + self._threshold * max(deviation, _LEAST * abs(middle))
+        deviation = _MAD_TO_SIGMA * median(abs(value - middle) for value in self._losses)
+        return middle + self._threshold * max(deviation, _MIN_DEVIATION * abs(middle))
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the next step's loss is one. NaN and infinity always are."""
+        """Return whether the next step's loss is a spike. NaN and infinity always are."""
         return not math.isfinite(loss) or loss > self.limit
 
     def add(self, loss: float) -> None:
-        """Learn from a step's loss, spike or not."""
+        """Add a step's loss, spike or not, to the window. Non-finite losses are ignored."""
         if math.isfinite(loss):
-            self._known.append(loss)
+            self._losses.append(loss)
 
     def state_dict(self) -> list[float]:
-        """What is known."""
-        return list(self._known)
+        """Return the losses in the window."""
+        return list(self._losses)
 
     def load_state_dict(self, known: Iterable[float]) -> None:
-        """Know what `state_dict` returned, and nothing else."""
-        self._known = deque(known, maxlen=self._known.maxlen)
+        """Restore the losses that `state_dict` returned."""
+        self._losses = deque(known, maxlen=self._losses.maxlen)

@@ -1,4 +1,4 @@
-"""A model's summary, and its two forms as text: aligned columns within a width, and rich's table of the same cells."""
+"""A model's summary, formatted as plain aligned columns or as a rich table."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from drivetrain.callbacks._forward_shapes import Shapes
 
 _GAP = "  "
-_MOST_NAMED = 4  # names in a note
+_MAX_NAMES = 4  # names in a note
 _NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One module of the tree, with everything below it.
+    """One submodule; its numbers include its children's.
 
-    A parameter that is tied within the row counts once; one tied between rows counts in each of them, and once in the
-    total.
+    A parameter shared within a row is counted once. A parameter shared between rows is counted in each row, but once in
+    the total.
     """
 
     name: str
-    kind: str
+    type_name: str
     depth: int
     total: int
     trainable: int
@@ -33,16 +33,16 @@ class SummaryRow:
     """Bytes of parameters and buffers."""
     notes: str
     training: bool
-    """Its own mode."""
+    """Whether the submodule itself is in train mode."""
     inputs: Shapes | None = None
-    """Shapes of what it is called with; None where it is not, or nobody knows."""
+    """Shapes of the tensors that it is called with; None if unknown or if it is not called."""
     outputs: Shapes | None = None
     flops: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The tree of a module's children, and what the whole takes."""
+    """The rows of a module's children and the module's totals."""
 
     rows: tuple[SummaryRow, ...]
     total: int
@@ -50,12 +50,12 @@ class Summary:
     size: int
     """Bytes of parameters and buffers."""
     in_train_mode: int
-    """Modules, at any depth."""
+    """Number of modules in train mode, at any depth."""
     in_eval_mode: int
     flops: int | None = None
-    """Of a forward pass of the example; None where there is none, or it cannot be known."""
+    """FLOPs of a forward pass of the example; None without an example or if they cannot be counted."""
     missing: str = ""
-    """Why it cannot be known."""
+    """Why FLOPs cannot be counted; "" if they can."""
 
     def __str__(self) -> str:
         return as_text(self)
@@ -63,33 +63,40 @@ class Summary:
 
 @dataclass(slots=True)
 class _Column:
-    """One column; ``narrowest`` are the widths to which it may be cut: at first, and if that is not enough."""
+    """One column of the table.
+
+    Attributes:
+        title: the header.
+        cells: the text of each row.
+        right: whether to align right.
+        narrowest: minimum widths when cells are shortened, for a first and a second round; None is never shortened.
+    """
 
     title: str
     cells: list[str]
     right: bool = False
-    narrowest: tuple[int, int] | None = None
+    min_widths: tuple[int, int] | None = None
 
     @property
     def width(self) -> int:
         return max(map(len, [self.title, *self.cells]))
 
-    def cut(self) -> None:
-        """Make it narrower by one character."""
+    def shorten(self) -> None:
+        """Shorten the cells so that the column becomes one character narrower."""
         width = self.width - 1
-        self.cells = [elided(cell, width) for cell in self.cells]
+        self.cells = [truncate_middle(cell, width) for cell in self.cells]
 
 
 def as_text(summary: Summary, width: int = 80) -> str:
-    """Return the summary in aligned columns of at most ``width`` characters a line."""
+    """Return the summary as aligned columns, with at most ``width`` characters per line."""
     lines: list[str] = []
     if summary.rows:
         columns = _columns(summary, width)
         widths = [column.width for column in columns]
         table = [
             _GAP.join(
-                cell.rjust(wide) if column.right else cell.ljust(wide)
-                for column, cell, wide in zip(columns, cells, widths, strict=True)
+                cell.rjust(shrinkable) if column.right else cell.ljust(shrinkable)
+                for column, cell, shrinkable in zip(columns, cells, widths, strict=True)
             ).rstrip()
             for cells in zip(*([column.title, *column.cells] for column in columns), strict=True)
         ]
@@ -99,7 +106,7 @@ def as_text(summary: Summary, width: int = 80) -> str:
 
 
 def as_rich(summary: Summary, width: int) -> str:
-    """Return the summary as rich draws it on a terminal, with its control sequences."""
+    """Return the summary as a table drawn by rich, including terminal control sequences."""
     import io
 
     from rich import box
@@ -110,7 +117,7 @@ def as_rich(summary: Summary, width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
     if summary.rows:
         columns = _columns(summary, sys.maxsize)
-        if _total(columns, gap=3) + 4 <= width:  # with edges, and a line between two columns
+        if _total(columns, gap=3) + 4 <= width:  # there is space for a border and for lines between columns
             table = Table(box=box.ROUNDED, header_style="bold")
         else:
             columns = _columns(summary, width)
@@ -136,29 +143,33 @@ def as_rich(summary: Summary, width: int) -> str:
 
 
 def _columns(summary: Summary, width: int) -> list[_Column]:
-    """Return the columns, cut so that they fit in ``width`` characters where they can be."""
+    """Return the columns, shortened to fit into ``width`` characters if possible."""
     rows = summary.rows
     columns = [
-        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], narrowest=(16, 8)),
-        _Column("Type", [row.kind for row in rows], narrowest=(12, 8)),
-        _Column("Params", [in_units(row.total) for row in rows], right=True),
-        _Column("Size", [in_bytes(row.size) for row in rows], right=True),
+        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], min_widths=(16, 8)),
+        _Column("Type", [row.type_name for row in rows], min_widths=(12, 8)),
+        _Column("Params", [format_count(row.total) for row in rows], right=True),
+        _Column("Size", [format_bytes(row.size) for row in rows], right=True),
     ]
     if summary.flops is not None:
-        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], narrowest=(99, 8)))
-        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], narrowest=(99, 8)))
+        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], min_widths=(99, 8)))
+        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], min_widths=(99, 8)))
         columns.append(
-            _Column("FLOPs", [in_units(row.flops, "KMGTP") if row.flops else "-" for row in rows], right=True)
+            _Column("FLOPs", [format_count(row.flops, "KMGTP") if row.flops else "-" for row in rows], right=True)
         )
     modes = [_mode(row) for row in rows]
     if set(modes) != {"train"}:
         columns.append(_Column("Mode", modes))
     for stage in range(2):
         while _total(columns, len(_GAP)) > width:
-            wide = [one for one in columns if one.narrowest is not None and one.width > one.narrowest[stage]]
-            if not wide:
-                break  # in a terminal still narrower lines break
-            max(wide, key=lambda column: column.width).cut()
+            shrinkable = [
+                column
+                for column in columns
+                if column.min_widths is not None and column.width > column.min_widths[stage]
+            ]
+            if not shrinkable:
+                break  # the terminal is too narrow, and will wrap lines
+            max(shrinkable, key=lambda column: column.width).shorten()
     return columns
 
 
@@ -179,7 +190,7 @@ def _footer(summary: Summary) -> list[str]:
     lines = [
         *_notes(summary.rows),
         f"{summary.total:,} parameters, {summary.trainable:,} trainable, {frozen:,} frozen; "
-        f"{in_bytes(summary.size)} with buffers",
+        f"{format_bytes(summary.size)} with buffers",
         f"{modules} module{'s' * (modules > 1)}, {modes}",
     ]
     if summary.flops is not None:
@@ -190,15 +201,15 @@ def _footer(summary: Summary) -> list[str]:
 
 
 def _notes(rows: Sequence[SummaryRow]) -> list[str]:
-    """What there is to say of rows, each with the names that it is said of."""
+    """Return the notes below the table, each with the names of its rows."""
     by_note: dict[str, list[str]] = {}
     for row in rows:
         for note in filter(None, row.notes.split("; ")):
             by_note.setdefault(note, []).append(row.name)
     lines = []
     for note, names in by_note.items():
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        lines.append(f"{', '.join(names[:_MOST_NAMED])}{more}: {_NOTES.get(note, note)}")
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        lines.append(f"{', '.join(names[:_MAX_NAMES])}{more}: {_NOTES.get(note, note)}")
     return lines
 
 
@@ -209,16 +220,16 @@ def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
     return f"{first} +{len(shapes) - 1}" if len(shapes) > 1 else first
 
 
-def elided(text: str, width: int) -> str:
-    """Return ``text`` with its middle left out where it is longer than ``width``."""
+def truncate_middle(text: str, width: int) -> str:
+    """Return ``text``, with its middle replaced by ".." if it is longer than ``width``."""
     if len(text) <= width:
         return text
-    behind = (width - 2) // 2
-    return text[: width - 2 - behind] + ".." + text[len(text) - behind :]
+    tail = (width - 2) // 2
+    return text[: width - 2 - tail] + ".." + text[len(text) - tail :]
 
 
-def in_units(number: float, units: str = "KMBT") -> str:
-    """Return a number with three digits that count: ``"820"``, ``"1.23 M"``."""
+def format_count(number: float, units: str = "KMBT") -> str:
+    """Format a number with three significant digits: ``"820"``, ``"1.23 M"``."""
     if number < 1000:
         return f"{number:.0f}"
     for unit in units:
@@ -229,11 +240,11 @@ def in_units(number: float, units: str = "KMBT") -> str:
     return f"{number:,.{digits}f} {unit}"
 
 
-def in_bytes(size: int) -> str:
-    """Return a number of bytes, in powers of a thousand: ``"820 B"``, ``"1.23 MB"``."""
+def format_bytes(size: int) -> str:
+    """Format a number of bytes with decimal prefixes: ``"820 B"``, ``"1.23 MB"``."""
     return _with_unit(size, "kMGTP", "B")
 
 
 def _with_unit(number: int, units: str, unit: str) -> str:
-    text = in_units(number, units)
+    text = format_count(number, units)
     return f"{text}{unit}" if number >= 1000 else f"{text} {unit}"

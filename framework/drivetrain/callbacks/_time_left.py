@@ -1,4 +1,4 @@
-"""How long a run still takes, by its limits and by the pace that it has kept."""
+"""Estimates the remaining time of a run from its limits and its pace so far."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ if TYPE_CHECKING:
 
 
 class TimeLeft:
-    """Estimates when a training run comes to the first of ``max_epochs``, ``max_steps`` and ``max_time``.
+    """Estimates when training reaches the first of ``max_epochs``, ``max_steps`` and ``max_time``.
 
-    The pace is the average since the first micro-batches, which may have compiled or started workers; validations and
-    checkpoints within the run count as it has had them so far. Reading it takes nothing from the device.
+    The pace is the average time per micro-batch, including validations and checkpoints but not the first micro-batches,
+    which may compile or start workers. It never waits for a device.
 
     Args:
-        trainer: the run, which is about to train.
+        trainer: the run, before training starts.
         now: seconds of `time.monotonic`.
     """
 
     def __init__(self, trainer: RunContext, now: float) -> None:
         self._deadline = None if trainer.max_time is None else now + duration(trainer.max_time).total_seconds()
-        self._since, self._from = now, trainer.micro_batches
-        self._seen = trainer.micro_batches
-        self._warm = False  # what is slow only once is over
+        self._pace_start_time, self._pace_start_batch = now, trainer.micro_batches
+        self._last_count = trainer.micro_batches
+        self._warmed_up = False  # whether the first micro-batches are over
         self._last_pace: float | None = None
 
     def seconds(self, trainer: RunContext, now: float) -> float | None:
-        """Return the seconds that are left, 0 at the end of the run; None where nothing tells."""
+        """Return the remaining seconds, 0 at the end of the run; None if unknown."""
         pace = self._pace(trainer.micro_batches, now)
         micro_batches = _micro_batches_left(trainer)
         if micro_batches == 0:
             return 0.0
-        known = [] if self._deadline is None else [max(self._deadline - now, 0.0)]
+        estimates = [] if self._deadline is None else [max(self._deadline - now, 0.0)]
         if pace is not None and micro_batches < math.inf:
-            known.append(micro_batches * pace)
-        return min(known, default=None)
+            estimates.append(micro_batches * pace)
+        return min(estimates, default=None)
 
     def _pace(self, micro_batches: int, now: float) -> float | None:
-        """Seconds a micro-batch, None before the first."""
-        if micro_batches < self._seen:  # the run went back to a checkpoint
-            self._since, self._from = now, micro_batches
-        self._seen, made = micro_batches, micro_batches - self._from
-        if made:
-            self._last_pace = (now - self._since) / made
-            if not self._warm:
-                self._warm, self._since, self._from = True, now, micro_batches
+        """Return the seconds per micro-batch, None before the first."""
+        if micro_batches < self._last_count:  # the run rolled back to a checkpoint
+            self._pace_start_time, self._pace_start_batch = now, micro_batches
+        self._last_count, completed = micro_batches, micro_batches - self._pace_start_batch
+        if completed:
+            self._last_pace = (now - self._pace_start_time) / completed
+            if not self._warmed_up:
+                self._warmed_up, self._pace_start_time, self._pace_start_batch = True, now, micro_batches
         return self._last_pace
 
 
 def _micro_batches_left(trainer: RunContext) -> float:
-    """Micro-batches to the first limit; infinite where neither of the two is known."""
+    """Return the micro-batches until ``max_epochs`` or ``max_steps``; infinite if neither limit is known."""
     length, window = trainer.num_training_batches, trainer.accumulate_grad_batches
     by_epochs = by_steps = math.inf
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         epochs = trainer.max_epochs - trainer.current_epoch
         by_epochs = 0 if epochs <= 0 else epochs * length - trainer.batch_idx
     if trainer.max_steps >= 0:
-        # The last window of an epoch may be a short one.
-        in_a_step = window if math.isinf(length) or not length else length / math.ceil(length / window)
-        by_steps = max(trainer.max_steps - trainer.global_step, 0) * in_a_step
+        # The last window of an epoch may have fewer micro-batches.
+        batches_per_step = window if math.isinf(length) or not length else length / math.ceil(length / window)
+        by_steps = max(trainer.max_steps - trainer.global_step, 0) * batches_per_step
     return max(min(by_epochs, by_steps), 0)

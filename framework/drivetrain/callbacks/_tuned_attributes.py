@@ -1,4 +1,4 @@
-"""Attributes by which a module or a data module is given a setting: its own, or hyper-parameters."""
+"""Reads and writes the attribute or hyper-parameter that a tuner searches for."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 from drivetrain.errors import ConfigurationError
 
 
-def holders_of(name: str, *owners: Any) -> list[Any]:
-    """Return who has an attribute ``name`` among ``owners``, of which some may be None, and their ``hparams``."""
-    found: list[Any] = []
+def find_holders(name: str, *owners: Any) -> list[Any]:
+    """Return the objects that have an attribute ``name``, among ``owners`` (None is skipped) and their ``hparams``."""
+    holders: list[Any] = []
     for owner in owners:
         if owner is None:
             continue
         hparams = getattr(owner, "hparams", None)
         if name in vars(owner) or hasattr(type(owner), name):
-            found.append(owner)
+            holders.append(owner)
         if isinstance(hparams, MutableMapping) and name in hparams:
-            found.append(hparams)
-    return found
+            holders.append(hparams)
+    return holders
 
 
 def get_attribute(name: str, *owners: Any) -> Any:
-    """Return the first value that there is of an attribute."""
-    first = holders_of(name, *owners)[0]
+    """Return the attribute's value in the first object that has it."""
+    first = find_holders(name, *owners)[0]
     return first[name] if isinstance(first, MutableMapping) else getattr(first, name)
 
 
 def set_attribute(name: str, value: Any, *owners: Any) -> None:
-    """Set an attribute everywhere where it is.
+    """Set an attribute in every object that has it.
 
     Raises:
-        ConfigurationError: it cannot be set: it is a property, say.
+        ConfigurationError: it cannot be set, for example because it is a property.
     """
-    for holder in holders_of(name, *owners):
+    for holder in find_holders(name, *owners):
         try:
             if isinstance(holder, MutableMapping):
                 holder[name] = value
@@ -43,6 +43,6 @@ def set_attribute(name: str, value: Any, *owners: Any) -> None:
         except AttributeError as error:
             raise ConfigurationError(
                 f"{type(holder).__name__}.{name} cannot be set: {error}.",
-                "the finder writes there what it has found.",
+                "the search sets that attribute.",
                 "make it a plain attribute, or name another one.",
             ) from error

@@ -1,4 +1,4 @@
-"""What a finder found for the run that is gone on with."""
+"""Reads a finder's result from the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from drivetrain.errors import CheckpointError
 _CHOSEN = ("auto", "last", "best")
 
 
-def saved_finding(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
-    """Return the state that a checkpoint holds of a finder, {} where it holds none; None where no path is named.
+def load_saved_result(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
+    """Return a finder's state in a checkpoint.
 
     Args:
-        ckpt_path: what the run goes on from.
+        ckpt_path: the run's ``ckpt_path``.
         key: the finder's ``state_key``.
+
+    Returns:
+        The state; {} if the checkpoint has none or cannot be read; None if ``ckpt_path`` is not the path of a
+        checkpoint but None, "auto", "last" or "best".
     """
     if ckpt_path is None or ckpt_path in _CHOSEN:
         return None
     try:
         saved = load(ckpt_path).state()["callbacks"][key]["state"]
-    except (CheckpointError, KeyError, TypeError):  # the run itself says what is wrong with it
+    except (CheckpointError, KeyError, TypeError):  # the run reports what is wrong with the checkpoint
         return {}
     return saved if isinstance(saved, dict) else {}

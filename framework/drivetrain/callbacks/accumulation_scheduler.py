@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: windows whose length changes as training goes on."""
+"""GradientAccumulationScheduler: changes the accumulation window during training."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Sets ``accumulate_grad_batches`` by epoch.
 
-    ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` makes a window of 8 micro-batches in epochs 0 to 3, of 4 in
-    epochs 4 to 7, and steps on every micro-batch from epoch 8 on. Before the first epoch named, a window is one
-    micro-batch.
+    ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` accumulates 8 micro-batches per step in epochs 0 to 3 and 4 in
+    epochs 4 to 7, and steps after every micro-batch from epoch 8 on. Epochs before the first key do not accumulate.
 
     Args:
-        scheduling: micro-batches a window, by the epoch (counted from 0) from which it holds.
+        scheduling: micro-batches per window, by the first epoch (counted from 0) to which the number applies.
 
     Raises:
-        ConfigurationError: an epoch below 0 or a window below 1; at the run's start, also
-            ``Fit(accumulate_grad_batches=...)`` above 1 or a module with manual optimization.
+        ConfigurationError: an epoch is below 0 or a window below 1; at the start of the run, also if
+            ``Fit(accumulate_grad_batches=...)`` is not 1 or the module uses manual optimization.
     """
 
-    priority = 100  # the window's length must stand before anybody asks for it
+    priority = 100  # sets the window before other callbacks read it
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise ConfigurationError(
-                "GradientAccumulationScheduler({}) schedules nothing",
-                "it needs at least one epoch with a window's length",
+                "GradientAccumulationScheduler({}) is empty",
+                "it needs the number of micro-batches for at least one epoch",
                 "give {epoch: micro_batches}, such as {0: 8, 4: 1}",
             )
         for epoch, window in scheduling.items():
@@ -49,39 +48,39 @@ class GradientAccumulationScheduler(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class and the schedule."""
+        """The class name and the schedule."""
         return f"{type(self).__qualname__}{self.scheduling!r}"
 
     def window(self, epoch: int) -> int:
-        """How many micro-batches a window has in ``epoch``."""
+        """Return the micro-batches per window in ``epoch``."""
         return next((self.scheduling[start] for start in reversed(self.scheduling) if start <= epoch), 1)
 
     def window_of(self, epoch: int) -> int:
-        """What `window` says."""
+        """Return the micro-batches per window in ``epoch``, for the engine's estimate of the total steps."""
         return self.window(epoch)
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Refuse what contradicts the schedule, and set the first window."""
+        """Check that nothing contradicts the schedule, and set the first window."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(
                 f"Fit(accumulate_grad_batches={trainer.accumulate_grad_batches!r}) together with "
                 f"GradientAccumulationScheduler({self.scheduling!r})",
-                "both say how long a window is",
-                f"drop one of them; {{0: {trainer.accumulate_grad_batches!r}}} in the schedule is the same",
+                "both set the number of micro-batches per step",
+                f"remove one of them; the schedule {{0: {trainer.accumulate_grad_batches!r}}} is equivalent",
             )
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"GradientAccumulationScheduler({self.scheduling!r}) with manual optimization",
-                "there the module decides when to step",
+                "the module decides when to step",
                 "count micro-batches in training_step, or use automatic optimization",
             )
         self._before = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Set the window of an epoch that is resumed in its middle and has no start of its own."""
+        """Set the window of an epoch that is resumed midway, for which `on_train_epoch_start` is not called."""
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
@@ -89,7 +88,7 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Leave the run's setting as it was."""
+        """Restore the run's setting."""
         if self._before is not None:
             trainer.accumulate_grad_batches = self._before
             self._before = None

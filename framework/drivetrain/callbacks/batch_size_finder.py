@@ -1,4 +1,4 @@
-"""BatchSizeFinder: the largest batch size that fits, found before a run begins."""
+"""BatchSizeFinder: finds the largest batch size that fits into memory before a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callback import Callback
 from drivetrain.callbacks._batch_size_search import check_batch_size_arguments, find_batch_size
 from drivetrain.callbacks._tuned_attributes import set_attribute
-from drivetrain.callbacks._tuned_value import saved_finding
-from drivetrain.callbacks.learning_rate_finder import refuse_unasked
+from drivetrain.callbacks._tuned_value import load_saved_result
+from drivetrain.callbacks.learning_rate_finder import check_was_launched
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 
 
 class BatchSizeFinder(Callback):
-    """Tries growing batch sizes before a run begins, and sets the largest one that fits the memory of every rank.
+    """Tries increasing batch sizes before a run, and sets the largest one that fits into the memory of every rank.
 
-    The loaders come from a data module or from the module's own methods, which build them with an attribute that is
-    set. The search runs copies: everything but that attribute is as it was. `optimal_batch_size` holds what was found.
-    A run that goes on from a checkpoint takes the size from there, and does not search; one with ``ckpt_path`` "auto",
-    "last" or "best" does, for it may begin.
+    The data module, or the module, must build its loaders with the attribute ``batch_arg_name``, which the search sets.
+    Trials run on copies, so nothing but that attribute changes. The result is in `optimal_batch_size`.
+
+    A run that resumes from the path of a checkpoint uses the size saved there and does not search. A run with
+    ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
 
     Args:
-        mode: "power" doubles the size until one does not fit; "binsearch" goes on between the last two.
-        steps_per_trial: optimizer steps (of evaluation: micro-batches) of each size.
-        init_val: what is tried first.
-        max_trials: sizes that are tried at most.
-        batch_arg_name: the attribute of the module, of the data module or of their hyper-parameters.
+        mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
+        steps_per_trial: optimizer steps per trial (micro-batches for validate, test and predict).
+        init_val: the first size to try.
+        max_trials: the maximum number of sizes to try.
+        batch_arg_name: the attribute of the module, the data module or their hyper-parameters to set.
 
     Raises:
-        ConfigurationError: an argument is wrong; as a run begins, there is no such attribute, loaders were given
-            directly, or not even the smallest size fits.
+        ConfigurationError: an argument is invalid; at the start of the run, also if the attribute does not exist,
+            loaders were passed directly, or even the smallest size does not fit.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class BatchSizeFinder(Callback):
         self._init_val = init_val
         self._max_trials = max_trials
         self._batch_arg_name = batch_arg_name
-        self._was_asked = False
+        self._was_launched = False
         self.optimal_batch_size: int | None = None
-        """What was found, per rank; None before a search."""
+        """The batch size per rank that was found; None before a search."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimal_batch_size": self.optimal_batch_size}
@@ -61,17 +62,17 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size = state_dict["optimal_batch_size"]
 
     def before_launch(self, trials: Trials) -> None:
-        self._was_asked = True
+        self._was_launched = True
         if trials.is_dry_run:
             return
         if trials.loaders is not None:
             raise ConfigurationError(
-                f"BatchSizeFinder, and {trials.stage} was given its loaders.",
-                "they stay as they are: the size that is found would not be used.",
-                f"give a data module that builds them with self.{self._batch_arg_name}, or ask "
-                "Tuner(fit).scale_batch_size beforehand.",
+                f"BatchSizeFinder does not work with loaders passed to {trials.stage}.",
+                "they cannot be rebuilt for the run with the batch size that is found.",
+                f"pass a data module that builds them with self.{self._batch_arg_name}, or call "
+                "Tuner(fit).scale_batch_size before.",
             )
-        saved = saved_finding(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
+        saved = load_saved_result(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
         if saved is not None:
             self.optimal_batch_size = saved.get("optimal_batch_size")
             if self.optimal_batch_size is not None:
@@ -87,4 +88,4 @@ class BatchSizeFinder(Callback):
         )
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        refuse_unasked(self, self._was_asked)
+        check_was_launched(self, self._was_launched)

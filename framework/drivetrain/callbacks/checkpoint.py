@@ -1,4 +1,4 @@
-"""Checkpoint: saves a run as it goes, and keeps the best and the newest."""
+"""Checkpoint: saves checkpoints during training, and keeps the best and the newest."""
 
 from __future__ import annotations
 
@@ -36,48 +36,48 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _MODES = ("min", "max")
-_LOOK_AT_THE_CLOCK_EVERY = 16  # steps: all ranks go by rank 0's, and asking takes a moment
+_TIME_CHECK_INTERVAL = 16  # steps; each check broadcasts rank 0's clock
 
 
 class Checkpoint(Callback):
-    """Saves checkpoints while a run trains, and removes those that are no longer wanted.
+    """Saves checkpoints during training, and removes those that are no longer kept.
 
-    It only asks: what it asks for is written once all hooks of the event are through and no accumulation window is
-    open, so that a run can go on from it exactly. A new checkpoint is whole before an old one goes. Removed is only
-    what this run wrote, directly within ``dirpath`` and known by the identifier in its manifest. A name is used again
-    once the checkpoint that has it is no longer kept; else ``-v1`` is added, and so on. A small file called ``latest``
-    names the one written last.
+    A checkpoint is written after all hooks of the event that triggers it, and only when no accumulation window is open,
+    so that a run can resume from it exactly. An old checkpoint is removed only after a new one is complete. Only
+    checkpoints of this run are removed: folders directly in ``dirpath`` whose manifest has the expected identifier. If
+    a name belongs to a checkpoint that is kept, ``-v1``, ``-v2``, ... is appended. A small file ``latest`` names the
+    checkpoint written last.
 
-    Without any of ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval`` it saves once an epoch, or
-    after each validation where there are several in an epoch.
+    Without ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval`` it saves once per epoch, or after
+    each validation if an epoch has several.
 
     Args:
-        dirpath: a folder or an fsspec URL; by default ``checkpoints`` in the run's own folder, ``trainer.log_dir``.
+        dirpath: a folder or fsspec URL; by default ``checkpoints`` in the run's folder, ``trainer.log_dir``.
         filename: a template of counters and logged values, such as ``"{epoch:03d}-{val_loss:.3f}"``.
-        monitor: the logged value that says which are best, or "epoch" or "step"; None keeps the newest.
-        mode: "min" where less is better, "max" where more is.
-        save_top_k: how many of the best to keep; -1 for all, 0 for none.
-        save_last: keep the newest too, whatever its value; the same as ``keep_last=1``.
-        every_n_train_steps: optimizer steps between two; 0 for none by steps.
-        every_n_epochs: epochs between two; 0 for none by epochs, so that only what else asks for one is saved.
-        train_time_interval: time between two.
-        save_weights_only: leave out what a run needs to go on.
-        save_on_exception: save where a run fails, as of its last step. On one process only.
-        save_async: copy the state, and write it while training goes on.
-        keep_last: how many of the newest to keep besides the best.
-        trainable_only: leave out parameters that have never trained: an adapter of a few megabytes is saved without the
-            model that it adapts. Checksums of what is left out are kept, and whoever loads the checkpoint has to have
-            that.
-        digest: "sha256" has the manifest hold each file's SHA-256, which `drivetrain.checkpoint.verify` compares, so
-            that a signature over the manifest covers all; None for checksums alone.
-        verbose: say each save, on rank 0.
-        auto_insert_metric_name: put ``name=`` before each value in ``filename``.
-        save_on_train_epoch_end: save at the end of a training epoch (True) or of a validation (False). ``None`` takes
-            the epoch's end where validation runs once an epoch or not at all, else the validation's end.
-        enable_version_counter: False is refused: a name is not taken from a checkpoint that is kept.
+        monitor: the logged value that ranks checkpoints, or "epoch" or "step"; None keeps the newest.
+        mode: "min" if lower values are better, "max" if higher ones are.
+        save_top_k: how many of the best checkpoints to keep; -1 for all, 0 for none.
+        save_last: whether to keep the newest checkpoint too, whatever its value; the same as ``keep_last=1``.
+        every_n_train_steps: optimizer steps between checkpoints; 0 to not save by steps.
+        every_n_epochs: epochs between checkpoints; 0 to not save by epochs.
+        train_time_interval: time between checkpoints.
+        save_weights_only: whether to leave out the state that is needed to resume.
+        save_on_exception: whether to save the state after the last step if the run fails. For a single process only.
+        save_async: whether to copy the state and write it in the background while training continues.
+        keep_last: how many of the newest checkpoints to keep besides the best.
+        trainable_only: whether to leave out parameters that were never trained, so that an adapter is saved without its
+            base model. The checkpoint contains checksums of the parameters left out; loading it needs the same base
+            model.
+        digest: "sha256" stores each file's SHA-256 in the manifest, for `drivetrain.checkpoint.verify`, so that a
+            signature of the manifest covers all files; None stores checksums only.
+        verbose: whether to log each save on rank 0.
+        auto_insert_metric_name: whether to put ``name=`` before each value in ``filename``.
+        save_on_train_epoch_end: save at the end of a training epoch (True) or of a validation (False). None chooses the
+            epoch's end if validation runs once per epoch or not at all, and the validation's end otherwise.
+        enable_version_counter: must be True: a checkpoint that is kept is never overwritten.
 
     Raises:
-        ConfigurationError: arguments that contradict each other, or that no checkpoint could follow.
+        ConfigurationError: an argument is invalid, or arguments contradict each other.
     """
 
     priority = -20  # after early stopping; the module has logged by then
@@ -107,16 +107,16 @@ class Checkpoint(Callback):
         if not enable_version_counter:
             raise ConfigurationError(
                 "Checkpoint(enable_version_counter=False).",
-                "one checkpoint would be written over another that is to be kept.",
-                "drop it: a name is used again once its checkpoint is no longer kept; -v1 is added until then.",
+                "a checkpoint could overwrite another one that is kept.",
+                "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
             )
         _check_monitor(monitor, mode)
         check_digest("Checkpoint", digest)
-        _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
+        _check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
-        self._of_run: str | None = None  # `dirpath`, where it was chosen by the run
+        self._default_dirpath: str | None = None  # `dirpath`, if the run chose it
         self._run = ""  # the run's id
-        self._is_off = False
+        self._disabled = False
         self.filename = DEFAULT if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
@@ -134,64 +134,64 @@ class Checkpoint(Callback):
         self.verbose = verbose
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end
-        self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
+        self._uses_default_interval = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
         self._at_epoch_end = True
-        self._begin()
+        self._reset()
         if every_n_train_steps or train_time_interval is not None:
-            # Set here, so that a step costs nothing where only epochs count.
+            # Set per instance, so that saving by epochs adds no hook to the step.
             self.on_train_batch_end = self._after_micro_batch  # type: ignore[method-assign]
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
-        self._saved_at = -1  # optimizer steps
-        self._asked_at = 0
-        self._whole_at = -1  # optimizer steps, of the last one that a run can go on from
-        self._current: float | None = None
-        self._interim: SavedCheckpoint | None = None  # what `save_before_leaving` wrote
+        self._last_saved_step = -1  # global_step of the last save
+        self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
+        self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
+        self._current_score: float | None = None
+        self._interrupt_checkpoint: SavedCheckpoint | None = None  # written by `save_before_leaving`
         self._clock = time.monotonic()
         self._fitting = False
-        self._written: dict[str, Any] = {}  # the list of before the run went back
-        self._claims: dict[str, Callable[[], None]] = {}  # to names that are being written to, and how to give them up
-        self._going: list[SavedCheckpoint] = []  # to be removed as soon as a later one is whole
+        self._retention_before_rollback: dict[str, Any] = {}  # the retention's state before a rollback
+        self._claims: dict[str, Callable[[], None]] = {}  # names being written, with functions that release them
+        self._to_remove: list[SavedCheckpoint] = []  # to be removed once a later checkpoint is complete
 
-    # What it has written
+    # Checkpoints that are kept
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint that is kept; "" where there is none."""
+        """Path of the best checkpoint that is kept; "" if there is none."""
         return self._path(self._retention.best)
 
     @property
     def best_model_score(self) -> float | None:
-        """Its value."""
+        """Monitored value of the best checkpoint."""
         best = self._retention.best
         return None if best is None else best.score
 
     @property
     def current_score(self) -> float | None:
-        """The value of the one that was last asked for; None where nothing is monitored."""
-        return self._current
+        """Monitored value at the last save; None without ``monitor``."""
+        return self._current_score
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the ``save_top_k`` best, which is the next to go; "" while there are fewer."""
+        """Path of the worst of the ``save_top_k`` best checkpoints, the next to be removed; "" if there are fewer."""
         return self._path(self._retention.kth_best)
 
     @property
     def kth_value(self) -> float | None:
-        """Its value."""
+        """Monitored value of the checkpoint at `kth_best_model_path`."""
         kth = self._retention.kth_best
         return None if kth is None else kth.score
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """Return the path of a checkpoint with these values.
+        """Return the path that a checkpoint with these values would have.
 
         Args:
             metrics: counters and logged values, by name.
-            filename: a template; None is this callback's own.
-            ver: the number that is added where the name is taken; None for none.
+            filename: a template; None uses this callback's.
+            ver: the version that is appended, as in ``-v1``; None for no version.
         """
         values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         name = self._name(self.filename if filename is None else filename, values)
@@ -203,236 +203,248 @@ class Checkpoint(Callback):
 
     @property
     def last_model_path(self) -> str:
-        """The newest that is kept; "" where there is none."""
+        """Path of the newest checkpoint that is kept; "" if there is none."""
         return self._path(self._retention.newest)
 
     @property
     def best_k_models(self) -> dict[str, float | None]:
-        """Every path that is kept, with its value."""
-        return {self._path(one): one.score for one in self._retention.kept}
+        """Paths of all checkpoints that are kept, with their monitored values."""
+        return {self._path(kept): kept.score for kept in self._retention.kept}
 
     # State
 
     @property
     def state_key(self) -> str:
-        """The class and everything that tells two of them apart."""
+        """The class name and the arguments that distinguish two `Checkpoint` callbacks."""
         names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "save_weights_only")
         return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What this run has written, by name and identifier, and where."""
+        """Return the folder and the names and identifiers of the checkpoints of this run."""
         best = self._retention.best
         return {
             "dirpath": None if self.dirpath is None else resolve_folder(self.dirpath),
             "run": self._run,
             "best": "" if best is None else best.name,
-            "saved_at": self._saved_at,
-            "asked_at": self._asked_at,
-            "interim": None if self._interim is None else asdict(self._interim),
-            "going": [asdict(one) for one in self._going],
+            "saved_at": self._last_saved_step,
+            "asked_at": self._last_considered_step,
+            "interim": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
+            "going": [asdict(kept) for kept in self._to_remove],
             **self._retention.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the list of what was written, if it is this run's and in this folder; else these files stay."""
-        self._saved_at, self._asked_at = (_step(state_dict.get(name)) for name in ("saved_at", "asked_at"))
+        """Restore the list of checkpoints if it is of this run and folder. Otherwise those files are left alone."""
+        self._last_saved_step, self._last_considered_step = (
+            _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
+        )
         folder = state_dict.get("dirpath")
-        same_run = state_dict.get("run", self._run) in (self._run, "")  # versions without folders for runs had no id
+        same_run = state_dict.get("run", self._run) in (self._run, "")  # older versions had no run id
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
         try:
             self._retention.load_state_dict(state_dict)
-            going, interim = state_dict.get("going", []), state_dict.get("interim")
-            # Versions before identifiers were kept wrote paths: what they were about to remove stays.
-            self._going = [SavedCheckpoint.from_state(one) for one in going if not isinstance(one, str)]
-            self._interim = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
+            removable, interim = state_dict.get("going", []), state_dict.get("interim")
+            # Older versions stored paths without identifiers; such checkpoints are not removed.
+            self._to_remove = [SavedCheckpoint.from_state(kept) for kept in removable if not isinstance(kept, str)]
+            self._interrupt_checkpoint = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
-            logger.warning("What the earlier run kept in %r cannot be read, and is left there: %s", folder, error)
+            logger.warning(
+                "The earlier run's list of checkpoints in %r cannot be read; they are left there: %s", folder, error
+            )
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
-        """Know what was kept, and where the run chose the folder, too."""
-        if self.dirpath is None or self.dirpath == self._of_run:
-            self.dirpath = self._of_run = state_dict["dirpath"]
+        """Copy rank 0's list of checkpoints, and its folder if the run chose it."""
+        if self.dirpath is None or self.dirpath == self._default_dirpath:
+            self.dirpath = self._default_dirpath = state_dict["dirpath"]
         else:
             self.dirpath = os.path.expanduser(self.dirpath)
         self._run = state_dict["run"]
         self.load_state_dict(state_dict)
 
-    # What the engine asks
+    # Engine queries
 
     @property
     def writes_to(self) -> Sequence[str]:
-        """The folder."""
-        return () if self.dirpath is None or self._is_off else (self.dirpath,)
+        """The folder of the checkpoints."""
+        return () if self.dirpath is None or self._disabled else (self.dirpath,)
 
     @property
     def wants_run_folder(self) -> bool:
-        """Checkpoints without a ``dirpath`` are in it, and the run's record beside them."""
+        """True: the run's folder contains ``run.json`` and, without ``dirpath``, the checkpoints."""
         return True
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
-        """Every path that is kept."""
+        """Paths of all checkpoints that are kept."""
         return list(self.best_k_models)
 
     @property
     def saves_whole(self) -> bool:
-        """Whether any are kept that hold more than weights."""
-        return not self._is_off and not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
+        """Whether checkpoints that a run can resume from are kept."""
+        return not self._disabled and not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
 
     @property
     def monitors(self) -> Mapping[str, str]:
-        """``monitor``, and what ``filename`` names."""
-        kind = type(self).__name__
-        named = names_in(self.filename)
-        found = {name: f"{kind}(filename={self.filename!r}), which names {name!r}" for name in named}
+        """The values of ``monitor`` and ``filename``."""
+        callback = type(self).__name__
+        required = {
+            name: f"{callback}(filename={self.filename!r}), which names {name!r}" for name in names_in(self.filename)
+        }
         return (
-            found
+            required
             if self.monitor in (None, *COUNTERS)
-            else {str(self.monitor): f"{kind}(monitor={self.monitor!r})", **found}
+            else {str(self.monitor): f"{callback}(monitor={self.monitor!r})", **required}
         )
 
     def before_going_back(self, trainer: RunContext, module: TrainModule) -> None:
-        """Keep the list of what was written."""
-        self._written = self._retention.state_dict()
+        """Remember the list of checkpoints."""
+        self._retention_before_rollback = self._retention.state_dict()
 
     def after_going_back(self, trainer: RunContext, module: TrainModule, path: str) -> None:
-        """Go on with the list of what was written; what came later goes.
+        """Restore the list of checkpoints, and remove those later than the one that was loaded.
 
-        Started again before it has come by once more, a run would go on from the newest.
+        Otherwise a run that is restarted before it reaches them again would resume from the newest of them.
         """
-        self._retention.load_state_dict(self._written)
-        later, self._whole_at = self._retention.drop_after(trainer.global_step), -1
-        self._going += later
+        self._retention.load_state_dict(self._retention_before_rollback)
+        later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
+        self._to_remove += later
         if trainer.strategy.control.rank == 0:
             folder, _, name = path.rpartition("/")
-            self._tidy(trainer, list(self._going), name if later and folder == self._folder().rstrip("/") else None)
+            self._clean_up(
+                trainer, list(self._to_remove), name if later and folder == self._folder().rstrip("/") else None
+            )
 
-    # When
+    # When to save
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Begin afresh."""
+        """Reset the state and determine the folder."""
         if stage != "fit":
             return
-        self._is_off = bool(trainer.fast_dev_run) or trainer.barebones
+        self._disabled = bool(trainer.fast_dev_run) or trainer.barebones
         self._run = trainer.run_id
-        if self.dirpath is None or self.dirpath == self._of_run:
-            self.dirpath = self._of_run = None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
+        if self.dirpath is None or self.dirpath == self._default_dirpath:
+            self.dirpath = self._default_dirpath = (
+                None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
+            )
         else:
             self.dirpath = os.path.expanduser(self.dirpath)
-        self._begin()
+        self._reset()
         self._fitting = True
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Evaluation outside of fit is none of our business."""
+        """Release the names of checkpoints that were not completed."""
         self._fitting = False
         for name in list(self._claims):
-            self._give_up(name)  # it could not be written
+            self._release_claim(name)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Settle when to save, and remove what an earlier run was about to."""
+        """Determine when to save, and remove the checkpoints that the resumed run had not removed yet."""
         once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         at_epoch_end = self.save_on_train_epoch_end
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
         self._clock = time.monotonic()
-        if trainer.strategy.control.rank == 0 and not self._is_off:
-            self._tidy(trainer, list(self._going))  # killed at the wrong moment, the earlier run did not come to it
+        if trainer.strategy.control.rank == 0 and not self._disabled:
+            self._clean_up(trainer, list(self._to_remove))
 
     def _after_micro_batch(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Save every so many steps, or after so much time."""
+        """Save if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
         step = trainer.global_step
-        if step == self._asked_at:
+        if step == self._last_considered_step:
             return
-        self._asked_at = step
+        self._last_considered_step = step
         every, interval = self.every_n_train_steps, self.train_time_interval
         if every and step % every == 0:
-            self._ask(trainer)
-        elif interval is not None and step % _LOOK_AT_THE_CLOCK_EVERY == 0:
-            past = time.monotonic() - self._clock >= interval.total_seconds()
-            if trainer.strategy.control.from_rank_0(past):
+            self._request_save(trainer)
+        elif interval is not None and step % _TIME_CHECK_INTERVAL == 0:
+            is_due = time.monotonic() - self._clock >= interval.total_seconds()
+            if trainer.strategy.control.from_rank_0(is_due):
                 self._clock = time.monotonic()
-                self._ask(trainer)
+                self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save after a validation, where its end is the moment."""
+        """Save, if checkpoints are saved at the end of validations."""
         if not self._fitting or self._at_epoch_end or trainer.sanity_checking:
             return
         every = self.every_n_epochs if self.save_on_train_epoch_end is False else None
-        if self._by_itself or (every and (trainer.current_epoch + 1) % every == 0):
-            self._ask(trainer)
+        if self._uses_default_interval or (every and (trainer.current_epoch + 1) % every == 0):
+            self._request_save(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save every so many epochs."""
-        every = self.every_n_epochs or int(self._by_itself and self._at_epoch_end)
+        """Save, if checkpoints are saved at the end of epochs and ``every_n_epochs`` is reached."""
+        every = self.every_n_epochs or int(self._uses_default_interval and self._at_epoch_end)
         if every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0:
-            self._ask(trainer)
+            self._request_save(trainer)
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
-        """Save what there is, where that was asked for."""
-        if self._interim is not None and self._interim.step == trainer.global_step:
-            return  # it left because of a signal, and has saved
-        if self._fitting and self.save_on_exception and not self._is_off:
+        """Save, with ``save_on_exception``."""
+        if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step == trainer.global_step:
+            return  # `save_before_leaving` has saved this step already
+        if self._fitting and self.save_on_exception and not self._disabled:
             path = child(self._folder(), f"exception-step={trainer.global_step}")
             trainer.save_after_failure(path, self.digest, self.trainable_only)
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
-        """Save what a later run goes on from. Of several, the first that keeps whole ones does it for all. Collective.
+        """Save a checkpoint to resume from. Collective.
 
-        Such a checkpoint counts for nothing in what is kept, and goes once the later run has saved a further one.
+        If a run has several `Checkpoint` callbacks, only one saves: the first without ``save_weights_only``, if any.
+        The checkpoint does not count towards those that are kept, and is removed once a later one is complete.
         """
-        savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
-        if self._is_off or self is not min(savers, key=lambda one: one.save_weights_only, default=self):
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+        if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
             return False
         step = trainer.global_step
-        if self._whole_at == step:
+        if self._last_resumable_step == step:
             return True
-        earlier = [] if self._interim is None else [self._interim]
-        name, identifier = self._choose(trainer, f"interrupted-step={step}", earlier)
-        self._going += [one for one in earlier if one.name != name]
-        self._interim, self._whole_at = SavedCheckpoint(name, identifier, step=step), step
+        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+        name, identifier = self._choose_name(trainer, f"interrupted-step={step}", earlier)
+        self._to_remove += [kept for kept in earlier if kept.name != name]
+        self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
         self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
 
-    # How
+    # How to save
 
-    def _ask(self, trainer: RunContext) -> None:
-        if self._is_off or (self.save_top_k == 0 and self.keep_last == 0):
+    def _request_save(self, trainer: RunContext) -> None:
+        if self._disabled or (self.save_top_k == 0 and self.keep_last == 0):
             return
         score = None if self.monitor is None else self._score(trainer, self.monitor)
-        self._current = score
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()} if self._logs else {}
+        self._current_score = score
+        values = (
+            {name: float(value) for name, value in trainer.callback_metrics.items()} if self._name_needs_values else {}
+        )
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         trainer.defer_save(lambda: self._save(trainer, score, values))
 
     @property
-    def _logs(self) -> bool:
-        """Whether the name holds logged values, which are brought over from the device for it."""
+    def _name_needs_values(self) -> bool:
+        """Whether the name may contain logged values, which have to be copied from the device."""
         return self.filename != DEFAULT
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
-        if trainer.global_step == self._saved_at and score is None:
-            return  # an epoch's end comes with its last step
-        self._saved_at = trainer.global_step
+        if trainer.global_step == self._last_saved_step and score is None:
+            return  # the epoch's last step has been saved already
+        self._last_saved_step = trainer.global_step
         if not self._retention.would_keep(score):
             return
         wanted = self._name(self.filename, values)
-        name, identifier = self._choose(trainer, wanted, self._retention.to_remove(score))
-        self._going += self._retention.add(name, identifier, score, trainer.global_step)
+        name, identifier = self._choose_name(trainer, wanted, self._retention.to_remove(score))
+        self._to_remove += self._retention.add(name, identifier, score, trainer.global_step)
         if not self.save_weights_only:
-            self._whole_at = trainer.global_step
-            if self._interim is not None and self._interim.step < trainer.global_step:
-                self._going.append(self._interim)
-                self._interim = None
+            self._last_resumable_step = trainer.global_step
+            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < trainer.global_step:
+                self._to_remove.append(self._interrupt_checkpoint)
+                self._interrupt_checkpoint = None
         if self.verbose and trainer.strategy.control.rank == 0:
-            why = "" if score is None else f", {self.monitor} = {score:.6g}"
-            logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, why)
+            monitored = "" if score is None else f", {self.monitor} = {score:.6g}"
+            logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose(self, trainer: RunContext, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
-        """Rank 0 chooses a name and an identifier: what this run keeps no longer is written over, and nothing else."""
+    def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
+        """Return a name and an identifier, chosen by rank 0. Only checkpoints in ``to_remove`` may be overwritten."""
         control = trainer.strategy.control
         chosen: tuple[str, str] = control.from_rank_0(self._claim(name, to_remove) if control.rank == 0 else None)
         return chosen[0], chosen[1]
@@ -440,54 +452,56 @@ class Checkpoint(Callback):
     def _claim(self, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
         folder = self._folder()
 
-        def ours(taken: str) -> bool:
-            with suppress(OSError):  # the storage does not say: another name is taken
-                return any(one.name == taken and is_checkpoint_at(folder, taken, one.identifier) for one in to_remove)
+        def may_overwrite(taken: str) -> bool:
+            with suppress(OSError):  # if the storage fails, choose another name
+                return any(
+                    kept.name == taken and is_checkpoint_at(folder, taken, kept.identifier) for kept in to_remove
+                )
             return False
 
-        name, give_up = claim_name(folder, name, ours)
-        self._claims[name] = give_up
+        name, release = claim_name(folder, name, may_overwrite)
+        self._claims[name] = release
         return name, secrets.token_hex(16)
 
     def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
-        leader = trainer.strategy.control.rank == 0
-        going = list(self._going)  # what goes with a later one stays until that is whole
+        is_rank_0 = trainer.strategy.control.rank == 0
+        removable = list(self._to_remove)  # entries added later are removed only after a later checkpoint is complete
 
-        def whole() -> None:
-            if leader:
-                self._tidy(trainer, going, name)
-                self._give_up(name)
+        def on_complete() -> None:
+            if is_rank_0:
+                self._clean_up(trainer, removable, name)
+                self._release_claim(name)
             else:
-                self._going = [one for one in self._going if one not in going]
+                self._to_remove = [kept for kept in self._to_remove if kept not in removable]
 
         path = child(self._folder(), name)
-        trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest, self.trainable_only)
+        trainer.write_checkpoint(
+            path, weights_only, background, on_complete, identifier, self.digest, self.trainable_only
+        )
 
-    def _tidy(self, trainer: RunContext, going: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
-        """On rank 0, once a later one is whole: say which is the newest, and remove what is no longer kept.
+    def _clean_up(self, trainer: RunContext, removable: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
+        """Update ``latest`` and remove checkpoints that are no longer kept. On rank 0, once a later one is complete.
 
-        What a storage refuses is tried again the next time: the run goes on, for nothing is lost.
+        Failures of the storage do not end the run, because no checkpoint is lost: removal is tried again next time.
         """
         folder = self._folder()
         try:
             if newest is not None:
                 write_latest(folder, newest)
-        except Exception as error:  # each store's library has errors of its own
-            logger.warning(
-                "%s in %r cannot be written (%s): the checkpoint %r is whole.", LATEST, folder, error, newest
-            )
-        for one in going:
+        except Exception as error:  # each store's library has its own exceptions
+            logger.warning("Cannot write %s in %r (%s). The checkpoint %r is complete.", LATEST, folder, error, newest)
+        for kept in removable:
             try:
-                remove(folder, one.name, one.identifier)
-                self._going.remove(one)
-                trainer.checkpoint_removed(one.identifier)
+                remove(folder, kept.name, kept.identifier)
+                self._to_remove.remove(kept)
+                trainer.checkpoint_removed(kept.identifier)
             except Exception as error:
-                logger.warning("%r in %r is no longer kept, and cannot be removed yet: %s", one.name, folder, error)
+                logger.warning("Cannot remove %r in %r, will try again: %s", kept.name, folder, error)
 
-    def _give_up(self, name: str) -> None:
-        give_up = self._claims.pop(name, None)
-        if give_up is not None:
-            give_up()
+    def _release_claim(self, name: str) -> None:
+        release = self._claims.pop(name, None)
+        if release is not None:
+            release()
 
     def _folder(self) -> str:
         assert self.dirpath is not None
@@ -503,14 +517,14 @@ class Checkpoint(Callback):
         if value is None:
             known = sorted(trainer.callback_metrics)
             raise ConfigurationError(
-                f"Checkpoint(monitor={monitor!r}): nothing of that name was logged.{nearest(monitor, known)}",
+                f"Checkpoint(monitor={monitor!r}): no value of that name was logged.{nearest(monitor, known)}",
                 f"logged so far: {', '.join(known)}" if known else "nothing was logged so far",
-                f"self.log({monitor!r}, ...) before a checkpoint is due, or monitor another key",
+                f"call self.log({monitor!r}, ...) before a checkpoint is saved, or monitor another key",
             )
         return value
 
 
-def _step(number: Any) -> int:
+def _step_or_unset(number: Any) -> int:
     return number if type(number) is int else -1
 
 
@@ -524,16 +538,16 @@ def _check_monitor(monitor: Any, mode: str) -> None:
     if monitor is None and mode == "max":
         raise ConfigurationError(
             "Checkpoint(mode='max') without a monitor.",
-            "no value says which checkpoint is best, and the newest would be kept.",
-            "give monitor= the name of a logged value, or drop mode.",
+            "without a monitored value the newest checkpoint is kept, whatever the mode.",
+            "set monitor= to the name of a logged value, or remove mode.",
         )
 
 
-def _check(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
+def _check_arguments(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
     if mode not in _MODES:
         raise ConfigurationError(
             f"Checkpoint(mode={mode!r}).{nearest(str(mode), _MODES)}",
-            "it says which direction is better",
+            "it is the direction in which the monitored value improves",
             "give 'min' or 'max'",
         )
     for name, value, least in (

@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: what the device's allocator and the host say of themselves, beside the loss."""
+"""DeviceStatsMonitor: logs statistics of the device's memory allocator and of the host."""
 
 from __future__ import annotations
 
@@ -22,80 +22,81 @@ class DeviceStatsMonitor(Callback):
 
     Keys are ``DeviceStatsMonitor.on_train_batch_start/<name>`` and ``DeviceStatsMonitor.on_train_batch_end/<name>``.
     On CUDA the names are those of `torch.cuda.memory_stats`: ``allocated_bytes.all.current``, ``num_alloc_retries``
-    and so on; on MPS there are the bytes that are allocated. Of the host, with psutil: ``cpu_percent`` since the last
-    look, ``cpu_vm_percent`` (memory) and ``cpu_swap_percent``. Nothing waits for the device.
+    and so on; on MPS they are the allocated bytes. Host statistics need psutil: ``cpu_percent`` since the previous
+    reading, ``cpu_vm_percent`` (memory) and ``cpu_swap_percent``. Reading them never waits for the device.
 
     Args:
-        cpu_stats: log the host's too; ``None`` does so where the module computes on the CPU, ``False`` never.
+        cpu_stats: whether to log host statistics; None logs them if the module runs on the CPU.
 
     Raises:
-        ConfigurationError: as a run begins: psutil is not installed and wanted, or there is nothing to log.
+        ConfigurationError: at the start of the run, if psutil is needed but not installed, or there is nothing to log.
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._every = 0  # nothing is logged
-        self._begun = 0  # the step before which something was logged
-        self._of_host = False
+        self._log_interval = 0  # steps between logs; 0 logs nothing
+        self._open_step = 0  # the step whose start was logged and whose end was not
+        self._logs_host_stats = False
 
     @property
     def state_key(self) -> str:
-        """The class and its setting."""
+        """The class name and ``cpu_stats``."""
         return f"{type(self).__qualname__}{{'cpu_stats': {self.cpu_stats!r}}}"
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Refuse what cannot be logged."""
+        """Check that the statistics are available."""
         device = trainer.strategy.device
-        self._of_host = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
-        if self._of_host and importlib.util.find_spec("psutil") is None:
+        self._logs_host_stats = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
+        if self._logs_host_stats and importlib.util.find_spec("psutil") is None:
             raise ConfigurationError(
                 f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) on {str(device)!r} needs psutil, which is not "
                 "installed.",
                 "the host's statistics come from that package.",
-                "pip install psutil" + (", or give cpu_stats=False." if device.type != "cpu" else ", or leave it out."),
+                "pip install psutil"
+                + (", or pass cpu_stats=False." if device.type != "cpu" else ", or remove the callback."),
             )
-        if not self._of_host and _reader(device) is None:
+        if not self._logs_host_stats and _reader(device) is None:
             raise ConfigurationError(
                 f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) has nothing to log on {str(device)!r}.",
-                "torch keeps no statistics of memory for this kind of device.",
-                "give cpu_stats=True for the host's, or leave it out.",
+                "torch has no memory statistics for this type of device.",
+                "pass cpu_stats=True for the host's statistics, or remove the callback.",
             )
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Settle when to log."""
-        self._every = trainer.log_every_n_steps if trainer.is_global_zero else 0
-        self._begun = 0
-        if self._every and not trainer.loggers:
-            self._every = 0
-            warnings.warn("DeviceStatsMonitor has nowhere to log to: the run has no logger", stacklevel=2)
-        if self._every and self._of_host:
-            self.stats(trainer.strategy.device)  # from here on psutil counts
+        """Determine when to log."""
+        self._log_interval = trainer.log_every_n_steps if trainer.is_global_zero else 0
+        self._open_step = 0
+        if self._log_interval and not trainer.loggers:
+            self._log_interval = 0
+            warnings.warn("DeviceStatsMonitor logs nothing: the run has no logger", stacklevel=2)
+        if self._log_interval and self._logs_host_stats:
+            self.stats(trainer.strategy.device)  # psutil's cpu_percent is relative to the previous call
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Log as the coming step begins, once a step however many micro-batches it has."""
+        """Log before the first micro-batch of a step that is due."""
         step = trainer.global_step + 1
-        if self._every and step % self._every == 0 and step != self._begun:
-            self._begun = step
+        if self._log_interval and step % self._log_interval == 0 and step != self._open_step:
+            self._open_step = step
             self._log(trainer, "on_train_batch_start", step)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Log once the step is made."""
-        if self._begun and trainer.global_step == self._begun:
-            self._begun = 0
+        """Log after the step."""
+        if self._open_step and trainer.global_step == self._open_step:
+            self._open_step = 0
             self._log(trainer, "on_train_batch_end", trainer.global_step)
 
     def stats(self, device: torch.device) -> dict[str, float]:
-        """The values as of now, by name."""
+        """Return the current statistics by name."""
         reader = _reader(device)
-        found: dict[str, float] = {} if reader is None else dict(reader())
-        if self._of_host:
-            psutil: Any = importlib.import_module("psutil")  # by who wants it
-            found["cpu_percent"] = psutil.cpu_percent()
-            found["cpu_vm_percent"] = psutil.virtual_memory().percent
-            found["cpu_swap_percent"] = psutil.swap_memory().percent
-        return found
+        statistics: dict[str, float] = {} if reader is None else dict(reader())
+        if self._logs_host_stats:
+            psutil: Any = importlib.import_module("psutil")  # an optional dependency
+            statistics["cpu_percent"] = psutil.cpu_percent()
+            statistics["cpu_vm_percent"] = psutil.virtual_memory().percent
+            statistics["cpu_swap_percent"] = psutil.swap_memory().percent
+        return statistics
 
     def _log(self, trainer: RunContext, moment: str, step: int) -> None:
         name = type(self).__qualname__
@@ -104,7 +105,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _reader(device: torch.device) -> Any:
-    """Return what gives a device's statistics by name; None where torch keeps none."""
+    """Return a function that returns the device's statistics by name; None if torch has none."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)

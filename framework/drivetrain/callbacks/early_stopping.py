@@ -1,4 +1,4 @@
-"""EarlyStopping: end training once a monitored value has stopped improving."""
+"""EarlyStopping: ends training when a monitored value stops improving."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ def _is_count(value: Any) -> bool:
 class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` checks.
 
-    Every rank decides from the same number: a value that is local to a rank (a step's value, ``sync_dist=False``) is
-    averaged over the ranks that have it.
+    All ranks decide from the same number: a value that differs between ranks (logged with ``sync_dist=False``, or in a
+    step) is averaged over the ranks that logged it.
 
     Args:
-        monitor: the key of a logged value.
-        min_delta: a change counts as an improvement only beyond this (its sign does not matter).
-        patience: how many checks without an improvement are borne; a check is an epoch or a validation.
-        verbose: print each improvement and the reason for stopping.
-        mode: "min" where less is better, "max" where more is.
-        strict: refuse a missing key; else it is skipped with one warning.
-        check_finite: stop at a NaN or an infinity.
+        monitor: the name of a logged value.
+        min_delta: the minimum change that counts as an improvement (its sign is ignored).
+        patience: the number of checks without improvement after which to stop. A check is made per epoch or validation.
+        verbose: whether to print each improvement and the reason for stopping.
+        mode: "min" if lower values are better, "max" if higher ones are.
+        strict: whether a missing value is an error; otherwise the check is skipped, with one warning.
+        check_finite: whether to stop at NaN or infinity.
         stopping_threshold: stop as soon as the value is better than this.
         divergence_threshold: stop as soon as the value is worse than this.
-        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). ``None``
-            takes the epoch's end where validation runs once an epoch or not at all, else the validation's end.
-        log_rank_zero_only: False is refused: what it says is alike on every rank.
+        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). None chooses
+            the epoch's end if validation runs once per epoch or not at all, and the validation's end otherwise.
+        log_rank_zero_only: must be True: all ranks decide alike, so only rank 0 prints.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: the best value so far.
-        stopped_epoch: the epoch in which it stopped, 0 if it did not.
-        stopping_reason: why it stopped, ``None`` if it did not.
+        stopped_epoch: the epoch in which training was stopped, 0 if it was not.
+        stopping_reason: why training was stopped, None if it was not.
 
     Raises:
-        ConfigurationError: a bad ``monitor``, ``mode`` or ``patience``; in the run, a ``monitor`` that nobody logged.
+        ConfigurationError: ``monitor``, ``mode`` or ``patience`` is invalid; during the run, if ``monitor`` was not
+            logged.
     """
 
-    priority = -10  # sees what the module logged in its own hook, before checkpoints and the progress bar do
+    priority = -10  # after the module's hook has logged, before checkpoints and the progress bar
 
     def __init__(
         self,
@@ -72,13 +73,13 @@ class EarlyStopping(Callback):
         if not log_rank_zero_only:
             raise ConfigurationError(
                 "EarlyStopping(log_rank_zero_only=False).",
-                "every rank decides from the same number, and rank 0 says it once.",
-                "drop it.",
+                "all ranks decide from the same number, so only rank 0 prints.",
+                "remove the argument.",
             )
         if mode not in _MODES:
             raise ConfigurationError(
                 f"EarlyStopping(mode={mode!r}).{nearest(str(mode), _MODES)}",
-                "it says which direction is better",
+                "it is the direction in which the monitored value improves",
                 "give 'min' or 'max'",
             )
         if not isinstance(monitor, str):
@@ -95,7 +96,7 @@ class EarlyStopping(Callback):
             )
         self.monitor = monitor
         self.min_delta = abs(min_delta)
-        self.patience = int(patience)  # as one of numpy's it would be another key of the state
+        self.patience = int(patience)  # a NumPy integer would change `state_key`
         self.verbose = verbose
         self.mode = mode
         self.strict = strict
@@ -107,14 +108,14 @@ class EarlyStopping(Callback):
         self.best_score = math.inf
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
-        self._begin()
+        self._reset()
         self._at_epoch_end = True
         self._fitting = False
         self._warned = False
 
     @property
     def state_key(self) -> str:
-        """The class and everything that tells two of them apart."""
+        """The class name and the arguments that distinguish two `EarlyStopping` callbacks."""
         settings = {
             name: getattr(self, name)
             for name in (
@@ -130,7 +131,7 @@ class EarlyStopping(Callback):
         return f"{type(self).__qualname__}{settings!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and the best value."""
+        """Return the counter, the best value, and when and why training was stopped."""
         return {
             "wait_count": self.wait_count,
             "best_score": self.best_score,
@@ -139,7 +140,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         self.wait_count = state_dict["wait_count"]
         self.best_score = float(state_dict["best_score"])
         self.stopped_epoch = state_dict["stopped_epoch"]
@@ -147,28 +148,28 @@ class EarlyStopping(Callback):
 
     @property
     def monitors(self) -> Mapping[str, str]:
-        """``monitor``, where it must be there."""
+        """``monitor``, if ``strict``."""
         return {self.monitor: f"{type(self).__name__}(monitor={self.monitor!r})"} if self.strict else {}
 
     def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
-        """The reason that was told then."""
+        """Return the saved reason for stopping."""
         reason: str | None = state_dict.get("stopping_reason")
         return reason
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Begin afresh; evaluation outside a `fit` is none of our business."""
+        """Reset the state for a fit; a checkpoint is loaded later."""
         self._fitting = stage == "fit"
         if self._fitting:
-            self._begin()  # what a checkpoint held comes after this
+            self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.wait_count = 0
         self.best_score = math.inf if self.mode == "min" else -math.inf
         self.stopped_epoch = 0
         self.stopping_reason = None
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Settle when to check."""
+        """Determine when to check."""
         if self.check_on_train_epoch_end is not None:
             self._at_epoch_end = self.check_on_train_epoch_end
         else:
@@ -176,23 +177,24 @@ class EarlyStopping(Callback):
             self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check, where the end of an epoch is the moment."""
+        """Check, if checks are made at the end of epochs."""
         if self._at_epoch_end:
             self._check(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check, where the end of a validation is the moment."""
+        """Check, if checks are made at the end of validations."""
         if self._fitting and not self._at_epoch_end and not trainer.sanity_checking:
             self._check(trainer)
 
     def _check(self, trainer: RunContext) -> None:
         value = monitored_value(trainer, self.monitor)
         if value is None:
-            self._missing(trainer)
+            self._handle_missing_value(trainer)
             return
-        reason = self._judge(value)
+        reason = self._evaluate(value)
         if reason is None and not trainer.should_stop:
-            self.stopping_reason = None  # a run that was held back by min_epochs, and is better since it goes on
+            # min_epochs kept the run going after an earlier request to stop, and the value has improved since.
+            self.stopping_reason = None
             self.stopped_epoch = 0
         if reason is not None:
             trainer.ask_to_stop(f"EarlyStopping: {reason}")
@@ -203,17 +205,17 @@ class EarlyStopping(Callback):
         elif self.verbose and self.wait_count == 0:
             trainer.print(f"EarlyStopping: {self.monitor} improved to {value:.6g}")
 
-    def _judge(self, value: float) -> str | None:
-        """Take one value in; return why to stop, or None."""
+    def _evaluate(self, value: float) -> str | None:
+        """Update the state with a value, and return the reason to stop, or None."""
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} is {value}, which is not finite"
-        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+        if self.stopping_threshold is not None and self._is_better(value, self.stopping_threshold):
             return f"{self.monitor} = {value:.6g} is better than the stopping threshold {self.stopping_threshold:.6g}"
-        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+        if self.divergence_threshold is not None and self._is_better(-value, -self.divergence_threshold):
             return (
                 f"{self.monitor} = {value:.6g} is worse than the divergence threshold {self.divergence_threshold:.6g}"
             )
-        if self._better(value, self.best_score, self.min_delta):
+        if self._is_better(value, self.best_score, self.min_delta):
             self.best_score = value
             self.wait_count = 0
             return None
@@ -225,23 +227,23 @@ class EarlyStopping(Callback):
             f"in the last {self.wait_count} checks"
         )
 
-    def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
+    def _is_better(self, value: float, other: float, margin: float = 0.0) -> bool:
         return value + margin < other if self.mode == "min" else value - margin > other
 
-    def _missing(self, trainer: RunContext) -> None:
+    def _handle_missing_value(self, trainer: RunContext) -> None:
         known = sorted(trainer.callback_metrics)
-        what = (
-            f"EarlyStopping(monitor={self.monitor!r}): nothing of that name was logged.{nearest(self.monitor, known)}"
+        message = (
+            f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged.{nearest(self.monitor, known)}"
         )
         listed = f"logged so far: {', '.join(known)}" if known else "nothing was logged so far"
         if self.strict:
             raise ConfigurationError(
-                what,
+                message,
                 f"{listed}, at the end of a {'training epoch' if self._at_epoch_end else 'validation'}",
-                f"self.log({self.monitor!r}, ...) in a step or hook, monitor another key, "
-                "set check_on_train_epoch_end to the moment that has it, or pass strict=False to skip it",
+                f"call self.log({self.monitor!r}, ...) in a step or hook, monitor another key, set "
+                "check_on_train_epoch_end to when the value is logged, or pass strict=False to skip the check",
             )
         if not self._warned:
             self._warned = True
             if trainer.is_global_zero:
-                warnings.warn(f"{what} {listed}; skipped, because of strict=False", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{message} {listed}; skipped because strict=False", RuntimeWarning, stacklevel=2)

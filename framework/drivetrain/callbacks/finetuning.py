@@ -1,4 +1,4 @@
-"""BaseFinetuning and BackboneFinetuning: parts of the module are frozen at first, and train from an epoch on."""
+"""BaseFinetuning and BackboneFinetuning: freeze parts of a module at first, and unfreeze them later."""
 
 from __future__ import annotations
 
@@ -22,89 +22,91 @@ Modules = nn.Module | Iterable["Modules"]
 
 
 class BaseFinetuning(Callback):
-    """Freezes before training what `freeze_before_training` says, and unfreezes as `finetune_function` says.
+    """Base class of callbacks that freeze parts of a module before training and unfreeze them later.
 
-    Both must be written. Give ``configure_optimizers`` the parameters that require gradients:
-    ``filter(lambda p: p.requires_grad, self.parameters())``; what is unfrozen later joins an optimizer as a group of
-    its own. What trains, and in which groups, is in every checkpoint: a run that goes on needs nothing else. ZeRO
-    cannot take groups in within a run, and says so.
+    Subclasses must override `freeze_before_training` and `finetune_function`. The module's ``configure_optimizers``
+    should pass only parameters that require gradients: ``filter(lambda p: p.requires_grad, self.parameters())``.
+    Parameters that are unfrozen later are added to an optimizer as a new group.
+
+    Checkpoints record which parameters are trainable and their groups, so a run can be resumed at any epoch. ZeRO
+    cannot add parameter groups during a run, and raises an error.
     """
 
     def freeze_before_training(self, module: Any) -> None:
-        """Freeze what is not to train from the beginning, with `freeze`. Called in `setup` of a fit, on every rank."""
+        """Freeze modules with `freeze`. Must be overridden. Called in `setup` of a fit, on every rank."""
         raise NotImplementedError
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze what is to train from ``epoch`` on, with `unfreeze_and_add_param_group`.
+        """Unfreeze the modules that train from ``epoch`` on, with `unfreeze_and_add_param_group`. Must be overridden.
 
-        Called as each epoch begins, for each optimizer, on every rank.
+        Called at the start of each epoch, for each optimizer, on every rank.
         """
         raise NotImplementedError
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Freeze, unless a run that goes on knows better."""
+        """Freeze modules before a fit. A checkpoint that is loaded later restores what is trainable."""
         if stage == "fit":
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
-        """Let batch normalisation follow its statistics where a run that goes on had unfrozen it."""
-        for one in module.modules():
-            if isinstance(one, _BatchNorm) and one.running_mean is not None and one.weight is not None:
-                one.track_running_stats = one.track_running_stats or one.weight.requires_grad
+        """Track running statistics of batch normalization that the checkpoint of a resumed run has unfrozen."""
+        for layer in module.modules():
+            if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.weight is not None:
+                layer.track_running_stats = layer.track_running_stats or layer.weight.requires_grad
 
     def on_train_epoch_start(self, trainer: RunContext, module: Any) -> None:
-        """Let each optimizer have what trains from this epoch on."""
+        """Call `finetune_function` for each optimizer."""
         for optimizer in trainer.optimizers:
             self.finetune_function(module, trainer.current_epoch, optimizer)
 
-    # What the two are written with
+    # Helpers for subclasses
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the layers of ``modules``, without the containers that have no parameters of their own."""
-        found = modules.modules() if isinstance(modules, nn.Module) else _flat(modules)
-        layers = {id(one): one for each in found for one in each.modules()}
-        return [one for one in layers.values() if not any(one.children()) or one._parameters]
+        """Return the layers of ``modules``, without containers that have no parameters of their own."""
+        roots = modules.modules() if isinstance(modules, nn.Module) else _flatten(modules)
+        layers = {id(layer): layer for root in roots for layer in root.modules()}
+        return [layer for layer in layers.values() if not any(layer.children()) or layer._parameters]
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Tensor]:
-        """Yield the parameters that require a gradient, or do not; of batch normalisation where ``train_bn``."""
-        for one in BaseFinetuning.flatten_modules(modules):
-            if isinstance(one, _BatchNorm) and not train_bn:
+        """Yield the parameters with the given ``requires_grad``; those of batch normalization only if ``train_bn``."""
+        for layer in BaseFinetuning.flatten_modules(modules):
+            if isinstance(layer, _BatchNorm) and not train_bn:
                 continue
-            for parameter in one.parameters(recurse=False):
+            for parameter in layer.parameters(recurse=False):
                 if parameter.requires_grad == requires_grad:
                     yield parameter
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let everything in ``modules`` train, and batch normalisation follow its statistics."""
-        for one in BaseFinetuning.flatten_modules(modules):
-            _set(one, trains=True)
+        """Unfreeze all parameters of ``modules``, and track running statistics of batch normalization."""
+        for layer in BaseFinetuning.flatten_modules(modules):
+            _set_trainable(layer, trains=True)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters of one layer, not of those within it; of batch normalisation the statistics too."""
-        _set(module, trains=False)
+        """Freeze one layer without its children: its parameters, and running statistics of batch normalization."""
+        _set_trainable(module, trains=False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze ``modules``, but for batch normalisation where ``train_bn``."""
-        for one in BaseFinetuning.flatten_modules(modules):
-            _set(one, trains=train_bn and isinstance(one, _BatchNorm))
+        """Freeze ``modules``, except for batch normalization if ``train_bn``."""
+        for layer in BaseFinetuning.flatten_modules(modules):
+            _set_trainable(layer, trains=train_bn and isinstance(layer, _BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters that ``optimizer`` does not have yet."""
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        given = list(params)
-        new = [one for one in given if id(one) not in held]
-        if len(new) < len(given):
+        """Return those of ``params`` that ``optimizer`` does not have yet, and warn about the others."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        candidates = list(params)
+        new = [parameter for parameter in candidates if id(parameter) not in held]
+        if len(new) < len(candidates):
             logger.warning(
-                "%d of the %d parameters to unfreeze are in the optimizer already, and stay in their group. Give "
-                "configure_optimizers those alone that require gradients.",
-                len(given) - len(new),
-                len(given),
+                "%d of the %d parameters to unfreeze are in the optimizer already, and stay in their group. In "
+                "configure_optimizers, pass only parameters that require gradients.",
+                len(candidates) - len(new),
+                len(candidates),
             )
         return new
 
@@ -116,46 +118,49 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Let ``modules`` train, in a new group of ``optimizer``.
+        """Unfreeze ``modules`` and add their parameters to ``optimizer`` as a new group.
 
         Args:
-            modules: what is unfrozen.
-            optimizer: steps it from here on.
-            lr: of the new group; None is the first group's, divided by ``initial_denom_lr``.
+            modules: the modules to unfreeze.
+            optimizer: the optimizer to add the group to.
+            lr: the group's learning rate; None is the first group's divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: unfreeze batch normalisation too, where it is frozen.
+            train_bn: whether to unfreeze batch normalization too.
         """
         layers = BaseFinetuning.flatten_modules(modules)
-        norms = [one for one in layers if isinstance(one, _BatchNorm)]
-        BaseFinetuning.make_trainable([one for one in layers if train_bn or one not in norms])
+        norms = [layer for layer in layers if isinstance(layer, _BatchNorm)]
+        BaseFinetuning.make_trainable([layer for layer in layers if train_bn or layer not in norms])
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
-        # Batch normalisation may have trained all along, in a group that it stays in.
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        there = {id(one) for norm in norms for one in norm.parameters() if id(one) in held}
-        params = [one for one in BaseFinetuning.filter_params(layers, train_bn) if id(one) not in there]
+        # Batch normalization may have been trained from the start, and then stays in its group.
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        kept = {id(parameter) for norm in norms for parameter in norm.parameters() if id(parameter) in held}
+        params = [
+            parameter for parameter in BaseFinetuning.filter_params(layers, train_bn) if id(parameter) not in kept
+        ]
         new = BaseFinetuning.filter_on_optimizer(optimizer, params)
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains the head alone at first, and ``module.backbone`` too from an epoch on, at a rate that grows to the head's.
+    """Trains the head alone at first, and ``module.backbone`` too after some epochs, with a growing learning rate.
 
-    The backbone joins the first optimizer.
+    The backbone is added to the first optimizer.
 
     Args:
-        unfreeze_backbone_at_epoch: the first epoch in which the backbone trains, counted from 0.
-        lambda_func: by which factor the backbone's learning rate grows as an epoch begins, given the epoch after it.
-        backbone_initial_ratio_lr: the backbone's first learning rate, as a part of the head's.
-        backbone_initial_lr: the same as a number; None takes the part.
-        should_align: let it not grow above the head's.
-        initial_denom_lr: unused where a learning rate is known, as here; as in `BaseFinetuning`.
-        train_bn: let the backbone's batch normalisation train from the beginning; else it never does.
-        verbose: say both learning rates as each epoch begins.
-        rounding: digits that are said.
+        unfreeze_backbone_at_epoch: the first epoch in which the backbone is trained, counted from 0.
+        lambda_func: returns the factor by which the backbone's learning rate is multiplied at the start of an epoch.
+            It is called with the number of that epoch plus 1.
+        backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the head's.
+        backbone_initial_lr: the backbone's initial learning rate; None uses the fraction.
+        should_align: whether the head's learning rate is the maximum of the backbone's.
+        initial_denom_lr: accepted for compatibility; not used, because the backbone's rate is always known.
+        train_bn: whether the backbone's batch normalization is trained from the start; otherwise it is never trained.
+        verbose: whether to log both learning rates at the start of each epoch.
+        rounding: decimal digits of the logged rates.
 
     Raises:
-        ConfigurationError: an argument is out of its range; at the run's start, the module has no ``backbone``.
+        ConfigurationError: an argument is out of range; at the start of the run, if the module has no ``backbone``.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class BackboneFinetuning(BaseFinetuning):
         for name, rate in rates.items():
             if rate is not None and not rate >= 0:
                 raise ConfigurationError(
-                    f"BackboneFinetuning({name}={rate!r})", "the backbone would climb the loss", "give 0 or more"
+                    f"BackboneFinetuning({name}={rate!r})", "a learning rate is not negative", "give 0 or more"
                 )
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
         self.lambda_func = lambda_func
@@ -194,27 +199,27 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The backbone's learning rate."""
+        """Return the backbone's learning rate."""
         return {"previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let it grow from there."""
+        """Restore the backbone's learning rate."""
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Look for the backbone, and freeze it."""
+        """Check that there is a backbone, and freeze it."""
         if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
             children = listed([name for name, _ in module.named_children()]) or "none"
             raise ConfigurationError(
-                f"BackboneFinetuning: {type(module).__name__} has no module called 'backbone'.",
-                f"it is what trains later than the rest; there are {children}.",
-                "name what is to be frozen at first self.backbone, or subclass BaseFinetuning.",
+                f"BackboneFinetuning: {type(module).__name__} has no submodule 'backbone'.",
+                f"that is the part that is frozen at first; the submodules are {children}.",
+                "name that part self.backbone, or subclass BaseFinetuning.",
             )
         self.previous_backbone_lr = None
         super().setup(trainer, module, stage)
 
     def on_train_epoch_start(self, trainer: RunContext, module: Any) -> None:
-        """Let the first optimizer have the backbone when its time has come."""
+        """Call `finetune_function` for the first optimizer."""
         self.finetune_function(module, trainer.current_epoch, trainer.optimizers[0])
 
     def freeze_before_training(self, module: Any) -> None:
@@ -222,42 +227,42 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone when its time has come, and let its learning rate grow from then on."""
+        """Unfreeze the backbone at ``unfreeze_backbone_at_epoch``, and increase its learning rate in later epochs."""
         head = float(optimizer.param_groups[0]["lr"])
         if epoch < self.unfreeze_backbone_at_epoch:
             return
-        if self.previous_backbone_lr is None:  # later than that where a run goes on that had other plans
-            given = self.backbone_initial_lr
-            rate = head * self.backbone_initial_ratio_lr if given is None else given
+        if self.previous_backbone_lr is None:  # not necessarily at that epoch: a resumed run may be past it
+            initial = self.backbone_initial_lr
+            rate = head * self.backbone_initial_ratio_lr if initial is None else initial
             self.unfreeze_and_add_param_group(
                 module.backbone, optimizer, rate, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
         else:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             rate = min(rate, head) if self.should_align else rate
-            backbone = {id(one) for one in module.backbone.parameters()}
+            backbone = {id(parameter) for parameter in module.backbone.parameters()}
             for group in optimizer.param_groups[1:]:
                 if not backbone.isdisjoint(map(id, group["params"])):
                     group["lr"] = rate
         self.previous_backbone_lr = rate
         if self.verbose:
             logger.info(
-                "Epoch %d: learning rate %s, of the backbone %s.",
+                "Epoch %d: learning rate of the head %s, of the backbone %s.",
                 epoch,
                 round(head, self.rounding),
                 round(rate, self.rounding),
             )
 
 
-def _flat(modules: Iterable[Modules]) -> Iterator[nn.Module]:
-    for one in modules:
-        if isinstance(one, nn.Module):
-            yield one
+def _flatten(modules: Iterable[Modules]) -> Iterator[nn.Module]:
+    for module in modules:
+        if isinstance(module, nn.Module):
+            yield module
         else:
-            yield from _flat(one)
+            yield from _flatten(module)
 
 
-def _set(layer: nn.Module, trains: bool) -> None:
+def _set_trainable(layer: nn.Module, trains: bool) -> None:
     if isinstance(layer, _BatchNorm):
         layer.track_running_stats = trains
     for parameter in layer.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback made of functions."""
+"""LambdaCallback: a callback built from functions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from drivetrain.errors import ConfigurationError, nearest
 
 
 class LambdaCallback(Callback):
-    """A callback whose hooks are functions, for a few lines that deserve no class.
+    """A callback whose hooks are functions, for cases that do not need a class.
 
     ``LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))``
 
     Args:
-        priority: as `Callback.priority`.
-        **hooks: functions by hook name, with the arguments of the `Callback` method of that name. A hook that is not
-            given is absent from the loop.
+        priority: see `Callback.priority`.
+        **hooks: functions by hook name, with the arguments of the `Callback` method of that name.
 
     Raises:
-        ConfigurationError: there is no hook of a name, or what was given cannot be called.
+        ConfigurationError: a name is not the name of a hook, or a value is not callable.
     """
 
     def __init__(self, *, priority: int = 0, **hooks: Callable[..., Any]) -> None:
@@ -35,8 +34,8 @@ class LambdaCallback(Callback):
             if not callable(function):
                 raise ConfigurationError(
                     f"LambdaCallback({name}={function!r}): this is not a function",
-                    "the hook calls it",
-                    f"give a function with the arguments of Callback.{name}",
+                    "it is called as the hook",
+                    f"pass a function with the arguments of Callback.{name}",
                 )
             setattr(self, name, function)
         self.priority = priority
@@ -44,5 +43,5 @@ class LambdaCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class and the names of its hooks."""
+        """The class name and the names of the hooks."""
         return f"{type(self).__qualname__}{self._names!r}"

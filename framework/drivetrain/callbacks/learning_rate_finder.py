@@ -1,4 +1,4 @@
-"""LearningRateFinder: a learning rate found before a fit begins."""
+"""LearningRateFinder: finds a learning rate before a fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callback import Callback
 from drivetrain.callbacks._lr_search import LRFind, check_lr_arguments, find_lr, lr_attribute
 from drivetrain.callbacks._tuned_attributes import set_attribute
-from drivetrain.callbacks._tuned_value import saved_finding
+from drivetrain.callbacks._tuned_value import load_saved_result
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Tries growing learning rates before a fit begins, and sets the one at which the loss falls most steeply.
+    """Trains with increasing learning rates before a fit, and sets the one at which the loss falls most steeply.
 
-    The search trains a copy: module, data, generators and counters are as they were, and the fit that follows is the
-    one that would have been, with another learning rate. `optimal_lr` holds what was found. Afterwards a run that goes
-    on from a checkpoint takes the rate from there, and does not search; one with ``ckpt_path`` "auto", "last" or "best"
-    does, for it may begin.
+    The search trains a copy of the module and restores data, random generators and counters, so only the learning rate
+    of the fit changes. The result is in `optimal_lr`.
+
+    A run that resumes from the path of a checkpoint uses the rate saved there and does not search. A run with
+    ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
 
     Args:
-        min_lr: of the first step.
-        max_lr: of the last step.
+        min_lr: the learning rate of the first step.
+        max_lr: the learning rate of the last step.
         num_training_steps: optimizer steps of the search.
-        mode: "exponential" or "linear": how the rate grows.
-        early_stop_threshold: ends the search where the smoothed loss is more than so many times the best one; None
-            never does.
-        update_attr: set ``lr`` or ``learning_rate`` of the module or of its hyper-parameters, before
+        mode: how the rate grows: "exponential" or "linear".
+        early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops early.
+        update_attr: whether to set ``lr`` or ``learning_rate`` of the module or its hyper-parameters, before
             ``configure_optimizers`` is called.
-        attr_name: which attribute instead.
+        attr_name: the attribute to set instead.
 
     Raises:
-        ConfigurationError: an argument is wrong; as a fit begins, there is no such attribute, several optimizers or
-            manual optimization.
+        ConfigurationError: an argument is invalid; at the start of a fit, also if the attribute does not exist, the
+            module has not exactly one optimizer, or it uses manual optimization.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class LearningRateFinder(Callback):
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = update_attr
         self._attr_name = attr_name
-        self._was_asked = False
+        self._was_launched = False
         self._suggestion: float | None = None
         self.optimal_lr: LRFind | None = None
-        """What was found; None before a search."""
+        """The result of the search; None before it."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"suggestion": self._suggestion}
@@ -68,10 +68,10 @@ class LearningRateFinder(Callback):
         self._suggestion = state_dict["suggestion"]
 
     def before_launch(self, trials: Trials) -> None:
-        self._was_asked = True
+        self._was_launched = True
         if trials.stage != "fit" or trials.is_dry_run:
             return
-        saved = saved_finding(trials.ckpt_path, self.state_key)
+        saved = load_saved_result(trials.ckpt_path, self.state_key)
         if saved is not None:
             self._suggestion = saved.get("suggestion")
             if self._update_attr and self._suggestion is not None:
@@ -91,18 +91,18 @@ class LearningRateFinder(Callback):
         self._suggestion = self.optimal_lr.suggestion()
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        refuse_unasked(self, self._was_asked or stage != "fit")
+        check_was_launched(self, self._was_launched or stage != "fit")
 
 
-def refuse_unasked(callback: Callback, was_asked: bool) -> None:
-    """Refuse a finder that came too late to search.
+def check_was_launched(callback: Callback, was_launched: bool) -> None:
+    """Raise an error for a finder that was added too late to search.
 
     Raises:
-        ConfigurationError: it was not there when the run was asked for.
+        ConfigurationError: its `before_launch` was not called.
     """
-    if not was_asked:
+    if not was_launched:
         raise ConfigurationError(
-            f"{type(callback).__name__} came after the run had begun.",
-            "it searches before anything is set up: in configure_callbacks or setup that is over.",
+            f"{type(callback).__name__} was added after the run had started.",
+            "it searches before set-up, and therefore cannot be added in configure_callbacks or setup.",
             "pass it as Fit(callbacks=...).",
         )

@@ -1,4 +1,4 @@
-"""LossSpikeGuard: notice that the loss jumps, and warn, pass over the step, or go back to the last checkpoint."""
+"""LossSpikeGuard: detects spikes of the loss, and warns, skips the step or rolls back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,72 +23,76 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _ACTIONS = ("warn", "skip", "rollback")
-_CAPACITY = 1024  # micro-batches between two looks at most, whatever the window
+_CAPACITY = 1024  # losses in the buffer, and thus the maximum number of micro-batches between two checks
 
 
-class _Mark(NamedTuple):
-    """Which step a micro-batch was part of, and over how many items its loss is a mean."""
+class _MicroBatch(NamedTuple):
+    """A micro-batch: the `global_step` before its step, and the number of items over which its loss is a mean."""
 
     step: int
     weight: float
 
 
-class _Look(NamedTuple):
-    """The losses of some micro-batches, on their way to the host."""
+class _PendingLosses(NamedTuple):
+    """Losses of several micro-batches that are being copied to the host."""
 
-    marks: list[_Mark]
-    losses: Readback | None  # None where this rank had no loss
+    micro_batches: list[_MicroBatch]
+    losses: Readback | None  # None if this rank had no loss
 
     def has_arrived(self) -> bool:
         return self.losses is None or self.losses.has_arrived
 
-    def no_sums(self) -> dict[int, list[float]]:
-        return {mark.step: [0.0, 0.0] for mark in self.marks}
+    def zero_sums(self) -> dict[int, list[float]]:
+        return {micro_batch.step: [0.0, 0.0] for micro_batch in self.micro_batches}
 
     def sums(self) -> dict[int, list[float]]:
-        """By step, the sum of the losses of its micro-batches on this rank, and how many those are."""
-        sums = self.no_sums()
-        for mark, loss in zip(self.marks, self.losses.numbers(), strict=True) if self.losses is not None else ():
-            if mark.weight > 0:
-                sums[mark.step][0] += loss
-                sums[mark.step][1] += 1
+        """Return, by step, the sum of the losses of its micro-batches on this rank, and their number."""
+        sums = self.zero_sums()
+        for micro_batch, loss in (
+            zip(self.micro_batches, self.losses.numbers(), strict=True) if self.losses is not None else ()
+        ):
+            if micro_batch.weight > 0:
+                sums[micro_batch.step][0] += loss
+                sums[micro_batch.step][1] += 1
         return sums
 
 
 class LossSpikeGuard(Callback):
-    """Watches the loss of every step, its mean over all micro-batches and ranks, for a sudden rise.
+    """Watches the loss of every step (the mean over its micro-batches and all ranks) for sudden rises.
 
-    A spike is a loss more than ``threshold`` robust standard deviations above the median of the last ``window`` steps,
-    or one that is not finite. Losses stay in a small buffer on their device; the host reads it every ``every_n_steps``
-    steps, before a validation and at an epoch's end, and only then talks to the other ranks. All ranks decide alike.
+    A loss is a spike if it is more than ``threshold`` robust standard deviations above the median of the last
+    ``window`` steps, or if it is not finite. Losses are collected in a small buffer on the device. The host reads it,
+    and communicates with the other ranks, only every ``every_n_steps`` steps, before a validation and at the end of an
+    epoch. All ranks take the same decision.
 
     Actions:
-        "warn": say so. The host never waits for a GPU within an epoch: what has not come over is looked at the next
-            time.
-        "skip": make no step from such a loss: its gradients are dropped, the step still counts. To know in time,
-            **every step** waits for the device and for the other ranks.
-        "rollback": go back to the newest checkpoint of this run's `Checkpoint` callbacks from before the spike, and
-            train on from there without the steps in which it was seen: their micro-batches are run, and their
-            gradients dropped. A run that went on exactly as before would meet the same spike. At most
-            ``max_rollbacks`` times. Each look waits for the device.
+        "warn": log a warning. Within an epoch the host never waits for a GPU: losses that have not arrived are checked
+            the next time.
+        "skip": drop the gradients of a step with such a loss. The step still counts. For this, **every step** waits for
+            the device and the other ranks.
+        "rollback": load the newest checkpoint of this run's `Checkpoint` callbacks from before the spike and continue
+            from there. When the run reaches the steps with the spike again, it computes their micro-batches but drops
+            the gradients, as it would otherwise meet the same spike. This happens at most ``max_rollbacks`` times. Each
+            check waits for the device.
 
-    Checkpoints are only written of what was looked at where their interval is a multiple of ``every_n_steps``.
+    Set the intervals of `Checkpoint` to multiples of ``every_n_steps``. Otherwise checkpoints may be saved before the
+    losses up to them were checked.
 
     Args:
-        action: what to do.
-        threshold: in robust standard deviations.
-        window: steps that make up what is normal.
-        warmup: steps before which nothing but NaN and infinity counts as a spike.
-        every_n_steps: optimizer steps between two looks.
-        max_rollbacks: after so many a further spike raises.
+        action: "warn", "skip" or "rollback".
+        threshold: robust standard deviations above the median beyond which a loss is a spike.
+        window: the number of steps that define the normal loss.
+        warmup: steps to observe before a finite loss can be a spike.
+        every_n_steps: optimizer steps between two checks.
+        max_rollbacks: the number of rollbacks after which another spike raises `LossSpikeError`.
 
     Raises:
-        ConfigurationError: an argument is wrong; at the run's start, "skip" or "rollback" where steps cannot be passed
-            over (DeepSpeed, manual optimization), or "rollback" without a `Checkpoint`.
-        LossSpikeError: on every rank, at a spike after the last rollback, or one that no checkpoint lies before.
+        ConfigurationError: an argument is invalid; at the start of the run, if "skip" or "rollback" is used where steps
+            cannot be skipped (DeepSpeed, manual optimization), or "rollback" without a `Checkpoint`.
+        LossSpikeError: on every rank, at a spike after the last rollback or without a checkpoint from before it.
     """
 
-    priority = 90  # before anything is saved or decided from it, and after NonFiniteGuard
+    priority = 90  # after NonFiniteGuard, before callbacks that save or decide
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class LossSpikeGuard(Callback):
         if action not in _ACTIONS:
             raise ConfigurationError(
                 f"LossSpikeGuard(action={action!r}).{nearest(str(action), _ACTIONS)}",
-                "it says what becomes of a spike",
+                "it is what to do at a spike",
                 f"give one of {', '.join(_ACTIONS)}",
             )
         for name, value in {"window": window, "warmup": warmup, "every_n_steps": every_n_steps}.items():
@@ -120,23 +124,23 @@ class LossSpikeGuard(Callback):
         self.every_n_steps = every_n_steps
         self.max_rollbacks = max_rollbacks
         self.rollbacks = 0
-        """How often the run has gone back."""
+        """Number of rollbacks so far."""
         self.passed_over: set[int] = set()
-        """Steps, by the `global_step` before them, that are not made when the run comes to them again."""
+        """Steps to skip after a rollback, each given as the `global_step` before it."""
         self._statistic = SpikeStatistic(threshold, window, warmup)
         self._losses: Tensor | None = None
-        self._marks: list[_Mark] = []
-        self._looks: list[_Look] = []  # whose losses had not all arrived on every rank
-        self._step = 0  # steps made as the current micro-batch began
-        self._dropping: bool | None = None  # of the step that is about to be made; None before it is known
+        self._micro_batches: list[_MicroBatch] = []
+        self._pending: list[_PendingLosses] = []  # losses that have not arrived on every rank
+        self._step = 0  # global_step at the start of the current micro-batch
+        self._drop_step: bool | None = None  # whether to drop the current step; None if not decided yet
 
     @property
     def state_key(self) -> str:
-        """The class and its action."""
+        """The class name and the action."""
         return f"{type(self).__qualname__}{ {'action': self.action}!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What is normal, and what was gone back from."""
+        """Return the recent losses, the number of rollbacks and the steps to skip."""
         return {
             "losses": self._statistic.state_dict(),
             "rollbacks": self.rollbacks,
@@ -144,34 +148,34 @@ class LossSpikeGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Know what was normal then; what was learnt since from going back is not forgotten."""
+        """Restore the recent losses. Rollbacks made since the checkpoint was saved still count."""
         self._statistic.load_state_dict(state_dict["losses"])
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
         self.passed_over |= set(state_dict["passed_over"])
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin with nothing seen."""
+        """Check that steps can be skipped, if necessary, and reset the buffers."""
         if self.action != "warn":
-            self._check(trainer, module)
-        self._losses, self._marks, self._looks, self._dropping = None, [], [], None
+            self._check_can_skip(trainer, module)
+        self._losses, self._micro_batches, self._pending, self._drop_step = None, [], [], None
         self._step = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
-        """Keep the loss on its device."""
+        """Add the loss to the buffer on its device."""
         self._step = trainer.global_step
         if self._losses is None:
-            # Half precision's largest number would make an ordinary sum of losses infinite.
+            # A sum of losses in half precision could overflow.
             dtype = torch.float32 if loss.device.type == "mps" else torch.float64
             self._losses = torch.zeros(_CAPACITY, dtype=dtype, device=loss.device)
-        self._losses[len(self._marks)].add_(loss.detach())
+        self._losses[len(self._micro_batches)].add_(loss.detach())
 
     def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
-        """Drop the gradients of a step that is not to be made."""
+        """Drop the gradients if the step is to be skipped."""
         if self.action == "warn":
             return
-        if self._dropping is None:
-            self._dropping = self._is_dropped(trainer)
-        if self._dropping:
+        if self._drop_step is None:
+            self._drop_step = self._should_drop(trainer)
+        if self._drop_step:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -179,140 +183,145 @@ class LossSpikeGuard(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Note which step that was, and look when it is time."""
-        self._dropping = None
-        self._marks.append(_Mark(self._step, trainer.micro_batch_weight))
+        """Record the micro-batch, and check the losses if ``every_n_steps`` is reached or the buffer is full."""
+        self._drop_step = None
+        self._micro_batches.append(_MicroBatch(self._step, trainer.micro_batch_weight))
         step = trainer.global_step
-        made, self._step = step != self._step, step
-        if (made and step % self.every_n_steps == 0) or len(self._marks) == _CAPACITY:
-            self._look(trainer, wait=self.action != "warn")
+        stepped, self._step = step != self._step, step
+        if (stepped and step % self.every_n_steps == 0) or len(self._micro_batches) == _CAPACITY:
+            self._check_losses(trainer, wait=self.action != "warn")
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Look before what may be saved after it."""
-        self._look(trainer)
+        """Check the losses before a checkpoint may be saved."""
+        self._check_losses(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Look at what is left of the epoch."""
-        self._look(trainer)
+        """Check the remaining losses of the epoch."""
+        self._check_losses(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_losses": None, "_marks": [], "_looks": []}
+        return self.__dict__ | {"_losses": None, "_micro_batches": [], "_pending": []}
 
-    # Looking
+    # Checking losses
 
-    def _look(self, trainer: RunContext, wait: bool = True) -> None:
-        if self._marks:
-            self._looks.append(_Look(self._marks, self._read_losses()))
-            self._marks = []
-        if not self._looks:
+    def _check_losses(self, trainer: RunContext, wait: bool = True) -> None:
+        if self._micro_batches:
+            self._pending.append(_PendingLosses(self._micro_batches, self._read_losses()))
+            self._micro_batches = []
+        if not self._pending:
             return
         means = self._means(trainer, wait)
         spikes: dict[int, float] = {}
-        usual = ""
+        normal_range = ""
         for step, loss in means.items():
             if self._statistic.is_spike(loss) and step not in self.passed_over:
-                usual = usual or self._usual()  # before the first of them
+                normal_range = normal_range or self._normal_range()  # before any of the spikes is added
                 spikes[step] = loss
             self._statistic.add(loss)
-        if not spikes or self.action == "skip":  # those that were skipped are told of as they come
+        if not spikes or self.action == "skip":  # skipped steps have been logged already
             return
         first = min(spikes)
-        what = f"The loss rose to {spikes[first]:.4g} in the step after global_step={first} ({usual})"
+        description = f"The loss rose to {spikes[first]:.4g} in the step after global_step={first} ({normal_range})"
         if self.action == "warn":
-            self._say(trainer, f"LossSpikeGuard: {what}, {len(spikes)} step(s) of the last {len(means)} like it.")
+            self._warn(
+                trainer, f"LossSpikeGuard: {description}; {len(spikes)} of the last {len(means)} steps were spikes."
+            )
         else:
-            self._go_back(trainer, what, spikes)
+            self._roll_back(trainer, description, spikes)
 
     def _read_losses(self) -> Readback | None:
-        """Begin to bring over the losses of the micro-batches marked, and make room for the next ones."""
+        """Start to copy the recorded losses to the host, and clear the buffer."""
         if self._losses is None:
             return None
-        losses = Readback(self._losses[: len(self._marks)])
+        losses = Readback(self._losses[: len(self._micro_batches)])
         self._losses.zero_()
         return losses
 
     def _means(self, trainer: RunContext, wait: bool) -> dict[int, float]:
-        """Each step's mean loss over its micro-batches on all ranks, by the step before it.
+        """Return each step's mean loss over its micro-batches and all ranks, by the `global_step` before it.
 
-        Those whose losses have not arrived on some rank stay for the next time, unless all ranks ``wait`` for them.
+        Collective. Losses that have not arrived on some rank stay in the queue, unless ``wait``.
         """
-        looks = self._looks
-        arrived = len(looks)
+        pending = self._pending
+        arrived = len(pending)
         if not wait:
-            arrived = sum(1 for _ in takewhile(_Look.has_arrived, looks))
-        mine = [look.sums() if index < arrived else look.no_sums() for index, look in enumerate(looks)]
-        told = torch.tensor([float(arrived), *chain(*(chain(*one.values()) for one in mine))], dtype=torch.float64)
-        gathered = trainer.strategy.control.all_gather(told)
-        everyone = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # the steps are alike on every rank
+            arrived = sum(1 for _ in takewhile(_PendingLosses.has_arrived, pending))
+        mine = [losses.sums() if index < arrived else losses.zero_sums() for index, losses in enumerate(pending)]
+        local = torch.tensor([float(arrived), *chain(*(chain(*sums.values()) for sums in mine))], dtype=torch.float64)
+        gathered = trainer.strategy.control.all_gather(local)
+        totals = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # every rank has the same steps
         known = int(gathered[:, 0].min())
-        self._looks = looks[known:]
+        self._pending = pending[known:]
         steps = chain(*mine[:known])
-        return {step: total / count for step, (total, count) in zip(steps, everyone, strict=False) if count}
+        return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
 
-    def _is_dropped(self, trainer: RunContext) -> bool:
-        """Whether the step that comes next is not to be made; alike on every rank."""
+    def _should_drop(self, trainer: RunContext) -> bool:
+        """Return whether to skip the next step, the same on every rank. Collective with action "skip"."""
         if self.action == "rollback":
             return self._step in self.passed_over
         assert self._losses is not None
-        weights = [mark.weight for mark in self._marks if mark.step == self._step] + [trainer.micro_batch_weight]
-        losses = self._losses[len(self._marks) + 1 - len(weights) : len(self._marks) + 1].tolist()
+        weights = [micro_batch.weight for micro_batch in self._micro_batches if micro_batch.step == self._step] + [
+            trainer.micro_batch_weight
+        ]
+        losses = self._losses[len(self._micro_batches) + 1 - len(weights) : len(self._micro_batches) + 1].tolist()
         mine = [loss for loss, weight in zip(losses, weights, strict=True) if weight > 0]
-        told = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64)
-        total, count = trainer.strategy.control.all_gather(told).sum(0).tolist()
+        local = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64)
+        total, count = trainer.strategy.control.all_gather(local).sum(0).tolist()
         loss = total / count if count else 0.0
         if not self._statistic.is_spike(loss):
             return False
-        self._say(
+        self._warn(
             trainer,
-            f"LossSpikeGuard: no step is made from a loss of {loss:.4g} ({self._usual()}) after "
-            f"global_step={self._step}.",
+            f"LossSpikeGuard: skipped the step after global_step={self._step}, whose loss was {loss:.4g} "
+            f"({self._normal_range()}).",
         )
         return True
 
-    def _usual(self) -> str:
-        return f"the usual is {self._statistic.middle:.4g}, the limit {self._statistic.limit:.4g}"
+    def _normal_range(self) -> str:
+        return f"median {self._statistic.middle:.4g}, limit {self._statistic.limit:.4g}"
 
-    def _go_back(self, trainer: RunContext, what: str, spikes: Iterable[int]) -> None:
+    def _roll_back(self, trainer: RunContext, description: str, spikes: Iterable[int]) -> None:
         first, last = min(spikes), max(spikes)
         if self.rollbacks >= self.max_rollbacks:
             raise LossSpikeError(
-                f"{what}.",
-                f"the run has gone back {self.rollbacks} time(s) already, and may not go back more often",
-                "lower the learning rate, clip gradients (gradient_clip_val), look at that step's data, or allow more",
+                f"{description}.",
+                f"the run has rolled back {self.rollbacks} time(s) already, which is the limit (max_rollbacks)",
+                "lower the learning rate, clip gradients (gradient_clip_val), inspect that step's data, or raise "
+                "max_rollbacks",
             )
-        found = trainer.checkpoint_before(first)
-        if found is None:
+        checkpoint = trainer.checkpoint_before(first)
+        if checkpoint is None:
             raise LossSpikeError(
-                f"{what}.",
-                "there is no whole checkpoint from before it to go back to",
-                "save more often than spikes come, at multiples of every_n_steps, and keep several: "
+                f"{description}.",
+                "there is no complete checkpoint from before the spike to roll back to",
+                "save more often, at multiples of every_n_steps, and keep several checkpoints: "
                 "Checkpoint(every_n_train_steps=..., keep_last=2)",
             )
-        path, step = found
+        path, step = checkpoint
         self.rollbacks += 1
         self.passed_over |= set(range(first, last + 1))
-        self._say(
+        self._warn(
             trainer,
-            f"LossSpikeGuard: {what}. Going back from global_step={trainer.global_step} to {step}, {path}, rollback "
-            f"{self.rollbacks} of {self.max_rollbacks}; steps {first} to {last} are passed over this time.",
+            f"LossSpikeGuard: {description}. Rolling back from global_step={trainer.global_step} to {step}, {path} "
+            f"(rollback {self.rollbacks} of {self.max_rollbacks}); steps {first} to {last} will be skipped.",
         )
         trainer.roll_back(path)
 
-    def _say(self, trainer: RunContext, message: str) -> None:
+    def _warn(self, trainer: RunContext, message: str) -> None:
         if trainer.strategy.rank == 0:
             logger.warning(message)
 
-    def _check(self, trainer: RunContext, module: TrainModule) -> None:
+    def _check_can_skip(self, trainer: RunContext, module: TrainModule) -> None:
         if not trainer.strategy.accepts_none_loss:
-            why = f"strategy {trainer.strategy.name!r} keeps its gradients to itself, and cannot pass over a step"
+            reason = f"strategy {trainer.strategy.name!r} does not expose its gradients, so steps cannot be skipped"
         elif not module.automatic_optimization:
-            why = "in manual optimization training_step makes its steps itself"
-        elif self.action == "rollback" and not any(one.saves_whole for one in trainer.callbacks):
-            why = "there is no Checkpoint callback, nor another that saves what the run could go back to"
+            reason = "in manual optimization training_step makes the steps itself"
+        elif self.action == "rollback" and not any(callback.saves_whole for callback in trainer.callbacks):
+            reason = "there is no Checkpoint callback that saves checkpoints to roll back to"
         else:
             return
         raise ConfigurationError(
             f"LossSpikeGuard(action={self.action!r})",
-            why,
+            reason,
             "use action='warn', or for 'rollback' add Checkpoint(every_n_train_steps=..., keep_last=2)",
         )

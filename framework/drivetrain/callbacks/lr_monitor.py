@@ -1,4 +1,4 @@
-"""LearningRateMonitor: what the optimizers were told, beside the loss it led to."""
+"""LearningRateMonitor: logs learning rates."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _INTERVALS = ("step", "epoch")
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, on rank 0.
 
-    Keys are ``lr-AdamW`` (``lr-AdamW/pg1``, ``/pg2``, ... with several groups or a group's ``"name"``; ``lr-AdamW-1``
-    for a second optimizer of the class), or the ``"name"`` of the optimizer's scheduler instead of ``lr-AdamW``. The
-    value at step n is the rate that step n was made with.
+    The key is the ``"name"`` of the optimizer's scheduler or ``lr-<class>``, such as ``lr-AdamW``; a second optimizer
+    of the class is ``lr-AdamW-1``. A parameter group with a ``"name"`` appends ``/<name>``, and one without appends
+    ``/pg1``, ``/pg2``, ... if there are several. The value at step n is the learning rate used in step n.
 
     Args:
-        logging_interval: "step": with every ``log_every_n_steps``-th step; "epoch": at each epoch's start; ``None``:
-            as often as the schedulers step.
-        log_momentum: also log momentum, or Adam's first beta, as ``<key>-momentum``.
-        log_weight_decay: also log weight decay, as ``<key>-weight_decay``.
+        logging_interval: "step" logs every ``log_every_n_steps`` steps, "epoch" at the start of each epoch; None logs
+            by steps if a scheduler steps by steps, and otherwise by epochs.
+        log_momentum: whether to log momentum, or Adam's first beta, as ``<key>-momentum``.
+        log_weight_decay: whether to log weight decay, as ``<key>-weight_decay``.
 
     Raises:
         ConfigurationError: an unknown ``logging_interval``.
@@ -40,21 +40,21 @@ class LearningRateMonitor(Callback):
         if logging_interval is not None and logging_interval not in _INTERVALS:
             raise ConfigurationError(
                 f"LearningRateMonitor(logging_interval={logging_interval!r}).{nearest(logging_interval, _INTERVALS)}",
-                "rates are logged with steps or with epochs",
+                "rates are logged by steps or by epochs",
                 "give 'step', 'epoch' or None",
             )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self._every = 1
+        self._log_interval = 1
         self._by_step = self._by_epoch = False
-        self._last = -1
+        self._last_logged_step = -1
         self.lrs: dict[str, list[float]] = {}
-        """What was logged of each learning rate in this run, the earliest first."""
+        """The logged values of each learning rate in this run, oldest first."""
 
     @property
     def state_key(self) -> str:
-        """The class and its settings."""
+        """The class name and the arguments."""
         settings = {
             "logging_interval": self.logging_interval,
             "log_momentum": self.log_momentum,
@@ -63,36 +63,36 @@ class LearningRateMonitor(Callback):
         return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Settle when to log."""
+        """Determine when to log."""
         self.lrs = {}
         self._by_step = self._by_epoch = False
-        self._every = trainer.log_every_n_steps
-        if not self._every:  # nothing is logged in this run
+        self._log_interval = trainer.log_every_n_steps
+        if not self._log_interval:  # nothing is logged in this run
             return
         if not trainer.loggers:
             if trainer.is_global_zero:
-                warnings.warn("LearningRateMonitor has nowhere to log to: the run has no logger", stacklevel=2)
+                warnings.warn("LearningRateMonitor logs nothing: the run has no logger", stacklevel=2)
             return
         intervals = {config.interval for config in trainer.scheduler_configs} or {"epoch"}
         self._by_step = self.logging_interval == "step" or (self.logging_interval is None and "step" in intervals)
         self._by_epoch = not self._by_step
-        self._last = -1
+        self._last_logged_step = -1
 
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Log the rate of the coming epoch."""
+        """Log the rates of the epoch."""
         if self._by_epoch:
-            trainer.log_metrics(self._noted(trainer), step=trainer.global_step)
+            trainer.log_metrics(self._record_rates(trainer), step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Log the rate of the coming step, once a step however many micro-batches it has."""
+        """Log the rates of the step, before its first micro-batch."""
         if not self._by_step:
             return
         step = trainer.global_step + 1
-        if step % self._every == 0 and step != self._last:
-            self._last = step
-            trainer.log_metrics(self._noted(trainer), step=step)
+        if step % self._log_interval == 0 and step != self._last_logged_step:
+            self._last_logged_step = step
+            trainer.log_metrics(self._record_rates(trainer), step=step)
 
-    def _noted(self, trainer: RunContext) -> dict[str, float]:
+    def _record_rates(self, trainer: RunContext) -> dict[str, float]:
         rates = self.rates(trainer)
         for name, value in rates.items():
             if not name.endswith(("-momentum", "-weight_decay")):
@@ -100,15 +100,15 @@ class LearningRateMonitor(Callback):
         return rates
 
     def rates(self, trainer: RunContext) -> dict[str, float]:
-        """The values as of now, by key."""
+        """Return the current values by key."""
         names = {id(config.scheduler.optimizer): config.name for config in trainer.scheduler_configs if config.name}
         values: dict[str, float] = {}
         seen: dict[str, int] = {}
         for optimizer in trainer.optimizers:
             key = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
-            again = seen.get(key, 0)
-            seen[key] = again + 1
-            values |= self._of_optimizer(optimizer, f"{key}-{again}" if again else key)
+            occurrence = seen.get(key, 0)
+            seen[key] = occurrence + 1
+            values |= self._of_optimizer(optimizer, f"{key}-{occurrence}" if occurrence else key)
         return values
 
     def _of_optimizer(self, optimizer: Optimizer, key: str) -> dict[str, float]:

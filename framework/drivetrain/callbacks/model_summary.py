@@ -1,4 +1,4 @@
-"""ModelSummary: what the module is made of, printed once as training starts."""
+"""ModelSummary: prints the module's layers, parameters and size at the start of training."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_WIDEST = 120  # characters; beyond it the eye loses the line
+_WIDEST = 120  # columns; wider tables are hard to read
 
 
 class ModelSummary(Callback):
-    """Prints the tree of the module's children with their parameters and size, on rank 0 as training starts.
+    """Prints the module's children with their parameters and size, on rank 0 at the start of training.
 
-    Where the module has an `example_input_array`, also the shapes that go in and out and the FLOPs of a forward pass,
-    in eval mode: of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts them. They are
-    found without computing anything, under strategies that shard and on the meta device too; a ``forward`` that cannot
-    run so (it branches on values, or talks to other ranks) is named with the reason. It takes a second or two, once,
-    and a few milliseconds a layer beyond that.
+    If the module has an `example_input_array`, the summary also has input and output shapes and the FLOPs of a forward
+    pass in eval mode, as counted by `torch.utils.flop_counter` (matrix products, convolutions and attention). They are
+    derived with fake tensors, so they are available for sharded modules and on the meta device too. If ``forward``
+    cannot run on fake tensors (it branches on values, or communicates with other ranks), the summary says why. This
+    takes one or two seconds, plus a few milliseconds per layer.
 
-    On a terminal where rich is installed it draws the table.
+    On a terminal with rich installed, the table is drawn by rich.
 
     Args:
-        max_depth: how deep to go: 1 shows the children, -1 everything, 0 the totals alone.
+        max_depth: the number of levels to show: 1 shows the children, -1 everything, 0 only the totals.
 
     Raises:
-        ConfigurationError: ``max_depth`` is no whole number from -1 on.
+        ConfigurationError: ``max_depth`` is not an integer of at least -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -48,14 +48,14 @@ class ModelSummary(Callback):
         if not isinstance(given, int) or given < -1:
             raise ConfigurationError(
                 f"ModelSummary(max_depth={max_depth!r})",
-                "a depth counts levels of children",
+                "it is the number of levels of children to show",
                 "give 0 or more, or -1 for all levels",
             )
         self.max_depth = max_depth
 
     @property
     def state_key(self) -> str:
-        """The class and the depth."""
+        """The class name and the depth."""
         return f"{type(self).__qualname__}{{'max_depth': {self.max_depth!r}}}"
 
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
@@ -67,15 +67,15 @@ class ModelSummary(Callback):
 
 
 def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device | None = None) -> Summary:
-    """Return what ``module`` is made of, and, where it has an `example_input_array`, what goes through it.
+    """Return the summary of ``module``, with shapes and FLOPs if it has an `example_input_array`.
 
-    Sharded parameters count whole. Parameters on the meta device count as if they had memory; a lazy one counts zero
-    until it has a shape.
+    Sharded parameters count with their whole size, parameters on the meta device as if they were materialized. Lazy
+    parameters count as zero until they have a shape.
 
     Args:
         module: any module.
-        max_depth: how deep to go: 1 shows the children, -1 everything, 0 the totals alone.
-        device: where it computes; None is where its first parameter is.
+        max_depth: the number of levels to show: 1 shows the children, -1 everything, 0 only the totals.
+        device: where the module computes; None is the device of its first parameter.
     """
     shared = _names_of_shared(module)
     rows = [
@@ -88,20 +88,20 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
     flops, missing = None, ""
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        from drivetrain.callbacks._forward_shapes import forward_shapes  # by modules that have one
+        from drivetrain.callbacks._forward_shapes import forward_shapes  # imported only if needed
 
         if device is None:
-            device = next((one.device for one in module.parameters()), torch.device("cpu"))
-        found = forward_shapes(module, example, device)
-        missing = found.missing
+            device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        shapes = forward_shapes(module, example, device)
+        missing = shapes.missing
         if not missing:
-            flops = found.flops[""]
+            flops = shapes.flops[""]
             rows = [
                 replace(
                     row,
-                    inputs=found.inputs.get(row.name),
-                    outputs=found.outputs.get(row.name),
-                    flops=found.flops.get(row.name),
+                    inputs=shapes.inputs.get(row.name),
+                    outputs=shapes.outputs.get(row.name),
+                    flops=shapes.flops.get(row.name),
                 )
                 for row in rows
             ]
@@ -109,7 +109,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
 
 
 def _draws() -> bool:
-    """Whether standard output is a terminal that shows what rich draws, and rich is there."""
+    """Return whether rich is installed and standard output is a UTF terminal."""
     out = sys.stdout
     return (
         is_terminal(out)
@@ -143,7 +143,7 @@ def _names_of_shared(module: torch.nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {key: found for key, found in names.items() if len(found) > 1}
+    return {key: shared for key, shared in names.items() if len(shared) > 1}
 
 
 def _below(name: str, module: str) -> bool:
@@ -151,7 +151,7 @@ def _below(name: str, module: str) -> bool:
 
 
 def _count(module: torch.nn.Module) -> tuple[int, int, int]:
-    """Parameters, trainable parameters, and bytes of parameters and buffers; each tensor once."""
+    """Return the numbers of parameters and of trainable ones, and the bytes of parameters and buffers."""
     parameters = list(module.parameters())
     total = sum(map(_numel, parameters))
     trainable = sum(_numel(p) for p in parameters if p.requires_grad)
@@ -165,5 +165,5 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _numel(tensor: torch.Tensor) -> int:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return 0
-    # A parameter partitioned by ZeRO 3 holds nothing itself and tells its whole size here.
+    # Parameters partitioned by ZeRO 3 are empty; ds_numel is the whole size.
     return int(getattr(tensor, "ds_numel", tensor.numel()))

@@ -1,4 +1,4 @@
-"""NonFiniteGuard: stop at the first NaN or infinity, and say where it was."""
+"""NonFiniteGuard: stops the run at the first NaN or infinity and reports where it occurred."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from drivetrain.precision._gradient_meshes import by_mesh
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
-_CAPACITY = 256  # micro-batches between two looks at most, whatever the window
+_CAPACITY = 256  # rows of the buffer, and thus the maximum number of micro-batches between two checks
 _LOSS, _GRADIENT, _PARAMETER = 0, 1, 2
 
 
-class _Mark(NamedTuple):
-    """Which micro-batch it was."""
+class _MicroBatch(NamedTuple):
+    """The position of a micro-batch in the run."""
 
     epoch: int
     step: int
     batch_idx: int
     weight: float
-    """Over how many items its loss is a mean; the mean over none is NaN and counts for nothing."""
+    """Number of items over which its loss is a mean. If it is 0, the loss may be NaN and is ignored."""
 
 
 class NonFiniteGuard(Callback):
-    """Stops the run with `NonFiniteError` when a loss is NaN or infinite, naming the step, the rank and the batch.
+    """Raises `NonFiniteError` when a loss is NaN or infinite, naming the step, the rank and the batch.
 
-    Every loss is written to a small buffer on its device; the host reads it every ``every_n_steps`` steps, before a
-    validation and at an epoch's end, and only then waits for the device and talks to the other ranks. The error comes
-    up to so many steps late, on every rank at once, but it names the first bad micro-batch exactly. With
-    ``every_n_steps=1`` it comes right after the step. Looked at are the losses that are back-propagated, as
-    `training_step` returned them (in manual optimization each one given to `manual_backward`).
+    Losses are collected in a small buffer on the device. The host reads it, which waits for the device and communicates
+    with the other ranks, only every ``every_n_steps`` steps, before a validation and at the end of an epoch. The error
+    is therefore raised up to ``every_n_steps`` steps late, on every rank at once, but names the first bad micro-batch
+    exactly. With ``every_n_steps=1`` it is raised right after the step. The losses checked are those that
+    `training_step` returned or, in manual optimization, those passed to `manual_backward`.
 
     Args:
-        every_n_steps: optimizer steps between two looks.
-        check_gradients: also watch the gradients of every step, before clipping. Refused with a loss scaler
-            (16-mixed), which expects overflows and skips those steps. Nothing is seen where the strategy keeps no
-            ``.grad``.
-        check_parameters: also look through the parameters themselves, every ``every_n_steps`` steps.
+        every_n_steps: optimizer steps between two checks.
+        check_gradients: whether to check the gradients of every step, before clipping. Not allowed with a loss scaler
+            (16-mixed), which expects overflows and skips those steps. Has no effect if the strategy has no ``.grad``.
+        check_parameters: whether to check the parameters too, every ``every_n_steps`` steps.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` is below 1; at the run's start, ``check_gradients`` with a loss scaler.
-        NonFiniteError: on every rank, when something was not finite on any.
+        ConfigurationError: ``every_n_steps`` is below 1; at the start of the run, if ``check_gradients`` is used with a
+            loss scaler.
+        NonFiniteError: on every rank, if a value on any rank is not finite.
     """
 
-    priority = 100  # before anything is saved or decided from what is not a number
+    priority = 100  # before callbacks that save or decide
 
     def __init__(self, every_n_steps: int = 50, check_gradients: bool = False, check_parameters: bool = False) -> None:
         if every_n_steps < 1:
             raise ConfigurationError(
                 f"NonFiniteGuard(every_n_steps={every_n_steps!r})",
-                "it is a number of optimizer steps between two looks",
+                "it is the number of optimizer steps between two checks",
                 "give 1 or more",
             )
         self.every_n_steps = every_n_steps
         self.check_gradients = check_gradients
         self.check_parameters = check_parameters
-        self._window: Tensor | None = None
-        self._marks: list[_Mark] = []
-        self._step = 0  # steps made as the current micro-batch began
-        self._looked_at = 0
+        self._buffer: Tensor | None = None
+        self._micro_batches: list[_MicroBatch] = []
+        self._step = 0  # global_step at the start of the current micro-batch
+        self._last_check = 0
 
     @property
     def state_key(self) -> str:
-        """The class and its settings."""
+        """The class name and the arguments."""
         settings = {
             "every_n_steps": self.every_n_steps,
             "check_gradients": self.check_gradients,
@@ -81,113 +81,117 @@ class NonFiniteGuard(Callback):
         return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin with nothing seen."""
+        """Check that gradients can be checked, if necessary, and reset the buffer."""
         if self.check_gradients and trainer.precision.scales_loss:
             raise ConfigurationError(
                 f"NonFiniteGuard(check_gradients=True) with precision {trainer.precision.name!r}",
-                "its loss scaler tries large scales: overflowing gradients are normal there, and their step is skipped",
-                "leave check_gradients off, or use bf16-mixed, which needs no scaler",
+                "its loss scaler tries large scales, so gradients that overflow are normal and their step is skipped",
+                "leave check_gradients off, or use bf16-mixed, which needs no loss scaler",
             )
-        self._window = None
-        self._marks = []
-        self._step = self._looked_at = trainer.global_step
+        self._buffer = None
+        self._micro_batches = []
+        self._step = self._last_check = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
-        """Keep the loss on its device."""
-        # Several losses of one micro-batch share a place: NaN and infinity survive a sum.
-        self._place(loss, _LOSS).add_(loss.detach())
+        """Add the loss to the buffer on its device."""
+        # Several losses of one micro-batch are summed, which preserves NaN and infinity.
+        self._buffer_entry(loss, _LOSS).add_(loss.detach())
 
     def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
-        """Keep the largest magnitude among this rank's gradients."""
+        """Add the largest magnitude among this rank's gradients to the buffer."""
         if not self.check_gradients:
             return
         plain, sharded = by_mesh([optimizer])
         gradients = [_dense(p.grad) for p in (*plain, *(p for held in sharded.values() for p in held))]
         if gradients:
-            largest = get_total_norm(gradients, math.inf)
-            self._place(largest, _GRADIENT).add_(largest)
+            search_largest = get_total_norm(gradients, math.inf)
+            self._buffer_entry(search_largest, _GRADIENT).add_(search_largest)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Note which micro-batch that was, and look when it is time."""
-        self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight))
+        """Record the micro-batch, and check the buffer if ``every_n_steps`` is reached or it is full."""
+        self._micro_batches.append(
+            _MicroBatch(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight)
+        )
         self._step = step = trainer.global_step
-        if step - self._looked_at >= self.every_n_steps or len(self._marks) == _CAPACITY:
-            self._look(trainer, module)
+        if step - self._last_check >= self.every_n_steps or len(self._micro_batches) == _CAPACITY:
+            self._check(trainer, module)
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Do not validate, and then keep, a model that is not one any more."""
-        if self._marks:
-            self._look(trainer, module)
+        """Check before validating, and possibly saving, weights that are not finite."""
+        if self._micro_batches:
+            self._check(trainer, module)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Look at what is left of the epoch."""
-        if self._marks:
-            self._look(trainer, module)
+        """Check the remaining micro-batches of the epoch."""
+        if self._micro_batches:
+            self._check(trainer, module)
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Look at what is left of a training that ended within an epoch."""
-        if self._marks:
-            self._look(trainer, module)
+        """Check the remaining micro-batches if training ended within an epoch."""
+        if self._micro_batches:
+            self._check(trainer, module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_window": None, "_marks": []}
+        return self.__dict__ | {"_buffer": None, "_micro_batches": []}
 
-    def _place(self, value: Tensor, column: int) -> Tensor:
-        """The current micro-batch's element for losses or gradients, a view of shape ()."""
-        if self._window is None:
-            # Half precision's largest number would make an ordinary sum of losses infinite.
+    def _buffer_entry(self, value: Tensor, column: int) -> Tensor:
+        """Return the buffer's element for the current micro-batch's loss or gradients, a view of shape ()."""
+        if self._buffer is None:
+            # A sum of losses in half precision could overflow.
             dtype = torch.float32 if value.device.type == "mps" else torch.float64
-            self._window = torch.zeros(_CAPACITY, 2, dtype=dtype, device=value.device)
-        return self._window[len(self._marks), column]
+            self._buffer = torch.zeros(_CAPACITY, 2, dtype=dtype, device=value.device)
+        return self._buffer[len(self._micro_batches), column]
 
-    def _look(self, trainer: RunContext, module: TrainModule) -> None:
-        marks, self._marks = self._marks, []
-        self._looked_at = trainer.global_step
-        everyone = trainer.strategy.control.all_gather(self._finding(marks, module))
-        bad = [(int(row[0]), int(row[1]), rank) for rank, row in enumerate(everyone) if row[0] >= 0]
-        if bad:
-            _refuse(bad, everyone, marks, [name for name, _ in module.named_parameters()])
+    def _check(self, trainer: RunContext, module: TrainModule) -> None:
+        micro_batches, self._micro_batches = self._micro_batches, []
+        self._last_check = trainer.global_step
+        problem_by_rank = trainer.strategy.control.all_gather(self._first_problem(micro_batches, module))
+        problems = [(int(row[0]), int(row[1]), rank) for rank, row in enumerate(problem_by_rank) if row[0] >= 0]
+        if problems:
+            _raise_error(problems, problem_by_rank, micro_batches, [name for name, _ in module.named_parameters()])
 
-    def _finding(self, marks: list[_Mark], module: torch.nn.Module) -> Tensor:
-        """This rank's first bad thing: micro-batch, kind, value, index of the parameter; micro-batch -1 for none."""
-        if self._window is not None:
-            values = self._window[: len(marks)].tolist()
-            self._window.zero_()
+    def _first_problem(self, micro_batches: list[_MicroBatch], module: torch.nn.Module) -> Tensor:
+        """Return this rank's first non-finite value: micro-batch (-1 for none), kind, value and parameter index."""
+        if self._buffer is not None:
+            values = self._buffer[: len(micro_batches)].tolist()
+            self._buffer.zero_()
             for index, row in enumerate(values):
                 for kind in (_LOSS, _GRADIENT):
-                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or marks[index].weight > 0):
+                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or micro_batches[index].weight > 0):
                         return torch.tensor([index, kind, row[kind], -1.0], dtype=torch.float64)
         if self.check_parameters:
             first = _first_bad_parameter(module)
             if first is not None:
-                return torch.tensor([len(marks) - 1, _PARAMETER, math.nan, first], dtype=torch.float64)
+                return torch.tensor([len(micro_batches) - 1, _PARAMETER, math.nan, first], dtype=torch.float64)
         return torch.tensor([-1.0, 0.0, 0.0, -1.0], dtype=torch.float64)
 
 
-def _refuse(bad: list[tuple[int, int, int]], everyone: Tensor, marks: list[_Mark], names: list[str]) -> None:
-    index, kind, first_rank = min(bad)
-    ranks = [rank for place, what, rank in bad if (place, what) == (index, kind)]
-    mark = marks[index]
-    value = float(everyone[first_rank, 2])
-    thing = {
+def _raise_error(
+    problems: list[tuple[int, int, int]], problem_by_rank: Tensor, micro_batches: list[_MicroBatch], names: list[str]
+) -> None:
+    index, kind, first_rank = min(problems)
+    ranks = [rank for *position, rank in problems if position == [index, kind]]
+    micro_batch = micro_batches[index]
+    value = float(problem_by_rank[first_rank, 2])
+    problem = {
         _LOSS: f"The loss is {value}",
         _GRADIENT: f"A gradient is {value}",
-        _PARAMETER: f"The parameter {names[int(everyone[first_rank, 3])]!r} is not finite",
+        _PARAMETER: f"The parameter {names[int(problem_by_rank[first_rank, 3])]!r} is not finite",
     }[kind]
     where = f"rank {first_rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     raise NonFiniteError(
-        f"{thing} on {where} at batch index {mark.batch_idx} of epoch {mark.epoch}, after {mark.step} optimizer steps "
-        f"(global_step={mark.step})",
-        "what follows from it is not a number either; the weights may already hold it",
-        "look at that batch, lower the learning rate, clip gradients (gradient_clip_val) or use a wider precision; "
+        f"{problem} on {where} at batch index {micro_batch.batch_idx} of epoch {micro_batch.epoch}, after "
+        f"{micro_batch.step} optimizer steps (global_step={micro_batch.step})",
+        "training cannot recover from it; the weights may already contain NaN",
+        "inspect that batch, lower the learning rate, clip gradients (gradient_clip_val) or use a wider precision; "
         "Fit(detect_anomaly=True) names the operation",
     )
 
 
 def _first_bad_parameter(module: torch.nn.Module) -> int | None:
-    """The index of the first parameter that is not finite, in one transfer; None where all are."""
+    """Return the index of the first non-finite parameter, or None, with one transfer to the host."""
     flags = []
     for parameter in module.parameters():
         local: Any = parameter.detach()
@@ -196,12 +200,12 @@ def _first_bad_parameter(module: torch.nn.Module) -> int | None:
     if not flags:
         return None
     device = flags[0].device
-    bad = (~torch.stack([flag.to(device) for flag in flags])).nonzero()
-    return int(bad[0]) if len(bad) else None
+    problems = (~torch.stack([flag.to(device) for flag in flags])).nonzero()
+    return int(problems[0]) if len(problems) else None
 
 
 def _dense(gradient: Any) -> Tensor:
-    """This rank's plain values of a gradient."""
+    """Return the local values of a gradient as a dense tensor."""
     if hasattr(gradient, "device_mesh"):
         gradient = gradient.to_local()
     values: Tensor = gradient.coalesce().values() if gradient.is_sparse else gradient

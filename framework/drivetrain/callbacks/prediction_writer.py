@@ -1,4 +1,4 @@
-"""Writing predictions: the hooks for writers of one's own, and a writer that a killed run goes on with."""
+"""BasePredictionWriter, a base class for custom writers, and PredictionWriter, whose output a killed run resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks._predictions.prediction_run import WritingPredictions
+    from drivetrain.callbacks._predictions.prediction_run import PredictionRun
     from drivetrain.run_context import RunContext
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
@@ -20,14 +20,18 @@ _PART_BYTES = 32 * 2**20
 
 
 class BasePredictionWriter(Callback):
-    """Base class of callbacks that write what ``predict_step`` returns. Override one or both of its methods.
+    """Base class of callbacks that write the outputs of ``predict_step``.
+
+    Subclasses override `write_on_batch_end`, `write_on_epoch_end` or both, matching ``write_interval``. Everything else
+    is done by this class.
 
     Args:
-        write_interval: "batch" calls `write_on_batch_end`, "epoch" `write_on_epoch_end`, "batch_and_epoch" both. For
-            the epoch's end this rank's outputs are kept in the host's memory, whatever ``return_predictions`` says.
+        write_interval: "batch" calls `write_on_batch_end`, "epoch" calls `write_on_epoch_end`, "batch_and_epoch" both.
+            With "epoch" and "batch_and_epoch" this rank's outputs are kept in host memory until the end of the epoch,
+            even if ``return_predictions=False``.
 
     Raises:
-        ConfigurationError: an unknown interval.
+        ConfigurationError: ``write_interval`` is unknown.
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
@@ -51,53 +55,53 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write the output of one micro-batch.
+        """Write the output of one micro-batch. The default does nothing.
 
         Args:
             trainer: the run.
-            module: what predicts.
-            prediction: what ``predict_step`` returned.
-            batch_indices: the data-set indices of the samples of the batch on this rank; None where they have none, see
+            module: the module that predicts.
+            prediction: the output of ``predict_step``.
+            batch_indices: the dataset indices of this rank's samples in the batch; None if they have none, see
                 `RunContext.batch_indices`.
-            batch: as the step was given it.
-            batch_idx: which micro-batch of this rank's.
-            dataloader_idx: of which loader.
+            batch: the batch as passed to ``predict_step``.
+            batch_idx: the number of the micro-batch on this rank.
+            dataloader_idx: the number of the loader.
         """
 
     def write_on_epoch_end(
         self, trainer: RunContext, module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write this rank's outputs of the whole epoch.
+        """Write this rank's outputs of the whole epoch. The default does nothing.
 
         Args:
             trainer: the run.
-            module: what predicts.
-            predictions: a list of what ``predict_step`` returned, tensors on the CPU; with several loaders a list of
-                them for each.
-            batch_indices: for each loader, of one too, a list of the data-set indices of each of these batches.
+            module: the module that predicts.
+            predictions: the outputs of ``predict_step``, with tensors on the CPU; with several loaders, a list of
+                outputs per loader.
+            batch_indices: one list per loader, even if there is only one, with the dataset indices of each batch.
         """
 
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
-        """Begin with nothing."""
+        """Clear outputs of an earlier prediction."""
         self._predictions = [[] for _ in trainer.evaluated_loaders]
         self._indices = [[] for _ in trainer.evaluated_loaders]
 
     def on_predict_batch_end(
         self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Have the output written, or keep it until the epoch's end."""
+        """Write the output, or keep it until the end of the epoch."""
         indices = trainer.batch_indices
         if self.write_interval != "epoch":
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.write_interval != "batch":
-            from drivetrain._loops.outputs import on_host  # by who keeps them
+            from drivetrain._loops.outputs import on_host  # imported only if needed
 
-            for kept, one in ((self._predictions, on_host(outputs, lasting=False)), (self._indices, indices)):
-                kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # where on_predict_start is overridden
-                kept[dataloader_idx].append(one)
+            for kept, value in ((self._predictions, on_host(outputs, lasting=False)), (self._indices, indices)):
+                kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # if on_predict_start is overridden
+                kept[dataloader_idx].append(value)
 
     def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Have the epoch's outputs written."""
+        """Write the outputs of the epoch."""
         predictions, indices = self._predictions, self._indices
         self._predictions, self._indices = [], []
         if self.write_interval != "batch":
@@ -106,22 +110,22 @@ class BasePredictionWriter(Callback):
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes predictions as they come, from all ranks to one place; `drivetrain.data.read_predictions` reads them.
+    """Writes the predictions of all ranks to one folder while predicting; read it with `data.read_predictions`.
 
-    They are there for readers once all are written, in one step. Where a run is killed, ``predict`` to the same path
-    with the same weights and data goes on: what is written is not written again, and with ``return_predictions=False``
-    not computed again. Memory does not grow with the data. See docs/predictions.md.
+    The predictions are published in one step once all of them are written. If the run is killed, calling ``predict``
+    with the same path, weights and data resumes it: batches that were written are not written again and, with
+    ``return_predictions=False``, not computed again. Memory use does not grow with the data. See docs/predictions.md.
 
     Args:
-        path: a folder or an fsspec URL that all ranks reach.
-        format: "safetensors": tensors as such, and what is no tensor as JSON.
-        part_bytes: how many bytes of outputs a rank holds before it writes them; at the latest it does so a minute
-            after the first. That much has to be done again after a kill.
+        path: a folder or fsspec URL that all ranks can access.
+        format: "safetensors" writes tensors as safetensors files and other values as JSON.
+        part_bytes: bytes of outputs that a rank buffers before it writes a part. A part is also written a minute after
+            its first output. Outputs in the buffer are lost if the run is killed, and then predicted again.
 
     Raises:
-        ConfigurationError: an unknown format, or a size that is none.
-        CheckpointError: what is at ``path`` has other weights or data, is whole already, or is being written; or
-            ``predict_step`` returned what cannot be stored, which the first batch shows.
+        ConfigurationError: ``format`` or ``part_bytes`` is invalid.
+        CheckpointError: the predictions at ``path`` are from other weights or data, are complete, or are being written
+            by another run; or ``predict_step`` returned a value that cannot be stored (raised at the first batch).
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class PredictionWriter(BasePredictionWriter):
             raise ConfigurationError(
                 f"PredictionWriter(format={format!r}).{nearest(str(format), _FORMATS)}",
                 f"the formats are {', '.join(_FORMATS)}.",
-                "leave it out; for another one write a BasePredictionWriter.",
+                "leave it out; for another format write a subclass of BasePredictionWriter.",
             )
         if part_bytes < 1:
             raise ConfigurationError(
@@ -141,26 +145,26 @@ class PredictionWriter(BasePredictionWriter):
         self.path = os.fspath(path)
         self.format = format
         self.part_bytes = part_bytes
-        self._writing: WritingPredictions | None = None
+        self._writing: PredictionRun | None = None
 
     @property
     def state_key(self) -> str:
-        """The class and the path."""
+        """The class name and the path."""
         return f"{type(self).__qualname__}[{self.path}]"
 
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
-        """Begin to write, or to go on. Collective."""
+        """Start writing, or resume what a killed run has written. Collective."""
         super().on_predict_start(trainer, module)
-        from drivetrain.callbacks._predictions.prediction_run import WritingPredictions  # by who predicts
+        from drivetrain.callbacks._predictions.prediction_run import PredictionRun  # imported only if needed
 
-        self._writing = WritingPredictions(self.path, trainer, module, self.part_bytes)
+        self._writing = PredictionRun(self.path, trainer, module, self.part_bytes)
 
     def predicted_before(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
-        """Tell which batches were written by a run that was killed."""
+        """Return the function that tells which batches a killed run has written, if this run resumes one."""
         assert self._writing is not None
-        return self._writing.sees if self._writing.goes_on else None
+        return self._writing.check_written if self._writing.resumes else None
 
     def write_on_batch_end(
         self,
@@ -172,27 +176,27 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Take an output, and write it with others where they are enough."""
+        """Buffer an output, and write the buffer as a part if it is large enough."""
         if self._writing is not None and trainer.strategy.is_data_leader:
-            self._writing.take(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
+            self._writing.add(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: RunContext, module: Any) -> None:
-        """Publish what all ranks have written. Collective."""
+        """Publish the predictions of all ranks. Collective."""
         if self._writing is not None:
             self._writing.publish()
-            self._let_go()
+            self._release()
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
-        """Keep what was computed, as far as that can be."""
+        """Write the outputs in the buffer, if possible."""
         if self._writing is not None:
-            self._writing.save_what_is_held()
-            self._let_go()
+            self._writing.flush_after_failure()
+            self._release()
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Let others write there."""
-        self._let_go()
+        """Release the folder for other runs."""
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._writing is not None:
             self._writing.store.release()
             self._writing = None

@@ -1,4 +1,4 @@
-"""ProgressBar: how far the run is, on one line of the terminal that needs no package."""
+"""ProgressBar: shows the progress of a run on one line of the terminal, without dependencies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from drivetrain._metrics.packing import Readback
 from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 from drivetrain.callback import Callback
-from drivetrain.callbacks._bar_line import Phase, clock, fitted, in_words, speed
+from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_rate, format_time
 from drivetrain.callbacks._deferred_values import LatestNumbers
 from drivetrain.callbacks._live_lines import LiveLines
 from drivetrain.callbacks._time_left import TimeLeft
@@ -25,86 +25,91 @@ if TYPE_CHECKING:
 
 _now = time.monotonic
 
-_PAUSE = 30.0
-"""Seconds between two lines of progress, at least, where the output is no terminal."""
+_LINE_INTERVAL = 30.0
+"""Minimum seconds between two lines of progress if the output is not a terminal."""
 
 
 class ProgressBar(Callback):
     """Shows progress, speed, the run's remaining time and the metrics logged with ``prog_bar=True``, on rank 0.
 
-    On a terminal one line is rewritten, by the clock (``refresh_rate`` times a second) and not by the step: between
-    two refreshes a step costs one comparison, and metrics are read off the device at a refresh only. What this process
-    prints meanwhile stands above it. A validation has a line of its own, with what it has logged so far: means over
-    what rank 0 has evaluated.
+    On a terminal, one line is redrawn ``refresh_rate`` times per second. Between two refreshes a step costs one
+    comparison, and metrics are copied from the device only for a refresh. Other output of this process appears above
+    the line. A validation has its own line, with the values logged in it so far (means over rank 0's batches).
 
-    Where the output is no terminal (a file, a pipe, a notebook), a line is printed every ``log_every_n_steps``
-    optimizer steps (in an evaluation as many micro-batches) or 30 seconds, whichever is later, and one at the end of
-    each epoch and evaluation. It does not wait for metrics that are on a GPU, but is printed
-    ``log_every_n_steps`` later, as of the step that it names.
+    If the output is not a terminal (a file, a pipe, a notebook), a line is printed every ``log_every_n_steps``
+    optimizer steps (in an evaluation: micro-batches), but at most every 30 seconds, and at the end of each epoch and
+    evaluation. It does not wait for metrics on a GPU: such a line is printed ``log_every_n_steps`` steps later, with
+    the values of the step that it names.
 
-    Subclasses draw differently by overriding `draw`, `close` and `write`.
+    Subclasses change the drawing by overriding `draw`, `close` and `write`.
 
     Args:
-        refresh_rate: refreshes a second, above 0 and at most 10.
-        stream: where to write; ``None`` is ``sys.stdout`` as it is when the run starts.
+        refresh_rate: refreshes per second, above 0 and at most 10.
+        stream: where to write; None is ``sys.stdout`` at the start of the run.
 
     Raises:
         ConfigurationError: ``refresh_rate`` is out of range.
     """
 
-    priority = -100  # sees what everybody logged
+    priority = -100  # after all callbacks that log
 
     def __init__(self, refresh_rate: float = 10.0, stream: TextIO | None = None) -> None:
         if not 0 < refresh_rate <= 10:
             raise ConfigurationError(
                 f"{type(self).__name__}(refresh_rate={refresh_rate!r})",
-                "it is a number of refreshes a second; more than 10 cannot be read and cost the run time",
+                "it is the number of refreshes per second; more than 10 are not readable and slow down the run",
                 "give a number above 0 and at most 10",
             )
-        self._pause = 1.0 / refresh_rate
+        self._refresh_interval = 1.0 / refresh_rate
         self._stream = stream
-        self._latest = LatestNumbers()
+        self._metrics_reader = LatestNumbers()
         self._lines: LiveLines | None = None
-        self._live = False  # a terminal, and this is rank 0
-        self._speaks = False  # rank 0
+        self._on_terminal = False  # whether this rank redraws lines on a terminal
+        self._is_rank_zero = False
         self._training: Phase | None = None
         self._phase: Phase | None = None
         self._time_left: TimeLeft | None = None
         self._run_left = ""
         self._next_refresh = 0.0
         self._next_line = 0.0
-        self._late: _LateLine | None = None
+        self._pending_line: _PendingLine | None = None
 
-    # What a subclass draws with
+    # Methods that subclasses may override or use
 
     @property
     def stream(self) -> TextIO:
-        """Where the bar writes."""
+        """The stream that the bar is written to."""
         return self._stream if self._stream is not None else sys.stdout
 
     @property
     def run_left(self) -> str:
-        """What is said of the time that the whole run still takes: "run 1:12 left"; "" outside of training."""
+        """The remaining time of the whole run as text, "run 1:12 left"; "" outside of training."""
         return self._run_left
 
     def is_terminal(self) -> bool:
-        """True where a line can be rewritten."""
+        """Return whether lines can be redrawn."""
         return is_terminal(self.stream)
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
-        """Show ``phase`` as of ``now`` (seconds of `time.monotonic`); called at a refresh."""
+        """Draw the progress of ``phase``. Called at each refresh.
+
+        Args:
+            phase: the epoch or evaluation to show.
+            metrics: values by name.
+            now: seconds of `time.monotonic`.
+        """
         if self._lines is not None:
-            line = fitted(phase, metrics, now, self.run_left, self._lines.width)
+            line = fit_line(phase, metrics, now, self.run_left, self._lines.width)
             bar = f"|{'#' * line.filled}{'-' * (line.width - line.filled)}| " if line.width else ""
             self._lines.show([f"{line.title} {bar}{line.rest}"[: self._lines.width]])
 
     def close(self) -> None:
-        """Leave the terminal as a following line of output needs it."""
+        """Clear the bar, so that other output can follow."""
         if self._lines is not None:
             self._lines.clear()
 
     def write(self, text: str) -> None:
-        """Print ``text`` on a line of its own, above the bar where one is shown."""
+        """Print ``text`` on its own line, above the bar if there is one."""
         if self._lines is not None:
             self._lines.print(text)
         else:
@@ -119,61 +124,61 @@ class ProgressBar(Callback):
     # The run
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Decide whether this rank shows anything."""
-        self._speaks = trainer.is_global_zero
-        self._live = self._speaks and self.is_terminal()
-        self._next_line = _now() + _PAUSE
-        if self._live:
+        """Determine whether this rank shows progress, and whether on a terminal."""
+        self._is_rank_zero = trainer.is_global_zero
+        self._on_terminal = self._is_rank_zero and self.is_terminal()
+        self._next_line = _now() + _LINE_INTERVAL
+        if self._on_terminal:
             self._lines = LiveLines(self.stream)
             if self._stream is None:
                 self._lines.guard()
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Take the bar down, also after a failure."""
+        """Clear the bar, also after a failure."""
         if self._lines is not None:
             self.close()
             self._lines.release()
         self._lines = None
-        self._live = self._speaks = False
-        self._training = self._phase = self._time_left = self._late = None
+        self._on_terminal = self._is_rank_zero = False
+        self._training = self._phase = self._time_left = self._pending_line = None
         self._run_left = ""
 
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin with the time that the run may take."""
+        """Start to estimate the remaining time of the run."""
         self._time_left = TimeLeft(trainer, _now())
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin the count of an epoch that is resumed in its middle and has no start of its own."""
+        """Start an epoch that is resumed midway, for which the engine does not call `on_train_epoch_start`."""
         self.on_train_epoch_start(trainer, module)
 
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin an epoch's count."""
+        """Start an epoch."""
         last = f"/{trainer.max_epochs}" if trainer.max_epochs not in (None, -1) else ""
         title = f"Epoch {trainer.current_epoch + 1}{last}"
-        self._training = Phase(title, _count(_to_come(trainer)), _now(), trainer.batch_idx)
-        self._show(self._training)
+        self._training = Phase(title, _as_total(_epoch_batches(trainer)), _now(), trainer.batch_idx)
+        self._start_phase(self._training)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Count, and refresh when it is time."""
+        """Advance the bar, and redraw it if a refresh is due."""
         phase = self._training
         if phase is not None:
             phase.done = batch_idx + 1
-        if self._live and _now() >= self._next_refresh:
+        if self._on_terminal and _now() >= self._next_refresh:
             self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Leave the epoch's line."""
-        self._conclude(trainer, self._training)
+        """Print the final line of the epoch."""
+        self._end_phase(trainer, self._training)
         self._training = None
 
     # Evaluation and prediction
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin a validation's count."""
+        """Start a validation."""
         title = "Sanity check" if trainer.sanity_checking else "Validation"
-        self._show(Phase(title, _count(sum(trainer.num_val_batches)), _now()))
+        self._start_phase(Phase(title, _as_total(sum(trainer.num_val_batches)), _now()))
 
     def on_validation_batch_end(
         self,
@@ -184,22 +189,22 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count, and refresh when it is time."""
+        """Advance the bar, and redraw it if a refresh is due."""
         self._advance(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Go back to the epoch, whose speed does not count the validation; alone, leave a line."""
+        """Return to the epoch, or print the final line of a validation outside of training."""
         phase, now = self._phase, _now()
         if trainer.sanity_checking or self._training is not None:
             if self._training is not None and phase is not None:
                 self._training.paused += now - phase.started
-            self._show(self._training)
+            self._start_phase(self._training)
         else:
-            self._conclude(trainer, phase)
+            self._end_phase(trainer, phase)
 
     def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin a test's count."""
-        self._show(Phase("Test", _count(sum(trainer.num_test_batches)), _now()))
+        """Start a test."""
+        self._start_phase(Phase("Test", _as_total(sum(trainer.num_test_batches)), _now()))
 
     def on_test_batch_end(
         self,
@@ -210,16 +215,16 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count, and refresh when it is time."""
+        """Advance the bar, and redraw it if a refresh is due."""
         self._advance(trainer)
 
     def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Leave the test's line."""
-        self._conclude(trainer, self._phase)
+        """Print the final line of the test."""
+        self._end_phase(trainer, self._phase)
 
     def on_predict_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin a prediction's count."""
-        self._show(Phase("Prediction", _count(sum(trainer.num_predict_batches)), _now()))
+        """Start a prediction."""
+        self._start_phase(Phase("Prediction", _as_total(sum(trainer.num_predict_batches)), _now()))
 
     def on_predict_batch_end(
         self,
@@ -230,21 +235,21 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count, and refresh when it is time."""
+        """Advance the bar, and redraw it if a refresh is due."""
         self._advance(trainer)
 
     def on_predict_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Leave the prediction's line."""
-        self._conclude(trainer, self._phase)
+        """Print the final line of the prediction."""
+        self._end_phase(trainer, self._phase)
 
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
-        """Return the values that are shown, by name. Override it to show others, or fewer."""
+        """Return the values to show, by name. Override it to change them."""
         evaluates = self._phase is not None and self._phase is not self._training
         return dict(trainer.evaluation_so_far if evaluates else trainer.progress_bar_values)
 
-    # In common
+    # Drawing
 
-    def _show(self, phase: Phase | None) -> None:
+    def _start_phase(self, phase: Phase | None) -> None:
         self._phase = phase
         self._next_refresh = 0.0
 
@@ -252,74 +257,74 @@ class ProgressBar(Callback):
         phase = self._phase
         if phase is not None:
             phase.done += 1
-        if self._live and _now() >= self._next_refresh:
+        if self._on_terminal and _now() >= self._next_refresh:
             self._refresh(trainer)
 
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
-            self._run_left = self._said_of_the_run(trainer, phase, now)
-            self.draw(phase, self._latest.read(self.get_metrics(trainer, trainer.lightning_module)), now)
-        # The pause begins after the drawing, so that a slow terminal cannot take up the whole run.
-        self._next_refresh = _now() + self._pause
+            self._run_left = self._remaining_text(trainer, phase, now)
+            self.draw(phase, self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module)), now)
+        # The pause starts after drawing, so that a slow terminal cannot take most of the run's time.
+        self._next_refresh = _now() + self._refresh_interval
 
-    def _said_of_the_run(self, trainer: RunContext, phase: Phase, now: float) -> str:
+    def _remaining_text(self, trainer: RunContext, phase: Phase, now: float) -> str:
         if self._time_left is None or phase is not self._training:
             return ""
         seconds = self._time_left.seconds(trainer, now)
-        return f"run {'?' if seconds is None else clock(seconds)} left"
+        return f"run {'?' if seconds is None else format_time(seconds)} left"
 
-    # Where the output is no terminal
+    # Output that is not a terminal
 
     def write_progress(self, trainer: RunContext, module: TrainModule, batches: int) -> None:
-        """Print a line where it is time for one and the output is no terminal."""
-        if self._live or not self._speaks:
+        """Print a line if one is due and the output is not a terminal."""
+        if self._on_terminal or not self._is_rank_zero:
             return
-        if self._late is not None and self._late.has_arrived:
-            self._write_late()
+        if self._pending_line is not None and self._pending_line.has_arrived:
+            self._write_pending_line()
         phase, now = self._phase, _now()
-        if phase is None or now < self._next_line or self._late is not None:
+        if phase is None or now < self._next_line or self._pending_line is not None:
             return
         phase.done = batches
-        self._next_line = now + _PAUSE
+        self._next_line = now + _LINE_INTERVAL
         values = self.get_metrics(trainer, trainer.lightning_module)
         parts = [f"{phase.done}/{phase.total}" if phase.is_bounded else f"{phase.done}", "batches"]
-        said = [" ".join(parts), clock(phase.elapsed(now)), speed(phase.rate(now))]
+        columns = [" ".join(parts), format_time(phase.elapsed(now)), format_rate(phase.rate(now))]
         if phase is self._training:
             last = f"/{trainer.max_steps}" if trainer.max_steps >= 0 else ""
-            said = [f"step {trainer.global_step}{last}", *said, self._said_of_the_run(trainer, phase, now)]
+            columns = [f"step {trainer.global_step}{last}", *columns, self._remaining_text(trainer, phase, now)]
         else:
-            left = phase.left(now)
-            said.append(f"{'?' if left is None else clock(left)} left")
-        self._late = _LateLine(f"{phase.title}: {', '.join(said)}", values)
-        if self._late.has_arrived:
-            self._write_late()
+            left = phase.seconds_left(now)
+            columns.append(f"{'?' if left is None else format_time(left)} left")
+        self._pending_line = _PendingLine(f"{phase.title}: {', '.join(columns)}", values)
+        if self._pending_line.has_arrived:
+            self._write_pending_line()
 
-    def _write_late(self) -> None:
-        if self._late is not None:
-            self.write(self._late.text())
-            self._late = None
+    def _write_pending_line(self) -> None:
+        if self._pending_line is not None:
+            self.write(self._pending_line.text())
+            self._pending_line = None
 
-    def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
+    def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
         self._phase = None
-        if not self._speaks or phase is None:
+        if not self._is_rank_zero or phase is None:
             return
-        if self._live:
+        if self._on_terminal:
             self.close()
-        self._write_late()
+        self._write_pending_line()
         now = _now()
-        metrics = self._latest.read(self.get_metrics(trainer, trainer.lightning_module), wait=True)
-        run = self._said_of_the_run(trainer, phase, now)
-        self.write(summary_line(phase, metrics, now, "" if run == f"run {clock(0)} left" else run))
-        self._next_line = now + _PAUSE
+        metrics = self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module), wait=True)
+        run = self._remaining_text(trainer, phase, now)
+        self.write(summary_line(phase, metrics, now, "" if run == f"run {format_time(0)} left" else run))
+        self._next_line = now + _LINE_INTERVAL
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = ("_stream", "_phase", "_training", "_lines", "_late", "_time_left")
-        return self.__dict__ | dict.fromkeys(gone)
+        unpicklable = ("_stream", "_phase", "_training", "_lines", "_pending_line", "_time_left")
+        return self.__dict__ | dict.fromkeys(unpicklable)
 
 
-class _LateLine:
-    """A line whose metrics are on their way from a device."""
+class _PendingLine:
+    """A line whose metrics are still being copied from the device."""
 
     def __init__(self, text: str, values: Mapping[str, Tensor | float]) -> None:
         self._text = text
@@ -331,33 +336,33 @@ class _LateLine:
         return self._readback.has_arrived
 
     def text(self) -> str:
-        """Return all of it. Waits for metrics that have not arrived."""
+        """Return the whole line, waiting for metrics that have not arrived."""
         metrics = dict(zip(self._names, self._readback.numbers(), strict=True))
-        return ", ".join([self._text, *in_words(metrics)])
+        return ", ".join([self._text, *format_metrics(metrics)])
 
 
 def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str = "") -> str:
-    """The line that an epoch or evaluation leaves behind.
+    """Return the final line of an epoch or evaluation.
 
     Args:
-        phase: what is over.
-        metrics: by name.
+        phase: the epoch or evaluation that has ended.
+        metrics: values by name.
         now: seconds of `time.monotonic`.
-        run: what is said of the time that the run still takes; "" for nothing.
+        run: the remaining time of the run as text; "" for none.
     """
-    parts = [clock(phase.elapsed(now))]
-    if phase.counted:  # an evaluation of unknown length may not have been counted
-        parts = [f"{phase.done} batches", *parts, speed(phase.rate(now))]
-    return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *in_words(metrics)])
+    parts = [format_time(phase.elapsed(now))]
+    if phase.counted:  # 0 for an evaluation of unknown length without batch hooks
+        parts = [f"{phase.done} batches", *parts, format_rate(phase.rate(now))]
+    return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *format_metrics(metrics)])
 
 
-def _to_come(trainer: RunContext) -> int | float:
-    """Micro-batches of the epoch, up to where ``max_steps`` ends it."""
+def _epoch_batches(trainer: RunContext) -> int | float:
+    """Return the micro-batches of the epoch, up to ``max_steps``."""
     if trainer.max_steps < 0:
         return trainer.num_training_batches
     left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
     return min(trainer.num_training_batches, trainer.batch_idx + left)
 
 
-def _count(total: float) -> int | None:
+def _as_total(total: float) -> int | None:
     return None if math.isinf(total) else int(total)

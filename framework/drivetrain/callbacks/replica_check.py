@@ -1,4 +1,4 @@
-"""ReplicaCheck: are all copies of the module still the same, to the bit?"""
+"""ReplicaCheck: checks that all replicas of the module are bit-identical."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-# Between two forwards their statistics are each rank's own: DDP hands out rank 0's as the next forward begins.
+# Layers whose running statistics differ between ranks until DDP broadcasts rank 0's at the start of a forward pass.
 _LOCAL_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -31,18 +31,19 @@ _LOCAL_STATISTICS = (
 
 
 class ReplicaCheck(Callback):
-    """Compares checksums of all parameters and buffers between ranks, and stops a run whose replicas have drifted.
+    """Compares checksums of all parameters and buffers between ranks, and raises an error if replicas differ.
 
-    Replicas that start alike and apply the same gradients stay alike to the bit. Where they do not, every rank has its
-    own model and nothing says so: the loss goes on falling. The check runs as training starts, after every
-    ``every_n_steps``-th step and as training ends; it is one pass over the weights and one small collective.
+    Replicas that start with the same weights and apply the same gradients stay bit-identical. If they diverge, every
+    rank trains a different model without any sign of it, because the loss still falls. The check runs at the start of
+    training, every ``every_n_steps`` steps and at the end of training. It costs one pass over the weights and one small
+    collective.
 
-    Sharded parameters are compared between the ranks that hold the same shard. Running statistics of batch
-    normalisation are left out: they follow each rank's own data until the strategy hands out rank 0's.
+    Sharded parameters are compared between ranks that hold the same shard. Running statistics of batch and instance
+    normalization are not compared, because they depend on each rank's data until the strategy broadcasts rank 0's.
 
     Args:
         every_n_steps: optimizer steps between two checks.
-        buffers: compare buffers too.
+        buffers: whether to compare buffers too.
         ignore: names of parameters and buffers that may differ, with ``*`` as a wildcard.
 
     Raises:
@@ -50,51 +51,51 @@ class ReplicaCheck(Callback):
         DistributedError: on every rank, naming the first parameter or buffer that differs and the ranks.
     """
 
-    priority = 90  # before anything is saved or decided from drifted weights
+    priority = 90  # before callbacks that save or decide
 
     def __init__(self, every_n_steps: int = 100, buffers: bool = True, ignore: Sequence[str] = ()) -> None:
         if every_n_steps < 1:
             raise ConfigurationError(
                 f"ReplicaCheck(every_n_steps={every_n_steps!r})",
-                "it is a number of optimizer steps between two checks",
+                "it is the number of optimizer steps between two checks",
                 "give 1 or more",
             )
         self.every_n_steps = every_n_steps
         self.buffers = buffers
         self.ignore = tuple(ignore)
-        self._last = -1
+        self._last_checked_step = -1
 
     @property
     def state_key(self) -> str:
-        """The class and its settings."""
+        """The class name and the arguments."""
         settings = {"every_n_steps": self.every_n_steps, "buffers": self.buffers, "ignore": self.ignore}
         return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check that all ranks start alike."""
+        """Check that all ranks start with the same weights."""
         self._check(trainer, module)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Check after every ``every_n_steps``-th step."""
+        """Check every ``every_n_steps`` steps."""
         step = trainer.global_step
-        if step % self.every_n_steps == 0 and step != self._last:
+        if step % self.every_n_steps == 0 and step != self._last_checked_step:
             self._check(trainer, module)
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check what training leaves behind."""
-        if trainer.global_step != self._last:
+        """Check the final weights."""
+        if trainer.global_step != self._last_checked_step:
             self._check(trainer, module)
 
     def _check(self, trainer: RunContext, module: TrainModule) -> None:
-        self._last = trainer.global_step
+        self._last_checked_step = trainer.global_step
         control = trainer.strategy.control
         if control.world_size > 1:
-            compare_replicas(control, self._watched(module), f"after step {trainer.global_step}")
+            compare_replicas(control, self._tensors_to_compare(module), f"after step {trainer.global_step}")
 
-    def _watched(self, module: nn.Module) -> dict[str, Tensor]:
-        watched: dict[str, tuple[str, Tensor]] = {f"parameter {n!r}": (n, p) for n, p in module.named_parameters()}
+    def _tensors_to_compare(self, module: nn.Module) -> dict[str, Tensor]:
+        tensors: dict[str, tuple[str, Tensor]] = {f"parameter {n!r}": (n, p) for n, p in module.named_parameters()}
         if self.buffers:
             local = {
                 f"{prefix}.{name}" if prefix else name
@@ -102,10 +103,10 @@ class ReplicaCheck(Callback):
                 if isinstance(child, _LOCAL_STATISTICS)
                 for name, _ in child.named_buffers(recurse=False)
             }
-            watched |= {f"buffer {n!r}": (n, tensor) for n, tensor in module.named_buffers() if n not in local}
+            tensors |= {f"buffer {n!r}": (n, tensor) for n, tensor in module.named_buffers() if n not in local}
         return {
             label: tensor
-            for label, (name, tensor) in watched.items()
+            for label, (name, tensor) in tensors.items()
             if not any(fnmatchcase(name, pattern) for pattern in self.ignore)
         }
 
@@ -114,19 +115,19 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     """Compare ``tensors`` between all ranks, bit by bit. Collective.
 
     Args:
-        control: the way to the other ranks.
-        tensors: by the label that an error names them with. DTensors are compared between holders of the same shard.
-        when: for the error, such as "after step 3".
+        control: the control plane.
+        tensors: tensors by a label for the error message. DTensors are compared between holders of the same shard.
+        when: text for the error message, such as "after step 3".
 
     Raises:
-        DistributedError: on every rank: something differs, or the ranks came with different labels.
+        DistributedError: on every rank, if a tensor differs or the ranks pass different labels.
     """
     labels = list(tensors)
     _compare_labels(control, labels, when)
     parts = [_local_part(tensor) for tensor in tensors.values()]
     mine = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
-    everyone = control.all_gather(mine)
-    sums, shards = everyone[:, : len(labels)], everyone[:, len(labels) :]
+    gathered = control.all_gather(mine)
+    sums, shards = gathered[:, : len(labels)], gathered[:, len(labels) :]
     if not shards.any() and bool((sums == sums[0]).all()):
         return
     differing = [
@@ -138,36 +139,39 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
         first = differing[0]
         groups = next(by_sum for by_sum in _holders(sums[:, first], shards[:, first]) if len(by_sum) > 1)
         raise DistributedError(
-            f"The replicas differ {when}: {labels[first]} is not the same on {_in_words(groups)}"
+            f"The replicas differ {when}: {labels[first]} is not the same on {_format_groups(groups)}"
             + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
-            "replicas that start alike and apply the same gradients stay alike to the bit; something changed it on one "
-            "rank and not, or otherwise, on another: nn.Embedding(max_norm=...), a module checkpointed twice with "
-            "use_reentrant=True under plain DDP, a graph that changed under static_graph=True, or code that writes to "
-            "it depending on the rank or its data",
-            "find what writes to it; ReplicaCheck(every_n_steps=1) tells the step at which it begins. What is meant to "
-            "differ between ranks goes into ReplicaCheck(ignore=[...])",
+            "replicas that start with the same weights and apply the same gradients stay bit-identical, so something "
+            "changed it differently on some ranks. Known causes are nn.Embedding(max_norm=...), a module checkpointed "
+            "twice with use_reentrant=True under plain DDP, a graph that changes under static_graph=True, and code "
+            "that writes to it depending on the rank or its data",
+            "find what writes to it; ReplicaCheck(every_n_steps=1) shows the step at which it starts. If it is meant "
+            "to differ between ranks, use ReplicaCheck(ignore=[...])",
         )
 
 
 def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None:
-    """Refuse different labels, which would make the collective after this one hang or compare apples with pears."""
+    """Raise an error if the ranks have different labels, because the next collective would hang or mix up tensors."""
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
     mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
     if not bool((control.all_gather(mine) == mine).all()):
-        everywhere = control.gather_objects(labels)
-        common = set.intersection(*map(set, everywhere))
-        odd = next((label for found in everywhere for label in found if label not in common), "their order")
-        ranks = [rank for rank, found in enumerate(everywhere) if odd in found]
+        labels_by_rank = control.gather_objects(labels)
+        common = set.intersection(*map(set, labels_by_rank))
+        unmatched = next(
+            (label for labels_of_rank in labels_by_rank for label in labels_of_rank if label not in common),
+            "their order",
+        )
+        ranks = [rank for rank, labels_of_rank in enumerate(labels_by_rank) if unmatched in labels_of_rank]
         raise DistributedError(
-            f"The ranks hold different parameters or buffers {when}: {odd} is on rank(s) {ranks} only",
+            f"The ranks hold different parameters or buffers {when}: {unmatched} is on rank(s) {ranks} only",
             "replicas are compared name by name",
             "register the same parameters and buffers on every rank",
         )
 
 
 def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's piece, and a number that is the same on all ranks that should hold the same piece."""
-    # The attribute and not the class: importing DTensor takes long, and without it there is none.
+    """Return this rank's shard, and a number that identifies the shard: ranks with the same number hold the same."""
+    # isinstance would need an import of DTensor, which is slow.
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return tensor, 0
@@ -180,7 +184,7 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
-    """For each shard: the ranks that hold it, by the checksum they have of it."""
+    """Return for each shard the ranks that hold it, grouped by their checksum."""
     by_shard = spread(shards.tolist())
     values = sums.tolist()
     return [
@@ -189,7 +193,7 @@ def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
     ]
 
 
-def _in_words(groups: dict[int, list[int]]) -> str:
-    # The most common value first: the others are the odd ones out.
+def _format_groups(groups: dict[int, list[int]]) -> str:
+    # The largest group comes first, so that the deviating ranks come last.
     ordered = sorted(groups.values(), key=len, reverse=True)
     return " and on ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in ordered)

@@ -1,4 +1,4 @@
-"""RichProgressBar: the progress bar drawn with rich."""
+"""RichProgressBar: a progress bar drawn with rich."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from drivetrain.callbacks._bar_line import BarLine, Phase, fitted
+from drivetrain.callbacks._bar_line import BarLine, Phase, fit_line
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError
 
 
 class RichProgressBar(ProgressBar):
-    """A `ProgressBar` drawn with rich: in colours, and a validation's bar below its epoch's.
+    """A `ProgressBar` drawn with rich, in color, and with the bar of a validation below that of its epoch.
 
-    No thread refreshes it: the bar is drawn by the run, on the same clock as the plain one.
+    It uses no thread: the training loop draws it, as often as the plain bar.
 
     Args:
-        refresh_rate: refreshes a second, above 0 and at most 10.
-        stream: where to write; ``None`` is ``sys.stdout`` as it is when the run starts.
-        leave: keep the bar of a finished epoch above its line.
+        refresh_rate: refreshes per second, above 0 and at most 10.
+        stream: where to write; None is ``sys.stdout`` at the start of the run.
+        leave: whether to keep the bar of a finished epoch above its final line.
 
     Raises:
         ConfigurationError: rich is not installed, or ``refresh_rate`` is out of range.
@@ -30,39 +30,41 @@ class RichProgressBar(ProgressBar):
         if not rich_is_installed():
             raise ConfigurationError(
                 "RichProgressBar needs rich, which is not installed",
-                "it draws with that package",
+                "the bar is drawn with that package",
                 "pip install 'drivetrain[rich]' (or rich itself), or use ProgressBar",
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        self._epoch: tuple[Mapping[str, float], float, str] | None = None  # as the epoch's bar was last drawn
-        self._last: list[str] = []
+        self._epoch: tuple[Mapping[str, float], float, str] | None = (
+            None  # arguments of the last drawing of the epoch's bar
+        )
+        self._last_lines: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
-        """Show ``phase`` as a bar of its own; a validation stands below its epoch."""
+        """Draw the bar of ``phase``; a validation's is below that of its epoch."""
         if self._lines is None:
             return
         width = self._lines.width
-        shown = [fitted(phase, metrics, now, self.run_left, width)]
+        lines = [fit_line(phase, metrics, now, self.run_left, width)]
         if phase is self._training:
             self._epoch = metrics, now, self.run_left
         elif self._training is not None and self._epoch is not None:
-            shown.insert(0, fitted(self._training, *self._epoch, width))
-        self._last = self._styled(shown, width)
-        self._lines.show(self._last)
+            lines.insert(0, fit_line(self._training, *self._epoch, width))
+        self._last_lines = self._styled(lines, width)
+        self._lines.show(self._last_lines)
 
     def close(self) -> None:
-        """Take the bar down, or leave it standing with ``leave``."""
-        if self._leave and self._lines is not None and self._last and self._phase is None:
-            self._lines.print("\n".join(self._last))
-        self._last = []
+        """Clear the bar, or print it permanently with ``leave``."""
+        if self._leave and self._lines is not None and self._last_lines and self._phase is None:
+            self._lines.print("\n".join(self._last_lines))
+        self._last_lines = []
         super().close()
 
     def _styled(self, lines: Sequence[BarLine], width: int) -> list[str]:
         from rich.console import Console
         from rich.text import Text
 
-        # Not on the stream: where that is gone, rich ends the process.
+        # Not written to the stream directly: rich exits the process if the stream is closed.
         console = Console(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False)
         coloured = console.color_system is not None
         drawn = []
@@ -77,9 +79,9 @@ class RichProgressBar(ProgressBar):
         return drawn
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_epoch": None, "_last": []}
+        return super().__getstate__() | {"_epoch": None, "_last_lines": []}
 
 
 def rich_is_installed() -> bool:
-    """True where rich can be imported; does not import it."""
+    """Return whether rich is installed, without importing it."""
     return importlib.util.find_spec("rich") is not None

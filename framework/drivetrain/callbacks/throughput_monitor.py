@@ -1,4 +1,4 @@
-"""ThroughputMonitor: how much a run gets done in a second, and how much of the hardware that takes."""
+"""ThroughputMonitor: logs samples, tokens and FLOPs per second, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
 
-class _Point(NamedTuple):
-    """The counters at one moment."""
+class _Counters(NamedTuple):
+    """The run's counters at one step."""
 
     time: float
     step: int
@@ -33,24 +33,28 @@ class _Point(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Logs rates over a sliding window of steps, with every ``log_every_n_steps``-th step.
+    """Logs rates over a sliding window of steps, every ``log_every_n_steps`` steps.
 
-    Keys, all of the whole run, over all ranks: ``throughput/samples_per_sec``, ``throughput/steps_per_sec``,
-    ``throughput/micro_batches_per_sec`` (global ones), ``throughput/tokens_per_sec`` where the module overrides
-    `batch_weight` (the items it counts), and of one device ``throughput/tflops`` and ``throughput/mfu``, the share of
-    the device's peak that the module's own arithmetic uses, where the peak is known.
+    Keys:
+        - ``throughput/samples_per_sec``, ``throughput/steps_per_sec`` and ``throughput/micro_batches_per_sec`` (global
+          batches), over all ranks.
+        - ``throughput/tokens_per_sec``, over all ranks, if the module overrides `batch_weight`: the items that it
+          counts.
+        - ``throughput/tflops`` and ``throughput/mfu`` of one device: the TFLOP/s of the module, and as a fraction of
+          the device's peak. MFU is only logged if the peak is known.
 
-    Time is the host's between two logged steps, without validation; nothing waits for the device in between. The
-    first step, which warms up, is left out. The arithmetic is counted once, in the second micro-batch, by
-    `torch.utils.flop_counter`; what runs inside compiled kernels is invisible to it: give ``flops`` there.
+    Time is measured on the host between logged steps, without validation, and without waiting for the device. The
+    first step, a warm-up, is not counted. FLOPs are counted once, in the second micro-batch, by
+    `torch.utils.flop_counter`, which does not see inside compiled kernels; pass ``flops`` for compiled modules.
 
     Args:
         window: optimizer steps over which rates are averaged.
-        peak_flops: peak FLOP/s of one device; ``None`` looks the device's name up, and without it there is no MFU.
-        flops: FLOPs of one micro-batch on one rank, forward and backward; ``None`` counts them.
+        peak_flops: peak FLOP/s of one device; None looks it up by the device's name. FLOPs are not counted if it is
+            unknown.
+        flops: FLOPs of one micro-batch on one rank, forward and backward; None counts them.
 
     Attributes:
-        latest: what was logged last, by key.
+        latest: the last logged values, by key.
 
     Raises:
         ConfigurationError: an argument is not above 0.
@@ -60,59 +64,62 @@ class ThroughputMonitor(Callback):
         for name, value in (("window", window), ("peak_flops", peak_flops), ("flops", flops)):
             if value is not None and value <= 0:
                 raise ConfigurationError(
-                    f"ThroughputMonitor({name}={value!r})", "rates are per something", "give a number above 0"
+                    f"ThroughputMonitor({name}={value!r})", "it must be positive", "give a number above 0"
                 )
         self.window = window
         self.peak_flops = peak_flops
         self.flops = flops
         self.latest: dict[str, float] = {}
-        self._points: deque[_Point] = deque()
+        self._history: deque[_Counters] = deque()
         self._weight: float | torch.Tensor = 0.0
-        self._weighs = False
-        self._asks = False
+        self._counts_tokens = False
+        self._calls_batch_weight = False
         self._paused = 0.0
         self._paused_since = 0.0
-        self._begun = 0  # micro-batches begun in this run
+        self._micro_batches_started = 0
         self._last_step = 0
         self._peak: float | None = None
-        self._counted: float | None = None
+        self._flops_per_micro_batch: float | None = None
         self._counter: FlopCounterMode | None = None
 
     @property
     def state_key(self) -> str:
-        """The class and its settings."""
+        """The class name and the arguments."""
         settings = {"window": self.window, "peak_flops": self.peak_flops, "flops": self.flops}
         return f"{type(self).__qualname__}{settings!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The latest rates, for whoever started the run in other processes."""
+        """Return the latest rates, so that the launching process has them after a run in other processes."""
         return {"latest": dict(self.latest)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the rates back; the next window replaces them."""
+        """Restore the rates, which the next logged step replaces."""
         self.latest = dict(state_dict["latest"])
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Begin anew."""
+        """Reset all counters."""
         self.latest = {}
-        self._points.clear()
+        self._history.clear()
         self._weight = 0.0
-        self._weighs = is_overridden("batch_weight", module, TrainModule)
-        self._asks = self._weighs and not module.automatic_optimization  # where no window has weighed it
+        self._counts_tokens = is_overridden("batch_weight", module, TrainModule)
+        # In manual optimization the engine does not compute weights.
+        self._calls_batch_weight = self._counts_tokens and not module.automatic_optimization
         self._paused = 0.0
-        self._begun = 0
+        self._micro_batches_started = 0
         self._last_step = trainer.global_step
         strategy = trainer.strategy
         self._peak = self.peak_flops or known_peak_flops(strategy.device, trainer.precision.compute_dtype)
-        self._counted = self.flops
+        self._flops_per_micro_batch = self.flops
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Weigh the micro-batch, and count the second one's arithmetic."""
-        self._begun += 1
-        if self._weighs and not trainer.joining:
-            # A tensor that is still on its way is added where it is.
-            self._weight = self._weight + (module.batch_weight(batch) if self._asks else trainer.micro_batch_weight)
-        if self._begun == 2 and self._peak is not None and self._counted is None:
+        """Add the micro-batch's weight, and start counting FLOPs in the second micro-batch."""
+        self._micro_batches_started += 1
+        if self._counts_tokens and not trainer.joining:
+            # A weight that is a tensor is added on its device, without waiting for it.
+            self._weight = self._weight + (
+                module.batch_weight(batch) if self._calls_batch_weight else trainer.micro_batch_weight
+            )
+        if self._micro_batches_started == 2 and self._peak is not None and self._flops_per_micro_batch is None:
             from torch.utils.flop_counter import FlopCounterMode
 
             self._counter = FlopCounterMode(display=False)
@@ -121,7 +128,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Take the counters with the first step and with every logged one."""
+        """Record the counters after the first step and every ``log_every_n_steps`` steps."""
         if self._counter is not None:
             self._stop_counting()
         step = trainer.global_step
@@ -129,19 +136,19 @@ class ThroughputMonitor(Callback):
             return
         self._last_step = step
         every = trainer.log_every_n_steps
-        if every and (not self._points or step % every == 0):
-            self._take(trainer)
+        if every and (not self._history or step % every == 0):
+            self._log_rates(trainer)
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         self._paused_since = time.monotonic()
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Go on."""
+        """Resume the clock."""
         self._paused += time.monotonic() - self._paused_since
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
-        """Leave nothing switched on."""
+        """Stop counting FLOPs."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._counter = None
@@ -149,16 +156,16 @@ class ThroughputMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_counter": None}
 
-    def _take(self, trainer: RunContext) -> None:
+    def _log_rates(self, trainer: RunContext) -> None:
         weight = 0.0
-        if self._weighs:
+        if self._counts_tokens:
             mine = torch.tensor([float(self._weight)], dtype=torch.float64)
             weight = float(trainer.strategy.control.all_gather(mine).sum())
         now = time.monotonic() - self._paused
-        point = _Point(now, trainer.global_step, self._begun, trainer.samples_seen, weight)
-        points = self._points
+        point = _Counters(now, trainer.global_step, self._micro_batches_started, trainer.samples_seen, weight)
+        points = self._history
         points.append(point)
-        # The oldest is the last that is still a whole window away.
+        # Keep one point that is at least a whole window old.
         while len(points) > 2 and points[1].step <= point.step - self.window:
             points.popleft()
         first = points[0]
@@ -170,10 +177,10 @@ class ThroughputMonitor(Callback):
             "steps_per_sec": (point.step - first.step) / seconds,
             "micro_batches_per_sec": (point.micro_batches - first.micro_batches) / seconds,
         }
-        if self._weighs:
+        if self._counts_tokens:
             rates["tokens_per_sec"] = (point.weight - first.weight) / seconds
-        if self._counted is not None:
-            achieved = self._counted * rates["micro_batches_per_sec"]
+        if self._flops_per_micro_batch is not None:
+            achieved = self._flops_per_micro_batch * rates["micro_batches_per_sec"]
             rates["tflops"] = achieved / 1e12
             if self._peak is not None:
                 rates["mfu"] = achieved / self._peak
@@ -186,10 +193,10 @@ class ThroughputMonitor(Callback):
         total = self._counter.get_total_flops()
         self._counter = None
         if total > 0:
-            self._counted = float(total)
+            self._flops_per_micro_batch = float(total)
         else:
             warnings.warn(
-                "ThroughputMonitor counted no arithmetic, so there is no MFU: the module runs in compiled kernels, or "
-                "in operations that torch.utils.flop_counter does not know. Give ThroughputMonitor(flops=...).",
+                "ThroughputMonitor counted no FLOPs, so it does not log MFU. The module runs in compiled kernels, or "
+                "in operations that torch.utils.flop_counter does not know. Pass ThroughputMonitor(flops=...).",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Timer: how long the stages took, and an end to training when its time is up."""
+"""Timer: measures the time spent in each stage, and stops training after a given time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
 class Timer(Callback):
     """Measures the time spent in training, validation and test, and stops training after ``duration``.
 
-    The time of a resumed run counts. When a rank's time is up it asks for a stop, on which the ranks agree.
+    The time that earlier runs spent counts if they are resumed. When the time of any rank is up, all ranks stop after
+    the same step.
 
     Args:
-        duration: a `timedelta`, the keywords of one as a dict, a string ``"DD:HH:MM:SS"``, or ``None`` to measure only.
-        interval: look at the clock after each "step", or at the end of each "epoch".
-        verbose: print when the time is up.
+        duration: a `timedelta`, its keyword arguments as a dict, a string ``"DD:HH:MM:SS"``, or None to only measure.
+        interval: when to check the time: after each "step", or at the end of each "epoch".
+        verbose: whether to print a message when the time is up.
 
     Raises:
-        ConfigurationError: a duration that cannot be read, or an unknown ``interval``.
+        ConfigurationError: ``duration`` cannot be parsed, or ``interval`` is unknown.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Timer(Callback):
         if interval not in _INTERVALS:
             raise ConfigurationError(
                 f"Timer(interval={interval!r}).{nearest(str(interval), _INTERVALS)}",
-                "the clock is looked at after steps or after epochs",
+                "the time is checked after steps or after epochs",
                 "give 'step' or 'epoch'",
             )
-        self.duration = read_duration(duration)
+        self.duration = parse_duration(duration)
         self.interval = interval
         self.verbose = verbose
         self._limit = self.duration.total_seconds() if self.duration is not None else float("inf")
@@ -59,47 +60,47 @@ class Timer(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class, the duration and the interval."""
+        """The class name, the duration and the interval."""
         settings = {"duration": None if self.duration is None else self._limit, "interval": self.interval}
         return f"{type(self).__qualname__}{settings!r}"
 
-    # What users read
+    # Results
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in "train", "validate" or "test", earlier runs that this one resumes included."""
-        self._known(stage)
+        """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
+        self._check_stage(stage)
         since = self._since.get(stage)
         return self._spent[stage] + (time.monotonic() - since if since is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left, ``None`` without a duration."""
+        """Return the remaining seconds, None without a duration."""
         return None if self.duration is None else self._limit - self.time_elapsed(stage)
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When the stage started, in seconds of `time.time`; ``None`` where it has not."""
-        self._known(stage)
+        """Return when the stage started, in seconds of `time.time`; None if it has not."""
+        self._check_stage(stage)
         return self._started.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When the stage ended, in seconds of `time.time`; ``None`` where it has not."""
-        self._known(stage)
+        """Return when the stage ended, in seconds of `time.time`; None if it has not."""
+        self._check_stage(stage)
         return self._ended.get(stage)
 
     # The run
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Begin afresh; a validation within `fit` is part of training's time."""
+        """Reset the times before a fit. Validations within `fit` count as training time too."""
         self._fitting = stage == "fit"
         if self._fitting:
-            self._spent = dict.fromkeys(self._spent, 0.0)  # what a checkpoint held comes after this
+            self._spent = dict.fromkeys(self._spent, 0.0)  # a checkpoint is loaded after this
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Stop what a failure left running."""
+        """Stop clocks that are still running after a failure."""
         for running in list(self._since):
             self._stop(running)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start the clock; a resumed run may have no time left."""
+        """Start the clock of training, and stop at once if a resumed run has no time left."""
         self._start("train")
         self._deadline = self._since["train"] + self._limit - self._spent["train"]
         self._check(trainer)
@@ -107,41 +108,41 @@ class Timer(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Look at the clock."""
+        """Stop if the time is up, with ``interval="step"``."""
         if self.interval == "step" and time.monotonic() >= self._deadline:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Look at the clock."""
+        """Stop if the time is up."""
         self._check(trainer)
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Stop the clock."""
+        """Stop the clock of training."""
         self._stop("train")
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start validation's clock."""
+        """Start the clock of validation."""
         if not trainer.sanity_checking:
             self._start("validate")
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Stop validation's clock."""
+        """Stop the clock of validation."""
         self._stop("validate")
 
     def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start the test's clock."""
+        """Start the clock of testing."""
         self._start("test")
 
     def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Stop the test's clock."""
+        """Stop the clock of testing."""
         self._stop("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """Seconds spent by stage."""
+        """Return the seconds spent by stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count the time of the run that is resumed."""
+        """Add the time of the run that is resumed."""
         self._spent |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
 
     def _check(self, trainer: RunContext) -> None:
@@ -164,23 +165,23 @@ class Timer(Callback):
             del self._since[stage]
             self._ended[stage] = time.time()
 
-    def _known(self, stage: str) -> None:
+    def _check_stage(self, stage: str) -> None:
         if stage not in _STAGES:
             raise ConfigurationError(
-                f"Timer knows no stage {stage!r}.{nearest(stage, _STAGES)}",
+                f"Timer does not know the stage {stage!r}.{nearest(stage, _STAGES)}",
                 f"it measures {', '.join(_STAGES)}",
-                "ask for one of those",
+                "use one of those",
             )
 
 
-def read_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
+def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
     """Return ``duration`` as a `timedelta`.
 
     Args:
-        duration: a `timedelta`, the keywords of one, ``"DD:HH:MM:SS"``, or ``None``.
+        duration: a `timedelta`, its keyword arguments as a dict, ``"DD:HH:MM:SS"``, or None.
 
     Raises:
-        ConfigurationError: it cannot be read, or is negative.
+        ConfigurationError: ``duration`` cannot be parsed, or is negative.
     """
     read: timedelta | None = None
     if duration is None or isinstance(duration, timedelta):
@@ -189,8 +190,8 @@ def read_duration(duration: str | timedelta | Mapping[str, float] | None) -> tim
         match = _DURATION.fullmatch(duration.strip())
         if match is None:
             raise ConfigurationError(
-                f"duration={duration!r} cannot be read",
-                "as a string it is days, hours, minutes and seconds, DD:HH:MM:SS",
+                f"duration={duration!r} cannot be parsed",
+                "a string has days, hours, minutes and seconds, DD:HH:MM:SS",
                 "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
             )
         days, hours, minutes, seconds = map(int, match.groups())
@@ -200,8 +201,8 @@ def read_duration(duration: str | timedelta | Mapping[str, float] | None) -> tim
             read = timedelta(**duration)
         except TypeError as error:
             raise ConfigurationError(
-                f"duration={dict(duration)!r} cannot be read: {error}",
-                "a dict holds the keywords of datetime.timedelta",
+                f"duration={dict(duration)!r} cannot be parsed: {error}",
+                "a dict has the keyword arguments of datetime.timedelta",
                 "write {'hours': 12}, or give timedelta(hours=12)",
             ) from error
     if read is not None and read < timedelta(0):

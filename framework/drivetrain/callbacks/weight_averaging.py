@@ -1,4 +1,4 @@
-"""WeightAveraging and EMAWeightAveraging: averages of the weights beside training, under every strategy."""
+"""WeightAveraging and EMAWeightAveraging: average the weights during training, under every strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._averages import Averages, regions_of_averages
+from drivetrain.callbacks._averages import Averages, average_regions
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies._trainable import REQUIRES_GRAD
 
@@ -30,47 +30,47 @@ AverageFn = Callable[[Tensor, Tensor, int], Tensor]
 class WeightAveraging(Callback):
     """Keeps an average of the weights, validates with it, and leaves it in the module after `fit`.
 
-    Each rank averages what it holds, in float32 at least: its replica under DDP, its shards under FSDP, its part of the
-    float32 masters under ZeRO. Nothing is gathered. The averages of trainable parameters alone take memory, those of
-    buffers too. In a checkpoint they lie beside the weights, in parts like these, and a run goes on from them
-    under any strategy and world size.
+    Each rank averages its own part of the weights, in at least float32: its replica under DDP, its shards under FSDP,
+    its partition of the float32 master weights under ZeRO. Nothing is gathered. Only trainable parameters, and buffers
+    with ``use_buffers``, take additional memory. Checkpoints contain the averages in the same sharded form as the
+    weights, so a run can resume them under any strategy and world size.
 
-    Within `fit` validation runs on the averages, once there are any, and training goes on from its own weights, which
-    are put back bit for bit. After `fit` the module holds the averages; checkpoints written until then hold both.
-    Subclasses say by `should_update` when the weights are taken into the average.
+    Within `fit`, validation uses the averages as soon as there are any; then the trained weights are restored bit for
+    bit. After `fit` the module contains the averages; checkpoints saved during `fit` contain both. Subclasses choose
+    when to update by overriding `should_update`, and how by overriding `average`.
 
     Args:
-        avg_fn: returns the new average of ``(average, weight, updates so far)``, tensors of one shape; None for the
-            mean over all updates. The first update copies.
-        use_buffers: average floating-point buffers like weights; else the averages go with the buffers as they are.
-        evaluate: validate on the averages within `fit`.
+        avg_fn: returns the new average from ``(average, weight, updates so far)``, tensors of one shape; None for the
+            mean over all updates. The first update copies the weights.
+        use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
+        evaluate: whether validation within `fit` uses the averages.
     """
 
-    priority = -5  # it sees what hooks of the module change, and comes before whatever stops or saves
+    priority = -5  # after the module's hooks, which may change weights; before callbacks that stop or save
 
     def __init__(self, avg_fn: AverageFn | None = None, use_buffers: bool = True, evaluate: bool = True) -> None:
         if avg_fn is not None and not callable(avg_fn):
             raise ConfigurationError(
                 f"{type(self).__name__}(avg_fn={avg_fn!r})",
-                "it is called with the average, the weight and how many updates there were",
+                "it is called with the average, the weight and the number of updates so far",
                 "give a function, such as torch.optim.swa_utils.get_ema_avg_fn(0.999)",
             )
         self.avg_fn = avg_fn
         self.use_buffers = use_buffers
         self.evaluate = evaluate
         self.updates = 0
-        """How often the weights have been taken into the average."""
+        """Number of updates of the averages."""
         self._averages: Averages | None = None
         self._step = 0
         self._parameters: list[Any] = []
-        self._trained: tuple[bool, ...] = ()
-        self._registered = False
+        self._trainable_flags: tuple[bool, ...] = ()
+        self._weights_changed = False
         self._handles: list[Any] = []
 
-    # What subclasses may say
+    # Methods that subclasses may override
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to take the weights into the average; alike on every rank.
+        """Return whether to update the averages now, the same on every rank. The default updates after every step.
 
         Args:
             step_idx: the optimizer step that was just made, counted from 0; None at the end of an epoch.
@@ -79,71 +79,74 @@ class WeightAveraging(Callback):
         return step_idx is not None
 
     def average(self, averages: list[Tensor], weights: list[Tensor], updates: int) -> None:
-        """Move ``averages``, in place, towards ``weights``: lists of tensors of one dtype and device."""
+        """Update ``averages`` in place with ``weights``: lists of tensors of one dtype and device.
+
+        The default uses ``avg_fn``. It is not called for the first update, which copies the weights.
+        """
         if self.avg_fn is None:
             torch._foreach_lerp_(averages, weights, 1 / (updates + 1))
             return
-        for one, weight in zip(averages, weights, strict=True):
-            one.copy_(self.avg_fn(one, weight, updates))
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(self.avg_fn(average, weight, updates))
 
-    # In a checkpoint
+    # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """How many updates the averages have had; they themselves are in `save_tensors`."""
+        """Return the number of updates. `save_tensors` returns the averages."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Know how many there were."""
+        """Restore the number of updates."""
         self.updates = int(state_dict["updates"])
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
-        """The averages, by the weights' names."""
+        """Return the averages by the weights' names."""
         return {} if self._averages is None or self.updates == 0 else self._averages.state()
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """As this rank holds the weights."""
-        return regions_of_averages(trainer.strategy)
+        """Return the regions of this rank's weights, which are also those of its averages."""
+        return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
-        """Go on with these averages."""
+        """Restore the averages."""
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
         self._averages.load(tensors)
 
     # The run
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Begin with no average, unless a checkpoint is loaded."""
+        """Check that no other callback averages weights, and reset the averages."""
         if stage != "fit":
             return
-        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, WeightAveraging)]
+        averaging = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]
         if len(averaging) > 1:
             raise ConfigurationError(
                 f"{' and '.join(averaging)} in one run.",
-                "each would put its average in the module, for validation and after fit",
+                "each would load its averages into the module, for validation and after fit",
                 "keep one of them",
             )
         self.updates, self._averages = 0, None
 
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
-        """Look at what there is to average."""
+        """Collect the weights to average, and watch for parameters that are registered later."""
         if self._averages is None:
             self._averages = Averages(trainer.strategy, module, self.use_buffers)
         self._step = trainer.global_step
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             self._handles.append(register(self._note_registration))
-        self._registered = True
-        self._follow(trainer)
+        self._weights_changed = True
+        self._collect_weights(trainer)
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
-        """Notice what trains from this step on, before it changes."""
-        if self._registered or tuple(map(REQUIRES_GRAD, self._parameters)) != self._trained:
-            self._registered = True
-            self._follow(trainer)
+        """Collect the weights again if different parameters are trainable, before the step changes them."""
+        if self._weights_changed or tuple(map(REQUIRES_GRAD, self._parameters)) != self._trainable_flags:
+            self._weights_changed = True
+            self._collect_weights(trainer)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Take the weights into the average after a step that is one for it."""
+        """Update the averages after a step, if `should_update`."""
         step = trainer.global_step
         if step != self._step:
             self._step = step
@@ -151,48 +154,48 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Take the weights into the average after an epoch that is one for it."""
+        """Update the averages, if `should_update`."""
         if self.should_update(epoch_idx=trainer.current_epoch):
             self._update()
 
     def on_validation_start(self, trainer: RunContext, module: Any) -> None:
-        """Put the averages in the module."""
+        """Load the averages into the module, with ``evaluate``."""
         if self.evaluate and self._averages is not None and self.updates:
-            self._averages.exchange()
+            self._averages.swap_in()
 
     def on_validation_end(self, trainer: RunContext, module: Any) -> None:
-        """Put the training's weights back."""
+        """Restore the trained weights."""
         self._restore()
 
     def on_train_end(self, trainer: RunContext, module: Any) -> None:
-        """Leave the averages in the module."""
+        """Load the averages into the module."""
         if self._averages is None or not self.updates:
             return
-        self._averages.exchange()
+        self._averages.swap_in()
         if trainer.strategy.rank == 0:
             logger.info(
-                "%s: the module holds the averages of %d updates; checkpoints of this run have the weights that were "
-                "trained, too.",
+                "%s: the module now has the weights averaged over %d updates; checkpoints of this run also have the "
+                "trained weights.",
                 type(self).__name__,
                 self.updates,
             )
 
     def before_going_back(self, trainer: RunContext, module: Any) -> None:
-        """Know nothing of what came after the checkpoint."""
+        """Reset the averages; those of the checkpoint are loaded next."""
         self.updates = 0
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
 
     def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
-        """Follow what trains there."""
+        """Collect the weights again in the next step."""
         self._step = trainer.global_step
-        self._registered = True
+        self._weights_changed = True
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
-        """Put the training's weights back, should a validation have failed: they may be saved."""
+        """Restore the trained weights if a validation failed, because they may be saved."""
         self._restore()
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Let go of the averages."""
+        """Free the averages."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._parameters, self._averages = [], [], None
@@ -201,14 +204,14 @@ class WeightAveraging(Callback):
         return self.__dict__ | {"_averages": None, "_parameters": [], "_handles": []}
 
     def _note_registration(self, *_: Any) -> None:
-        self._registered = True
+        self._weights_changed = True
 
-    def _follow(self, trainer: RunContext) -> None:
+    def _collect_weights(self, trainer: RunContext) -> None:
         assert self._averages is not None
-        self._averages.follow()
+        self._averages.collect_weights()
         self._parameters = list(trainer.strategy.named_parameters().values())
-        self._trained = tuple(map(REQUIRES_GRAD, self._parameters))
-        self._registered = False
+        self._trainable_flags = tuple(map(REQUIRES_GRAD, self._parameters))
+        self._weights_changed = False
 
     def _update(self) -> None:
         assert self._averages is not None
@@ -216,25 +219,25 @@ class WeightAveraging(Callback):
         self.updates += 1
 
     def _restore(self) -> None:
-        if self._averages is not None and self._averages.in_place:
-            self._averages.restore()
+        if self._averages is not None and self._averages.swapped_in:
+            self._averages.swap_out()
 
 
 class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weight``.
 
-    It begins as a copy of the weights at the first update. What else there is to it is as in `WeightAveraging`.
+    The first update copies the weights. Everything else is as in `WeightAveraging`.
 
     Args:
-        decay: how much of the average stays at each update.
-        update_every_n_steps: updates after the first optimizer step and after every n-th from there.
-        update_starting_at_step: no update before this step, counted from 0.
-        update_starting_at_epoch: no update before this epoch, counted from 0.
-        use_buffers: average floating-point buffers like weights; else the averages go with the buffers as they are.
-        evaluate: validate on the averages within `fit`.
+        decay: the fraction of the average that is kept at each update.
+        update_every_n_steps: update after step 0 and every n-th step from there.
+        update_starting_at_step: the first step, counted from 0, after which to update.
+        update_starting_at_epoch: the first epoch, counted from 0, in which to update.
+        use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
+        evaluate: whether validation within `fit` uses the averages.
 
     Raises:
-        ConfigurationError: ``decay`` is not in [0, 1], or a count is below its least.
+        ConfigurationError: ``decay`` is not in [0, 1], or another number is too small.
     """
 
     def __init__(
@@ -248,7 +251,9 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         if not 0 <= decay <= 1:
             raise ConfigurationError(
-                f"EMAWeightAveraging(decay={decay!r})", "it is the part of the average that stays", "give 0.999, say"
+                f"EMAWeightAveraging(decay={decay!r})",
+                "it is the fraction of the average that is kept",
+                "give a number from 0 to 1, such as 0.999",
             )
         counts = {
             "update_every_n_steps": (update_every_n_steps, 1),
@@ -268,7 +273,7 @@ class EMAWeightAveraging(WeightAveraging):
         self._epoch = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """After every n-th step from the step and the epoch on that were asked for."""
+        """Return True after every n-th step, from the given step and epoch on."""
         return (
             step_idx is not None
             and step_idx % self.update_every_n_steps == 0
@@ -279,10 +284,10 @@ class EMAWeightAveraging(WeightAveraging):
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Take the weights into the average after a step that is one for it."""
+        """Update the averages after a step, if `should_update`."""
         self._epoch = trainer.current_epoch
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def average(self, averages: list[Tensor], weights: list[Tensor], updates: int) -> None:
-        """Move ``averages`` towards ``weights`` by what does not stay."""
+        """Update ``averages`` in place: ``average += (1 - decay) * (weight - average)``."""
         torch._foreach_lerp_(averages, weights, 1 - self.decay)

@@ -1,4 +1,4 @@
-"""The finders: a learning rate and a batch size, found by trying. Every name is imported on first use."""
+"""Tuner: searches for a learning rate and a batch size. Each name is imported on first use."""
 
 from __future__ import annotations
 

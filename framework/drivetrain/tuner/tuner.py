@@ -1,4 +1,4 @@
-"""Tuner: finds a learning rate and a batch size for what a `Fit` is going to run."""
+"""Tuner: finds a learning rate and a batch size by trial runs, before a fit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _STAGES = ("fit", "validate", "test", "predict")
 
 
 class Tuner:
-    """Finds a learning rate and a batch size, by trials that leave everything as it was.
+    """Finds a learning rate or a batch size by trial runs that change nothing but the attribute for the result.
 
-    A trial is a run of a copy of the module, with the strategy, the precision and the devices of the `Fit`, and without
-    its callbacks, loggers and checkpoints. Every rank finds the same. What a search changes is the attribute that holds
-    its finding, where it is asked to. Call it as `Fit.fit` is called: on every rank that there is.
+    A trial runs a copy of the module with the strategy, precision and devices of the `Fit`, but without its callbacks,
+    loggers and checkpoints. All ranks get the same result. Like `Fit.fit`, the methods must be called on every rank.
 
     Args:
-        fit: whose settings hold.
+        fit: provides the settings of the trials.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -46,30 +45,30 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFind:
-        """Train with a growing learning rate, and look where the loss falls most steeply.
+        """Train with an increasing learning rate, and find the rate at which the loss falls most steeply.
 
-        Schedules are left out. The losses are over all ranks' samples of a step.
+        Learning-rate schedules are ignored. The loss of a step is the mean over the samples of all ranks.
 
         Args:
-            module: what is to be trained.
+            module: the module to train.
             train_dataloaders: the training loader, as for `Fit.fit`.
-            val_dataloaders: not read: nothing is validated.
-            datamodule: where the loader comes from instead.
-            min_lr: of the first step.
-            max_lr: of the last step.
-            num_training: optimizer steps.
-            mode: "exponential" or "linear": how the rate grows.
-            early_stop_threshold: ends the search where the smoothed loss is more than so many times the best one; None
-                never does.
-            update_attr: set ``lr`` or ``learning_rate`` of the module or of its hyper-parameters.
-            attr_name: which attribute instead.
+            val_dataloaders: not used, because trials do not validate.
+            datamodule: provides the loader instead.
+            min_lr: the learning rate of the first step.
+            max_lr: the learning rate of the last step.
+            num_training: optimizer steps of the search.
+            mode: how the rate grows: "exponential" or "linear".
+            early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops
+                early.
+            update_attr: whether to set ``lr`` or ``learning_rate`` of the module or its hyper-parameters.
+            attr_name: the attribute to set instead.
 
         Returns:
-            What was found: ``suggestion()``, ``results`` and ``plot()``.
+            The rates and losses, with ``suggestion()`` and ``plot()``.
 
         Raises:
-            ConfigurationError: there is no attribute to update, or not one optimizer that the engine steps.
-            Exception: whatever failed in the search; everything is as it was before.
+            ConfigurationError: there is no attribute to update, or not exactly one optimizer that the engine steps.
+            Exception: an exception of a trial, after everything was restored.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -91,35 +90,35 @@ class Tuner:
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
     ) -> int:
-        """Find the largest batch size, per rank, with which every rank has memory enough.
+        """Find the largest batch size per rank that fits into the memory of every rank.
 
-        Afterwards ``batch_arg_name``, where the module, the data module or their hyper-parameters have it, holds what
-        was found. A loader that is given stays as it is.
+        Sets ``batch_arg_name`` of the module, the data module and their hyper-parameters, where it exists. A loader
+        that is passed in is not changed.
 
         Args:
-            module: what is to be run.
+            module: the module to run.
             train_dataloaders: a `DataLoader` to train on.
-            val_dataloaders: not read with ``method="fit"``: nothing is validated.
+            val_dataloaders: not used, because trials do not validate.
             dataloaders: a `DataLoader` for the other methods.
-            datamodule: where the loader comes from instead; it builds it with the attribute.
+            datamodule: provides the loader instead, and builds it with the attribute.
             method: "fit", "validate", "test" or "predict".
-            mode: "power" doubles the size until one does not fit; "binsearch" goes on between the last two.
-            steps_per_trial: optimizer steps (of evaluation: micro-batches) of each size.
-            init_val: what is tried first.
-            max_trials: sizes that are tried at most.
-            batch_arg_name: the attribute of the module, of the data module or of their hyper-parameters.
+            mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
+            steps_per_trial: optimizer steps per trial (micro-batches for the other methods).
+            init_val: the first size to try.
+            max_trials: the maximum number of sizes to try.
+            batch_arg_name: the attribute of the module, the data module or their hyper-parameters to set.
 
         Returns:
-            The largest size that was tried and fits; what the data hold for a rank, where that is less.
+            The largest size that was tried and fits, or the number of samples that a rank has, if that is smaller.
 
         Raises:
-            ConfigurationError: the batch size cannot be changed, or not even 1 fits.
-            Exception: whatever failed in a trial but for want of memory; everything is as it was before.
+            ConfigurationError: the batch size cannot be changed, or not even size 1 fits.
+            Exception: an exception of a trial other than out of memory, after everything was restored.
         """
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method={method!r}.{nearest(str(method), _STAGES)}",
-                "it says which of Fit's methods the batches are for.",
+                "it is the method of Fit that uses the batch size.",
                 f"use one of {', '.join(map(repr, _STAGES))}.",
             )
         if isinstance(train_dataloaders, DataModule):
@@ -133,16 +132,16 @@ class Tuner:
         if not isinstance(module, TrainModule) or is_attached(module):
             running = isinstance(module, TrainModule)
             raise ConfigurationError(
-                f"{verb} was called within a run of {type(module).__name__}."
+                f"{verb} was called during a run of {type(module).__name__}."
                 if running
-                else f"{verb} was given a {type(module).__name__}.",
-                "it makes runs of its own." if running else "it runs a drivetrain.TrainModule.",
-                "call it before fit; LearningRateFinder and BatchSizeFinder search as a run begins.",
+                else f"{verb} was called with a {type(module).__name__}.",
+                "it starts runs of its own." if running else "it runs a drivetrain.TrainModule.",
+                "call it before fit, or use the callbacks LearningRateFinder and BatchSizeFinder.",
             )
         if self._fit.fast_dev_run:
             raise ConfigurationError(
                 f"{verb} with fast_dev_run={self._fit.fast_dev_run!r}.",
-                "a dry run has too few steps to find anything by.",
-                "leave fast_dev_run out.",
+                "a dry run has too few steps for a search.",
+                "remove fast_dev_run.",
             )
         return EngineTrials(self._fit, stage, module, given)

@@ -11,7 +11,7 @@ from drivetrain import Fit, TrainModule
 
 
 class Regression(TrainModule):
-    """Fits a line; logs what it is told to."""
+    """Linear regression that logs its losses."""
 
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Regression(TrainModule):
 
 
 def loader(samples: int = 40, batch_size: int = 4) -> DataLoader[Any]:
-    """``samples`` pairs of shapes (4,) and (1,), in order."""
+    """Return a loader of ``samples`` pairs of shapes (4,) and (1,), unshuffled."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 4, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
 def quiet_fit(**options: Any) -> Fit:
-    """A `Fit` on the CPU that prints and writes nothing unless told to."""
+    """Return a `Fit` on the CPU that prints and writes nothing, unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

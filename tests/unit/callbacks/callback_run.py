@@ -1,4 +1,4 @@
-"""A run in small: what callbacks read of one, with real values and a real control plane, driven by hand."""
+"""A fake run with the attributes that callbacks read and a real control plane; tests call the hooks by hand."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from drivetrain.precision import Precision
 
 
 @dataclass
-class Where:
-    """The strategy's part."""
+class FakeStrategy:
+    """The attributes of a strategy that callbacks read."""
 
     control: ControlPlane = field(default_factory=LocalControl)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 @dataclass
-class Run:
-    """The reads of a `Fit`, as attributes to set."""
+class FakeRun:
+    """The attributes of a `Fit` that callbacks read, which tests set."""
 
-    strategy: Where = field(default_factory=Where)
+    strategy: FakeStrategy = field(default_factory=FakeStrategy)
     precision: Precision = field(default_factory=Precision)
     current_epoch: int = 0
     global_step: int = 0
@@ -76,10 +76,10 @@ class Run:
 _runs = itertools.count()
 
 
-def distributed_run(**values: Any) -> Run:
-    """A run on the default process group of this process."""
+def distributed_run(**values: Any) -> FakeRun:
+    """Return a fake run whose control plane uses this process's default process group."""
     from drivetrain._distributed.control_group import GroupControl
 
     store = dist.PrefixStore(f"run{next(_runs)}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     control = GroupControl(dist.group.WORLD, store, dist.get_rank(), dist.get_world_size())
-    return Run(strategy=Where(control=control), **values)
+    return FakeRun(strategy=FakeStrategy(control=control), **values)

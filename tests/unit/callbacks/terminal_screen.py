@@ -1,4 +1,4 @@
-"""What stands on a terminal after the bytes that a program has written to it."""
+"""A terminal emulator: computes what is on the screen after the bytes that a program has written."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 
 class Screen:
-    """Interprets what a progress bar needs of a terminal; refuses what it does not know.
+    """Interprets the control sequences that a progress bar uses, and fails for others.
 
-    Lines are never broken anew, as on xterm. Rows that have scrolled away are kept.
+    As in xterm, lines are not wrapped again after a resize. Rows that have scrolled away are kept.
     """
 
     def __init__(self, columns: int) -> None:
@@ -23,34 +23,34 @@ class Screen:
         self._rows: list[str] = [""]
         self._row = self._column = 0
         self._wraps = True
-        self._goes_on: set[int] = set()  # rows that go on with the one before
-        self._rest = ""
+        self._continuation_rows: set[int] = set()  # rows that continue the previous one
+        self._incomplete = ""
 
     @property
     def lines(self) -> list[str]:
-        """The rows that hold anything."""
+        """The rows that are not empty."""
         return [row.rstrip() for row in self._rows if row.strip()]
 
     @property
     def paragraphs(self) -> list[str]:
-        """What was written as a line each, whether it takes one row or several."""
-        whole: list[str] = []
+        """The lines that were written, with wrapped rows joined."""
+        lines: list[str] = []
         for index, row in enumerate(self._rows):
-            if index in self._goes_on:
-                whole[-1] += row
+            if index in self._continuation_rows:
+                lines[-1] += row
             else:
-                whole.append(row)
-        return [one.rstrip() for one in whole if one.strip()]
+                lines.append(row)
+        return [line.rstrip() for line in lines if line.strip()]
 
     def feed(self, text: str) -> None:
-        """Take what was written; the beginning of a sequence waits for its end."""
-        text = self._rest + text
+        """Process output. An incomplete control sequence at its end is kept for the next call."""
+        text = self._incomplete + text
         cut = re.search(r"\x1b(\[[0-9;?]*)?$", text)
-        self._rest = text[cut.start() :] if cut else ""
-        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]|\x1b", text[: len(text) - len(self._rest)]):
-            self._take(part)
+        self._incomplete = text[cut.start() :] if cut else ""
+        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]|\x1b", text[: len(text) - len(self._incomplete)]):
+            self._process(part)
 
-    def _take(self, part: str) -> None:
+    def _process(self, part: str) -> None:
         if part == "\r":
             self._column = 0
         elif part == "\n":
@@ -66,7 +66,7 @@ class Screen:
         elif part in ("\x1b[?7l", "\x1b[?7h"):
             self._wraps = part[-1] == "h"
         elif re.fullmatch(r"\x1b\[[\d;]*m", part):
-            pass  # a colour
+            pass  # a color
         else:
             assert part.isprintable(), repr(part)
             self._put(part)
@@ -76,7 +76,7 @@ class Screen:
             if self._wraps:
                 self._column = 0
                 self._down()
-                self._goes_on.add(self._row)
+                self._continuation_rows.add(self._row)
             else:
                 self._column = self.columns - 1
         row = self._rows[self._row].ljust(self._column)
@@ -85,34 +85,34 @@ class Screen:
 
     def _down(self) -> None:
         self._row += 1
-        self._goes_on.discard(self._row)
+        self._continuation_rows.discard(self._row)
         if self._row == len(self._rows):
             self._rows.append("")
 
 
-def run_on_a_terminal(
+def run_in_terminal(
     command: Sequence[str], columns: int, resized: Callable[[Screen], int | None] = lambda screen: None
 ) -> tuple[Screen, list[list[str]], str, int]:
     """Run ``command`` with a pseudo-terminal for its output.
 
     Args:
-        command: what to run.
-        columns: of the terminal.
-        resized: asked after each piece of output; returns how many columns it has from then on, or None.
+        command: the command line.
+        columns: the initial width of the terminal.
+        resized: called after each piece of output; returns the new width, or None to keep it.
 
     Returns:
-        the screen at the end, what stood on it after each piece of output, all that was written, and the exit code.
+        The final screen, the lines on it after each piece of output, all output, and the exit code.
     """
-    ours, theirs = pty.openpty()
-    _set_size(theirs, columns)
+    controller, terminal = pty.openpty()
+    _set_size(terminal, columns)
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=variables | {"TERM": "xterm"})
-    os.close(theirs)
+    process = subprocess.Popen(command, stdout=terminal, stderr=terminal, env=variables | {"TERM": "xterm"})
+    os.close(terminal)
     screen, frames, written, pending = Screen(columns), [], "", b""
     while True:
         try:
-            part = os.read(ours, 4096)
-        except OSError:  # Linux's way to say that nobody holds the other end any more
+            part = os.read(controller, 4096)
+        except OSError:  # on Linux: the other end has been closed
             break
         if not part:
             break
@@ -122,14 +122,14 @@ def run_on_a_terminal(
         written += text
         screen.feed(text)
         frames.append(screen.lines)
-        now = resized(screen)
-        if now is not None:
-            screen.columns = now
-            _set_size(ours, now)
-    os.close(ours)
+        new_columns = resized(screen)
+        if new_columns is not None:
+            screen.columns = new_columns
+            _set_size(controller, new_columns)
+    os.close(controller)
     return screen, frames, written, process.wait(timeout=60)
 
 
-def _set_size(end: int, columns: int) -> None:
-    """Either end will do."""
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+def _set_size(file_descriptor: int, columns: int) -> None:
+    """Set the width of a pseudo-terminal, given either of its file descriptors."""
+    fcntl.ioctl(file_descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))

@@ -1,4 +1,4 @@
-"""What averages of the weights are asked for in the wrong way; how they average is in tests/distributed."""
+"""Invalid arguments of weight averaging; the averages themselves are tested in tests/distributed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_what_is_no_function_is_refused() -> None:  # L-01
         WeightAveraging(0.9)  # type: ignore[arg-type]
 
 
-def test_two_averages_of_one_module_are_refused() -> None:  # L-01: each would take the other's for what trains
+def test_two_averages_of_one_module_are_refused() -> (
+    None
+):  # L-01: each would treat the other's average as trained weights
     with pytest.raises(ConfigurationError, match="EMAWeightAveraging and WeightAveraging in one run"):
         fitted(Net(), [EMAWeightAveraging(), WeightAveraging()])
 

@@ -33,7 +33,7 @@ def _fit(**options: Any) -> Any:
 
 
 class _Local(Regression):
-    """Its validation loss falls on rank 0, rises on rank 1, and rises in the mean; nobody else hears of it."""
+    """Logs a validation loss that falls on rank 0, rises on rank 1 and rises on average, without ``sync_dist``."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         epoch = self.current_epoch
@@ -49,12 +49,12 @@ def _stop_by_a_local_value() -> tuple[int, int, float]:
 
 
 def test_a_local_value_stops_all_ranks_at_once() -> None:
-    # B-19: by itself rank 0 would train to the end, and rank 1 would leave it waiting.
+    # B-19: deciding alone, rank 0 would train to the end and rank 1 would stop, so that rank 0 hangs.
     assert on_ranks(_stop_by_a_local_value, 2, process_group=None) == [(3, 2, 10.0)] * 2
 
 
 def _stop_by_time_on_one_rank() -> tuple[int, bool]:
-    # The clock of one rank only runs out.
+    # The time is up on one rank only.
     rank_0_only = LambdaCallback(
         on_train_start=lambda trainer, module: setattr(timer, "_deadline", 0.0 if trainer.is_global_zero else 1e12)
     )
@@ -75,7 +75,7 @@ def test_time_that_is_up_on_one_rank_stops_all_after_the_same_step() -> None:
 
 
 class _Corrupt(Callback):
-    """Changes one weight a little on one rank, as a bug would."""
+    """Changes one weight slightly on one rank, as a bug might."""
 
     def __init__(self, rank: int, step: int) -> None:
         self.rank = rank
@@ -84,7 +84,7 @@ class _Corrupt(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == self.step:
             with torch.no_grad():
-                module.net.weight[0, 2] += 1e-3  # the last bit alone could be rounded away by the next step
+                module.net.weight[0, 2] += 1e-3  # the next step could round away a change of the last bit
 
 
 class _Normalised(Regression):
@@ -111,7 +111,7 @@ def _replicas(strategy: str, corrupt: bool) -> tuple[str, int]:
 
 
 def test_replicas_are_found_alike_and_a_little_difference_is_named() -> None:
-    # C-04: batch normalisation's statistics, each rank's own until the next forward, are no alarm.
+    # C-04: statistics of batch normalization differ between ranks until the next forward, which is not an error.
     for strategy in ("ddp", "ddp_static_graph"):
         assert on_ranks(_replicas, 2, strategy, False, process_group=None) == [("", 12), ("", 12)]
     found = on_ranks(_replicas, 2, "ddp", True, process_group=None)
@@ -147,7 +147,7 @@ def test_a_nan_on_one_rank_stops_all_and_all_know_where() -> None:
     assert time.monotonic() - start < 60
 
 
-# An uneven tail (B-04): the rank without data keeps the others company, and is not counted
+# An uneven tail (B-04): the joining rank, without data, is not counted
 
 
 class _Tokens(Regression):
@@ -169,7 +169,7 @@ def _uneven() -> tuple[int, float, float]:
 
 
 def test_a_joining_rank_is_not_suspected() -> None:
-    # B-04: 17 samples as 4 + 4 + 4 + 4 + 1; rank 1 joins the last, with a loss of NaN that counts for nothing.
+    # B-04: 17 samples as 4 + 4 + 4 + 4 + 1; rank 1 joins the last step with a NaN loss of weight zero.
     assert [seen for seen, _, _ in on_ranks(_uneven, 2, process_group=None)] == [51, 51]
 
 
@@ -180,7 +180,7 @@ def test_a_joining_rank_is_not_counted() -> None:
         assert rate > 0
 
 
-# Rank 0 speaks and writes
+# Only rank 0 prints and writes
 
 
 def _outputs(root: str) -> tuple[str, list[str]]:
@@ -201,7 +201,7 @@ def test_rank_0_alone_prints_and_writes(tmp_path: Path) -> None:
     assert versions == ["version_0"]
 
 
-# Processes started for the run: what the callbacks learned comes back to the caller
+# Launched processes: the callbacks' state is returned to the caller
 
 
 def test_the_caller_has_the_callbacks_state_and_the_logger_s_place(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class _Scripted(Regression):
-    """Its validation loss is what the script says, one value a validation."""
+    """Logs the given validation losses, one per validation."""
 
     def __init__(self, script: list[float]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_min_epochs_holds_against_an_early_stop() -> None:
     assert fit.current_epoch == 4
 
 
-# LearningRateMonitor, ThroughputMonitor: rows of the logger
+# LearningRateMonitor, ThroughputMonitor: logged rows
 
 
 class _Scheduled(Regression):
@@ -117,7 +117,7 @@ def test_rates_stand_in_the_rows_of_the_steps_they_made(tmp_path: Path) -> None:
     )
     fit.fit(_Scheduled(), loader())
     rows = [row for row in _rows(logger) if row["lr-SGD"]]
-    # Step n was made with 1/n: the scheduler steps after it.
+    # Step n uses the rate 1/n: the scheduler steps after it.
     assert [(int(row["step"]), float(row["lr-SGD"])) for row in rows] == [  # type: ignore[comparison-overlap]
         (n, pytest.approx(1 / n)) for n in (2, 4, 6, 8, 10)
     ]
@@ -189,7 +189,7 @@ def test_windows_follow_the_schedule() -> None:
     fit.fit(Regression(), loader())
     assert steps == [10, 13, 16, 17]
     assert fit.accumulate_grad_batches == 1
-    fit.fit(Regression(), loader())  # and again, from the beginning
+    fit.fit(Regression(), loader())  # a second fit starts from the beginning
     assert steps[4:] == [10, 13, 16, 17]
     with pytest.raises(ConfigurationError, match="accumulate_grad_batches=2"):
         quiet_fit(accumulate_grad_batches=2, callbacks=[GradientAccumulationScheduler({0: 4})]).fit(
@@ -201,7 +201,7 @@ def test_windows_follow_the_schedule() -> None:
 
 
 class _Bad(Regression):
-    """Its loss is NaN at one micro-batch."""
+    """Returns a NaN loss for one micro-batch."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_nan_stops_the_run_with_the_step_the_rank_and_the_batch() -> None:
         NonFiniteError, match="loss is nan on rank 0 at batch index 7 of epoch 1, after 8 optimizer steps"
     ):
         fit.fit(module, loader())
-    assert module.seen == 18  # four steps after the look at the end of epoch 0
+    assert module.seen == 18  # four steps after the check at the end of epoch 0
 
 
 def test_a_nan_is_found_before_the_model_is_validated() -> None:
@@ -293,7 +293,7 @@ def test_a_batch_without_items_may_have_no_loss() -> None:
     assert module.net.weight.isfinite().all()
 
 
-# All together, and what they cost
+# All callbacks together, and their cost
 
 
 def test_all_of_them_leave_the_numbers_alone(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_all_of_them_leave_the_numbers_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_batch_weighs_is_asked_once_and_of_the_loaders_batch(tmp_path: Path) -> None:  # O-04
-    # Of a batch on a device the answer would be waited for, in three callbacks.
+    # For a batch on a device, three callbacks would wait for the result.
     given: list[bool] = []
 
     class Weighing(Regression):
@@ -330,7 +330,7 @@ def test_what_a_batch_weighs_is_asked_once_and_of_the_loaders_batch(tmp_path: Pa
             return len(batch[0])
 
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return tuple(one.clone() for one in batch)  # as one that was copied
+            return tuple(one.clone() for one in batch)  # like a copy to a device
 
     monitors: list[Callback] = [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard(action="warn")]
     trainer = quiet_fit(callbacks=monitors, max_epochs=1, accumulate_grad_batches=2)

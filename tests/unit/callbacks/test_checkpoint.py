@@ -1,4 +1,4 @@
-"""The Checkpoint callback: when it saves, what it keeps, and how a run goes on from it (F-07, F-08, F-15, F-16)."""
+"""Checkpoint: when it saves, what it keeps, and how a run resumes (F-07, F-08, F-15, F-16)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
 
 
 class Scored(TrainModule):
-    """Logs the given score at each epoch's end."""
+    """Logs the given score at the end of each epoch."""
 
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class TestWhen:
             fit(tmp_path, callbacks, max_epochs=1, accumulate_grad_batches=2).fit(Scored([0.0]), loader())
         assert names(tmp_path) == ["exception-step=2"]
         saved = load(tmp_path / RUN / "checkpoints/exception-step=2").progress
-        assert (saved["batch_idx"], saved["samples_seen"]) == (4, 4)  # as of the last step
+        assert (saved["batch_idx"], saved["samples_seen"]) == (4, 4)  # the state after the last step
 
 
 class TestWhatIsKept:
@@ -162,12 +162,12 @@ class TestWhatIsKept:
         assert names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]
         elsewhere = Checkpoint(tmp_path / "elsewhere", keep_last=2, save_top_k=0)
         fit(tmp_path, elsewhere, max_epochs=5).fit(Scored([0.0] * 5), loader(), ckpt_path="last")
-        assert names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]  # not its own
+        assert names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]  # not this run's
         assert len(list((tmp_path / "elsewhere").glob("epoch=*"))) == 1
 
     @pytest.mark.parametrize("another_run", [False, True])
     def test_what_a_killed_run_was_about_to_remove(self, another_run: bool, tmp_path: Path) -> None:
-        # F-05, F-07: killed once the second was whole, and before the first was removed
+        # F-05, F-07: killed after the second checkpoint was complete and before the first was removed
         first, aside = tmp_path / RUN / "checkpoints/epoch=0-step=6", tmp_path / "aside"
         fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader())
         shutil.copytree(first, aside)
@@ -210,7 +210,7 @@ class TestGoingOn:
     def test_a_clock_that_was_ahead_does_not_hold_a_run_back(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # J-03: each restart went on from what was written an hour ahead
+        # J-03: each restart resumed from the checkpoint written by a clock an hour ahead
         clock = time.time
         monkeypatch.setattr("time.time", lambda: clock() + 3600)
         kept: dict[str, Any] = {"save_top_k": -1}
@@ -259,7 +259,7 @@ class TestGoingOn:
         fit(tmp_path, Checkpoint(every_n_train_steps=2, save_top_k=-1), max_epochs=1).fit(Scored([0.0]), loader())
         before = {name: load(tmp_path / RUN / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
         start = tmp_path / RUN / "checkpoints/epoch=0-step=2"
-        kind = type("Other", (Checkpoint,), {})  # which takes nothing over from the first
+        kind = type("Other", (Checkpoint,), {})  # a class with its own state key
         other = kind(tmp_path / RUN / "checkpoints", every_n_train_steps=2, save_top_k=-1)
         fit(tmp_path, other, max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path=start)
         after = {name: load(tmp_path / RUN / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
@@ -268,7 +268,7 @@ class TestGoingOn:
 
 
 class Replaced(Checkpoint):
-    """Its folder becomes a file once it was looked at."""
+    """Replaces its folder by a file after the folder was checked."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         super().on_train_start(trainer, module)
@@ -321,12 +321,12 @@ class TestNames:
         assert checkpoint_name("plain", values) == "plain"
 
     def test_what_was_not_logged_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"nothing called 'val_los' was logged.*val_loss"):
+        with pytest.raises(ConfigurationError, match=r"no value 'val_los' was logged.*val_loss"):
             checkpoint_name("{val_los}", {"epoch": 1, "val_loss": 2.0})
 
     @pytest.mark.parametrize("template", ["", "a/b", "{epoch", ".hidden"])
     def test_what_is_no_name_is_refused(self, template: str) -> None:
-        with pytest.raises(ConfigurationError, match="is no name"):
+        with pytest.raises(ConfigurationError, match="is not a valid name"):
             Checkpoint(filename=template)
 
 

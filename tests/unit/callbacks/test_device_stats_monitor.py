@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor reads what it logs from the device and the host. Row L-08."""
+"""DeviceStatsMonitor logs the statistics of the device and the host (L-08)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Net(TrainModule):
 
 
 def logged(folder: Path, callback: DeviceStatsMonitor, **settings: Any) -> list[dict[str, str]]:
-    """The rows of a run of six steps that logs every third."""
+    """Return the logged rows of a run with six steps and log_every_n_steps=3."""
     logger = CSVLogger(folder)
     off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     options: Any = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 3, **off, **settings}
@@ -92,9 +92,9 @@ def test_where_there_is_nothing_to_log_it_is_refused_by_name(tmp_path: Path, mon
 
 
 def _at(device: torch.device) -> Any:
-    from callback_run import Run, Where
+    from callback_run import FakeRun, FakeStrategy
 
-    return Run(strategy=Where(device=device))
+    return FakeRun(strategy=FakeStrategy(device=device))
 
 
 def test_a_step_of_several_micro_batches_is_logged_once() -> None:  # L-08
@@ -116,7 +116,7 @@ def test_a_run_without_a_logger_is_told() -> None:  # L-08
     run: Any = _at(torch.device("cpu"))
     callback.setup(run, Net(), "fit")
     run.loggers = []
-    with pytest.warns(UserWarning, match="nowhere to log to"):
+    with pytest.warns(UserWarning, match="logs nothing: the run has no logger"):
         callback.on_train_start(run, Net())
     callback.on_train_batch_start(run, Net(), None, 0)
     assert run.logged == []

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from callback_run import Run, distributed_run
+from callback_run import FakeRun, distributed_run
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.errors import ConfigurationError
 from worlds import on_ranks
 
 MODULE: Any = None
-"""The callback asks nothing of the module."""
+"""The callback does not use the module."""
 
 
 def test_patience_may_be_an_integer_of_numpys() -> None:  # I-10
@@ -25,9 +25,9 @@ def test_patience_may_be_an_integer_of_numpys() -> None:  # I-10
 
 def _drive(
     callback: EarlyStopping, values: list[float], key: str = "val_loss", state: dict[str, Any] | None = None
-) -> tuple[int | None, Run]:
-    """Feed one value an epoch, after ``state`` of a checkpoint; return the epoch it stopped in, and the run."""
-    run: Any = Run()
+) -> tuple[int | None, FakeRun]:
+    """Pass one value per epoch, after loading ``state``; return the epoch in which it stopped, and the run."""
+    run: Any = FakeRun()
     callback.setup(run, MODULE, "fit")
     if state is not None:
         callback.load_state_dict(state)
@@ -41,7 +41,7 @@ def _drive(
     return None, run
 
 
-# What Lightning does with the same arguments and values.
+# The results of Lightning with the same arguments and values.
 @pytest.mark.parametrize(
     ("options", "values", "stops"),
     [
@@ -78,7 +78,7 @@ def test_verbose_says_what_happened() -> None:
 
 def test_a_missing_key_is_refused_with_the_nearest_and_the_known_ones() -> None:
     # G-06
-    run: Any = Run(callback_metrics={"val_loss": torch.tensor(1.0), "train_loss": torch.tensor(2.0)})
+    run: Any = FakeRun(callback_metrics={"val_loss": torch.tensor(1.0), "train_loss": torch.tensor(2.0)})
     callback = EarlyStopping("vall_loss")
     callback.on_train_start(run, MODULE)
     with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'") as caught:
@@ -87,7 +87,7 @@ def test_a_missing_key_is_refused_with_the_nearest_and_the_known_ones() -> None:
 
 
 def test_without_strict_a_missing_key_is_skipped_with_one_warning() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     callback = EarlyStopping("acc", strict=False)
     callback.on_train_start(run, MODULE)
     with pytest.warns(RuntimeWarning, match="'acc'"):
@@ -112,7 +112,7 @@ def test_without_strict_a_missing_key_is_skipped_with_one_warning() -> None:
     ],
 )
 def test_when_it_looks(asked: bool | None, values: dict[str, Any], at_epoch_end: bool) -> None:
-    run: Any = Run(callback_metrics={"loss": torch.tensor(math.nan)}, **values)
+    run: Any = FakeRun(callback_metrics={"loss": torch.tensor(math.nan)}, **values)
     callback = EarlyStopping("loss", check_on_train_epoch_end=asked)
     callback.setup(run, MODULE, "fit")
     callback.on_train_start(run, MODULE)
@@ -128,10 +128,10 @@ def test_when_it_looks(asked: bool | None, values: dict[str, Any], at_epoch_end:
 
 
 def test_a_validation_outside_fit_is_none_of_its_business() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     callback = EarlyStopping("loss", check_on_train_epoch_end=False)
     callback.setup(run, MODULE, "validate")
-    callback.on_validation_end(run, MODULE)  # would refuse the missing key
+    callback.on_validation_end(run, MODULE)  # would raise an error for the missing key
     assert not run.should_stop
 
 
@@ -180,10 +180,10 @@ def _local_values(rank_values: list[list[float | None]]) -> tuple[list[bool], fl
 
 
 def test_a_value_that_is_local_to_the_ranks_is_averaged_and_decided_alike() -> None:
-    # B-19. By its own values rank 0 would go on (1.0, 0.5, 0.4) and rank 1 would stop at the second (1.0, 3.0).
+    # B-19. With its own values rank 0 would continue (1.0, 0.5, 0.4) and rank 1 would stop at the second (1.0, 3.0).
     results = on_ranks(_local_values, 2, [[1.0, 1.0], [0.5, 3.0], [0.25, 0.25]])
     assert results[0] == results[1] == ([False, True, True], 0.25, 0)
-    # A rank that had no data logged nothing: the others' mean counts.
+    # A rank without data logs nothing, so the mean of the others counts.
     results = on_ranks(_local_values, 3, [[1.0, 2.0, None], [1.0, None, None]])
     assert results[0] == results[1] == results[2] == ([False, False], 1.0, 0)
 
@@ -205,7 +205,7 @@ def test_a_missing_key_is_refused_on_every_rank() -> None:
 
 
 def test_a_run_that_was_held_back_and_goes_on_has_not_stopped() -> None:  # I-17
-    """It was to stop, ``min_epochs`` held it back, it was started again, and is better since."""
+    """A stop was requested, ``min_epochs`` delayed it, the run was resumed, and the value has improved since."""
     held_back = {"wait_count": 1, "best_score": 1.0, "stopped_epoch": 1, "stopping_reason": "val_loss did not improve"}
     callback = EarlyStopping("val_loss", patience=1)
     assert _drive(callback, [0.5], state=held_back)[0] is None

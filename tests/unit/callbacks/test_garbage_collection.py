@@ -1,4 +1,4 @@
-"""GarbageCollection: when Python's collector runs, and how it is left."""
+"""GarbageCollection: when Python's collector runs, and that it is restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.errors import ConfigurationError
 
 
 class Littering(TrainModule):
-    """Makes what only the cyclic collector frees, and far more of it than calls for a collection."""
+    """Creates enough reference cycles to trigger automatic collections."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Littering(TrainModule):
 
 
 def _collections(path: Path, module: Littering, callbacks: list[Any]) -> list[tuple[int, int]]:
-    """(step, generation) of each collection while training."""
+    """Return (step, generation) of each collection during training."""
     trainer = Fit(
         max_epochs=1, accelerator="cpu", default_root_dir=path, callbacks=callbacks, accumulate_grad_batches=2,
         enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False,
@@ -58,9 +58,9 @@ def _collections(path: Path, module: Littering, callbacks: list[Any]) -> list[tu
 
 def test_it_collects_at_its_steps_and_at_no_other(tmp_path: Path) -> None:
     by_itself = _collections(tmp_path, Littering(), [])
-    assert len(by_itself) > 20  # a collection every 700 objects: the littering shows
+    assert len(by_itself) > 20  # automatic collection every 700 objects
     held = _collections(tmp_path, Littering(), [GarbageCollection(every_n_steps=4)])
-    assert held[:3] == [(4, 1), (8, 1), (10, 2)]  # once a step, whatever the window; everything at the epoch's end
+    assert held[:3] == [(4, 1), (8, 1), (10, 2)]  # by steps, whatever the window; all objects at the end of the epoch
     assert gc.isenabled()
 
 

@@ -1,4 +1,4 @@
-"""LossSpikeGuard: what a spike is, and what becomes of it."""
+"""LossSpikeGuard: detection of spikes and the three actions."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ class Line(TrainModule):
         return torch.nn.functional.mse_loss(self.layer(x), y)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)  # which would move without a gradient, too
+        return torch.optim.AdamW(
+            self.parameters(), lr=0.01
+        )  # weight decay and momentum change weights even with zero gradients
 
 
 def data(bad: int | None = BAD) -> TensorDataset:
-    """A batch of 4 a step; that of step ``bad`` has targets from elsewhere, in its last two samples."""
+    """Return a loader with batches of 4; the last two samples of batch ``bad`` have wrong targets."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(STEPS * 4, 3, generator=generator), torch.randn(STEPS * 4, 1, generator=generator)
     if bad is not None:
@@ -47,7 +49,7 @@ def data(bad: int | None = BAD) -> TensorDataset:
 
 
 def by_hand(bad: int = BAD) -> torch.Tensor:
-    """All steps but the bad one."""
+    """Return the loader without the bad batch."""
     module, batches = Line(), list(DataLoader(data(bad), batch_size=4))
     optimizer = module.configure_optimizers()
     for step, batch in enumerate(batches):
@@ -81,7 +83,7 @@ def test_what_a_spike_is() -> None:
     statistic = SpikeStatistic(threshold=5, window=10, warmup=4)
     assert statistic.is_spike(math.nan)
     for loss in (5.0, 4.0, 100.0):
-        assert not statistic.is_spike(loss)  # nothing is known yet
+        assert not statistic.is_spike(loss)  # warm-up
         statistic.add(loss)
     for loss in (4.5, 4.2, 4.8, 4.4):
         statistic.add(loss)
@@ -89,14 +91,14 @@ def test_what_a_spike_is() -> None:
     assert statistic.is_spike(8.0)
     for _ in range(5):
         statistic.add(8.0)
-    assert not statistic.is_spike(8.0)  # what lasts is none
+    assert not statistic.is_spike(8.0)  # a level that lasts is not a spike
 
 
 def test_a_warning_names_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "drivetrain"):
         train(tmp_path, guard("warn"), enable_checkpointing=False)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-    assert f"in the step after global_step={BAD} (the usual is " in said
+    assert f"in the step after global_step={BAD} (median " in said
 
 
 def test_a_step_that_is_skipped_leaves_no_trace(tmp_path: Path) -> None:
@@ -120,12 +122,12 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
     assert (watching.rollbacks, watching.passed_over, fit.global_step) == (1, {BAD}, STEPS)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
     path = tmp_path / RUN / "checkpoints/epoch=0-step=12"
-    assert f"Going back from global_step=16 to 12, {path}, rollback 1 of 3" in said
+    assert f"Rolling back from global_step=16 to 12, {path} (rollback 1 of 3)" in said
     assert _written(tmp_path) == {"epoch=0-step=20", "epoch=0-step=24", "latest"}
 
 
 class FailOnceBack(Callback):
-    """Fails in the step after the one that was gone back to."""
+    """Raises in the step after a rollback."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.callbacks[0].rollbacks and trainer.global_step == BAD + 1:
@@ -133,7 +135,7 @@ class FailOnceBack(Callback):
 
 
 def test_what_was_saved_since_the_spike_goes_as_the_run_goes_back(tmp_path: Path) -> None:  # F-05
-    # Noticed at step 16; 14 and 15 hold the spike, and "auto" would go on from the newest.
+    # Detected at step 16; checkpoints 14 and 15 contain the spike, and "auto" would resume from the newest.
     def callbacks() -> list[Any]:
         best = Checkpoint(every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
         return [guard("rollback"), Checkpoint(every_n_train_steps=2, keep_last=2), best]
@@ -160,22 +162,23 @@ def _ask_once_back(folder: str) -> int:
 
 
 def test_who_asks_to_stop_after_going_back_is_heard_soon(tmp_path: Path) -> None:  # G-03
-    # Ranks look for requests every few steps, by number: without more they would look where they were before.
+    # Ranks poll for requests every few steps. Without a reset they would poll next at the step planned before the
+    # rollback.
     stopped = on_ranks(_ask_once_back, 2, str(tmp_path))
-    assert stopped in ([9, 9], [10, 10])  # the other may have looked just before
+    assert stopped in ([9, 9], [10, 10])  # the other rank may have polled just before
 
 
 def test_an_epochs_end_is_gone_back_from_too(tmp_path: Path) -> None:
-    # Seen in the look at the end of the epoch, past which only the checkpoint leads.
+    # The spike is detected by the check at the end of the epoch, and the run rolls back into the epoch.
     watching = guard("rollback", every_n_steps=1000)
     _, module = train(tmp_path, Checkpoint(every_n_train_steps=8, save_top_k=-1), watching)
     assert torch.equal(module.layer.weight, by_hand())
 
 
 def test_after_the_last_rollback_a_spike_raises(tmp_path: Path) -> None:
-    with pytest.raises(LossSpikeError, match=rf"(?s)after global_step={BAD} .*has gone back 0 time\(s\)"):
+    with pytest.raises(LossSpikeError, match=rf"(?s)after global_step={BAD} .*has rolled back 0 time\(s\)"):
         train(tmp_path, Checkpoint(every_n_train_steps=4), guard("rollback", max_rollbacks=0))
-    with pytest.raises(LossSpikeError, match="no whole checkpoint from before it"):
+    with pytest.raises(LossSpikeError, match="no complete checkpoint from before the spike"):
         train(tmp_path, Checkpoint(every_n_train_steps=20), guard("rollback"))
 
 

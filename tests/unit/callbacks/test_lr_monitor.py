@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from callback_run import Run
+from callback_run import FakeRun
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -18,14 +18,14 @@ def _parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(2)) for _ in range(2)]
 
 
-def _rates(run: Run, **options: Any) -> dict[str, float]:
+def _rates(run: FakeRun, **options: Any) -> dict[str, float]:
     trainer: Any = run
     return LearningRateMonitor(**options).rates(trainer)
 
 
 def test_every_group_of_every_optimizer_has_a_key() -> None:
     first, second = _parameters(), _parameters()
-    run = Run(
+    run = FakeRun(
         optimizers=[
             AdamW(first, lr=0.1),
             AdamW([{"params": [second[0]], "lr": 0.2}, {"params": [second[1]], "lr": 0.3, "name": "head"}]),
@@ -42,11 +42,11 @@ def test_every_group_of_every_optimizer_has_a_key() -> None:
 
 def test_a_scheduler_names_its_optimizer() -> None:
     optimizer = SGD(_parameters(), lr=torch.tensor(0.5))
-    run = Run(optimizers=[optimizer], scheduler_configs=[SchedulerConfig(StepLR(optimizer, 1), name="warmup")])
+    run = FakeRun(optimizers=[optimizer], scheduler_configs=[SchedulerConfig(StepLR(optimizer, 1), name="warmup")])
     assert _rates(run) == {"warmup": 0.5}
 
 
-def _train(run: Run, monitor: LearningRateMonitor, epochs: int, batches: int, window: int) -> None:
+def _train(run: FakeRun, monitor: LearningRateMonitor, epochs: int, batches: int, window: int) -> None:
     trainer: Any = run
     module: Any = None
     monitor.on_train_start(trainer, module)
@@ -66,23 +66,25 @@ def _train(run: Run, monitor: LearningRateMonitor, epochs: int, batches: int, wi
 def test_with_steps_it_logs_the_rate_that_each_logged_step_was_made_with() -> None:
     optimizer = SGD(_parameters(), lr=1.0)
     scheduler = SchedulerConfig(StepLR(optimizer, 1, gamma=0.5), interval="step")
-    run = Run(optimizers=[optimizer], scheduler_configs=[scheduler], log_every_n_steps=2)
+    run = FakeRun(optimizers=[optimizer], scheduler_configs=[scheduler], log_every_n_steps=2)
     _train(run, LearningRateMonitor(), epochs=1, batches=12, window=3)
     assert run.logged == [(2, {"lr-SGD": 0.5}), (4, {"lr-SGD": 0.125})]
 
 
 def test_with_epochs_it_logs_at_each_start() -> None:
     optimizer = SGD(_parameters(), lr=1.0)
-    run = Run(optimizers=[optimizer], log_every_n_steps=1)
-    _train(run, LearningRateMonitor(), epochs=3, batches=2, window=1)  # no scheduler: nothing changes within an epoch
+    run = FakeRun(optimizers=[optimizer], log_every_n_steps=1)
+    _train(
+        run, LearningRateMonitor(), epochs=3, batches=2, window=1
+    )  # no scheduler: rates do not change within an epoch
     assert [step for step, _ in run.logged] == [0, 2, 4]
-    run = Run(optimizers=[optimizer], log_every_n_steps=1)
+    run = FakeRun(optimizers=[optimizer], log_every_n_steps=1)
     _train(run, LearningRateMonitor("step"), epochs=1, batches=2, window=1)
     assert [step for step, _ in run.logged] == [1, 2]
 
 
 def test_without_a_logger_it_says_so_once_and_does_nothing() -> None:
-    run = Run(optimizers=[SGD(_parameters(), lr=1.0)], loggers=[])
+    run = FakeRun(optimizers=[SGD(_parameters(), lr=1.0)], loggers=[])
     with pytest.warns(UserWarning, match="no logger"):
         _train(run, LearningRateMonitor("step"), epochs=1, batches=2, window=1)
     assert run.logged == []

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from callback_run import Run, Where
+from callback_run import FakeRun, FakeStrategy
 from torch import nn
 
 from drivetrain import Fit, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.callbacks import ModelSummary
-from drivetrain.callbacks._summary_table import in_bytes, in_units
+from drivetrain.callbacks._summary_table import format_bytes, format_count
 from drivetrain.callbacks.model_summary import summarize
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -70,7 +70,7 @@ def test_meta_and_lazy_parameters_are_counted_for_what_they_will_take() -> None:
 
 
 def test_a_sharded_parameter_counts_whole() -> None:
-    # ZeRO 3 leaves an empty parameter and tells its size beside it.
+    # ZeRO 3 parameters are empty and have their size in ds_numel.
     model = nn.Linear(4, 4, bias=False)
     model.weight.data = torch.empty(0)
     model.weight.ds_numel = 16  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def test_a_sharded_parameter_counts_whole() -> None:
 def test_the_table_is_printed_once_on_rank_0() -> None:
     # L-08
     model: Any = _Model()
-    run: Any = Run()
+    run: Any = FakeRun()
     ModelSummary().on_fit_start(run, model)
     rule = "-" * 49
     assert run.printed == [
@@ -97,11 +97,11 @@ def test_the_table_is_printed_once_on_rank_0() -> None:
     ]
     control = LocalControl()
     control.rank = 1
-    other: Any = Run(strategy=Where(control=control))
+    other: Any = FakeRun(strategy=FakeStrategy(control=control))
     ModelSummary().on_fit_start(other, model)
     assert other.printed == []
     model.body.eval()
-    other = Run()
+    other = FakeRun()
     ModelSummary(max_depth=0).on_fit_start(other, model)
     assert other.printed == [
         "68 parameters, 48 trainable, 20 frozen; 312 B with buffers\n6 modules, 3 of them in train mode, 3 in eval mode"
@@ -110,10 +110,10 @@ def test_the_table_is_printed_once_on_rank_0() -> None:
 
 def test_numbers_have_units() -> None:
     # L-08
-    assert [in_units(one) for one in (0, 999, 1000, 1_234, 12_345, 999_600, 1_234_567, 7_000_000_000)] == [
+    assert [format_count(one) for one in (0, 999, 1000, 1_234, 12_345, 999_600, 1_234_567, 7_000_000_000)] == [
         *("0", "999", "1.00 K", "1.23 K", "12.3 K", "1.00 M", "1.23 M", "7.00 B")
     ]
-    assert [in_bytes(one) for one in (12, 1_230, 5_000_000, 80_000_000_000)] == [
+    assert [format_bytes(one) for one in (12, 1_230, 5_000_000, 80_000_000_000)] == [
         "12 B",
         "1.23 kB",
         "5.00 MB",
@@ -122,7 +122,7 @@ def test_numbers_have_units() -> None:
 
 
 class _Vision(nn.Module):
-    """With an example, and everything that a forward may leave behind."""
+    """Has an example input, and a forward that changes everything a forward may change."""
 
     calls: torch.Tensor
 
@@ -208,7 +208,7 @@ def test_what_cannot_run_on_shapes_alone_is_named_with_the_reason() -> None:
     said = {
         "DataDependentOutputException": _Vision({"x": torch.zeros(4, 3, 32, 32), "flip": True}),
         "got [4, 288] X [7200, 10]": _Vision(torch.zeros(4, 3, 8, 8)),
-        "it uses a tensor that is no attribute of a module": _Global(),
+        "it uses a tensor that is not an attribute of a module": _Global(),
         "lazy layers have no shape": nn.Sequential(nn.LazyLinear(3)),
         "the module has no forward": nn.ModuleList([nn.Linear(2, 2)]),
     }
@@ -248,7 +248,7 @@ def _talks() -> str:
 
 def test_no_rank_waits_for_others_that_summarize_nothing() -> None:
     # L-08
-    assert all("it talks to other ranks" in text for text in on_ranks(_talks, 2))
+    assert all("it communicates with other ranks" in text for text in on_ranks(_talks, 2))
 
 
 def test_recurrent_layers_and_attention_are_counted() -> None:
@@ -334,7 +334,7 @@ def test_on_a_terminal_rich_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = _Model()
     for columns, first, fits in (("200", "╭", True), ("56", "\x1b[1mName", False)):
         monkeypatch.setenv("COLUMNS", columns)
-        run: Any = Run()
+        run: Any = FakeRun()
         ModelSummary().on_fit_start(run, model)
         (text,) = run.printed
         assert text.startswith(first)
@@ -343,7 +343,7 @@ def test_on_a_terminal_rich_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(line) <= int(columns) for line in plain.splitlines())
         assert ("├" in plain) is fits
     monkeypatch.setenv("TERM", "dumb")
-    ModelSummary().on_fit_start(run := Run(), model)  # type: ignore[arg-type]
+    ModelSummary().on_fit_start(run := FakeRun(), model)  # type: ignore[arg-type]
     assert "\x1b" not in run.printed[0]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from callback_run import Run, distributed_run
+from callback_run import FakeRun, distributed_run
 from torch import nn
 
 from drivetrain.callbacks import NonFiniteGuard
@@ -23,14 +23,14 @@ class _Net(TrainModule):
 
 def _train(
     callback: NonFiniteGuard,
-    run: Run,
+    run: FakeRun,
     losses: list[list[float]],
     window: int = 1,
     net: nn.Module | None = None,
     gradients: dict[int, float] | None = None,
     weights: list[float] | None = None,
 ) -> str:
-    """Make one micro-batch of each list of losses; return what was raised, with the micro-batch it was raised at."""
+    """Run one micro-batch for each list of losses; return the exception and the micro-batch at which it was raised."""
     trainer: Any = run
     module: Any = net if net is not None else _Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -60,7 +60,7 @@ def _train(
 def test_the_first_bad_loss_is_named_exactly_though_it_is_looked_for_seldom(value: float, name: str) -> None:
     # G-05
     losses = [[1.0]] * 7 + [[value], [math.nan], [1.0]] + [[2.0]] * 10
-    found = _train(NonFiniteGuard(every_n_steps=5), Run(current_epoch=3), losses)
+    found = _train(NonFiniteGuard(every_n_steps=5), FakeRun(current_epoch=3), losses)
     assert found == (
         f"The loss is {name} on rank 0 at batch index 7 of epoch 3, after 7 optimizer steps (global_step=7) "
         "[raised at 9]"
@@ -69,51 +69,51 @@ def test_the_first_bad_loss_is_named_exactly_though_it_is_looked_for_seldom(valu
 
 def test_with_an_interval_of_one_it_stops_right_after_the_step() -> None:
     # G-05
-    found = _train(NonFiniteGuard(every_n_steps=1), Run(), [[1.0], [math.nan], [1.0]])
+    found = _train(NonFiniteGuard(every_n_steps=1), FakeRun(), [[1.0], [math.nan], [1.0]])
     assert found.endswith("batch index 1 of epoch 0, after 1 optimizer steps (global_step=1) [raised at 1]")
 
 
 def test_micro_batches_of_a_window_are_told_apart() -> None:
     losses = [[1.0]] * 6 + [[math.inf]] + [[1.0]] * 5
-    found = _train(NonFiniteGuard(every_n_steps=1), Run(), losses, window=4)
+    found = _train(NonFiniteGuard(every_n_steps=1), FakeRun(), losses, window=4)
     assert "batch index 6 of epoch 0, after 1 optimizer steps" in found
     assert found.endswith("[raised at 7]")
 
 
 def test_what_is_left_at_the_end_of_an_epoch_is_looked_at() -> None:
-    assert "batch index 2" in _train(NonFiniteGuard(), Run(), [[1.0], [1.0], [math.nan]])
+    assert "batch index 2" in _train(NonFiniteGuard(), FakeRun(), [[1.0], [1.0], [math.nan]])
 
 
 def test_a_window_longer_than_its_memory_is_looked_at_in_between() -> None:
     losses = [[1.0]] * 300 + [[math.nan]] + [[1.0]] * 400
-    found = _train(NonFiniteGuard(every_n_steps=1000), Run(), losses, window=1000)
+    found = _train(NonFiniteGuard(every_n_steps=1000), FakeRun(), losses, window=1000)
     assert "batch index 300" in found
     assert found.endswith("[raised at 511]")
 
 
 def test_several_losses_of_one_batch_count_together_and_none_is_none() -> None:
-    # Manual optimization: two backwards a batch; and a batch whose loss was None.
-    assert _train(NonFiniteGuard(every_n_steps=1), Run(), [[1.0, -1.0], [], [3.0]]) == ""
-    assert "batch index 2" in _train(NonFiniteGuard(every_n_steps=1), Run(), [[1.0, -1.0], [], [3.0, math.nan]])
+    # Manual optimization: two backward passes per batch, and a batch whose loss is None.
+    assert _train(NonFiniteGuard(every_n_steps=1), FakeRun(), [[1.0, -1.0], [], [3.0]]) == ""
+    assert "batch index 2" in _train(NonFiniteGuard(every_n_steps=1), FakeRun(), [[1.0, -1.0], [], [3.0, math.nan]])
 
 
 def test_finite_losses_of_any_size_pass() -> None:
-    assert _train(NonFiniteGuard(every_n_steps=2), Run(), [[3e38, 3e38], [-3e38], [1e-45], [0.0]]) == ""
+    assert _train(NonFiniteGuard(every_n_steps=2), FakeRun(), [[3e38, 3e38], [-3e38], [1e-45], [0.0]]) == ""
 
 
 def test_the_mean_over_no_items_counts_for_nothing() -> None:
-    # B-21: a batch that weighs nothing may have a NaN for its loss, and so may one that only keeps others company.
+    # B-21: a batch with weight zero may have a NaN loss, and so may a joining rank's.
     losses = [[1.0], [math.nan], [1.0], [math.nan]]
-    assert _train(NonFiniteGuard(), Run(), losses, weights=[3.0, 0.0, 3.0, 0.0]) == ""
-    found = _train(NonFiniteGuard(), Run(), losses, weights=[3.0, 0.0, 3.0, 2.0])
+    assert _train(NonFiniteGuard(), FakeRun(), losses, weights=[3.0, 0.0, 3.0, 0.0]) == ""
+    found = _train(NonFiniteGuard(), FakeRun(), losses, weights=[3.0, 0.0, 3.0, 2.0])
     assert "batch index 3" in found
-    assert _train(NonFiniteGuard(), Run(joining=True), losses, weights=[0.0] * 4) == ""
+    assert _train(NonFiniteGuard(), FakeRun(joining=True), losses, weights=[0.0] * 4) == ""
 
 
 def test_gradients_are_watched_where_asked() -> None:
     losses = [[1.0]] * 6
-    assert _train(NonFiniteGuard(), Run(), losses, gradients={3: math.nan}) == ""
-    found = _train(NonFiniteGuard(check_gradients=True), Run(), losses, gradients={3: math.inf, 4: math.nan})
+    assert _train(NonFiniteGuard(), FakeRun(), losses, gradients={3: math.nan}) == ""
+    found = _train(NonFiniteGuard(check_gradients=True), FakeRun(), losses, gradients={3: math.inf, 4: math.nan})
     assert found.startswith("A gradient is inf on rank 0 at batch index 3")
 
 
@@ -121,13 +121,13 @@ def test_parameters_are_watched_where_asked() -> None:
     net = _Net()
     with torch.no_grad():
         net.get_parameter("net.1.bias")[1] = math.nan
-    assert _train(NonFiniteGuard(), Run(), [[1.0]], net=net) == ""
-    found = _train(NonFiniteGuard(check_parameters=True), Run(), [[1.0]], net=net)
+    assert _train(NonFiniteGuard(), FakeRun(), [[1.0]], net=net) == ""
+    found = _train(NonFiniteGuard(check_parameters=True), FakeRun(), [[1.0]], net=net)
     assert found.startswith("The parameter 'net.1.bias' is not finite on rank 0 at batch index 0")
 
 
 def test_watching_gradients_under_a_loss_scaler_is_refused() -> None:
-    run = Run(precision=resolve_precision("16-mixed", torch.device("cpu")))
+    run = FakeRun(precision=resolve_precision("16-mixed", torch.device("cpu")))
     with pytest.raises(ConfigurationError, match="16-mixed"):
         _train(NonFiniteGuard(check_gradients=True), run, [[1.0]])
     assert _train(NonFiniteGuard(), run, [[1.0]]) == ""
@@ -142,7 +142,7 @@ def _on_ranks(bad: dict[int, int]) -> str:
 
 
 def test_every_rank_stops_at_once_and_knows_the_rank() -> None:
-    # G-05, G-01: nobody is left waiting
+    # G-05, G-01: no rank hangs
     for results, expected in (
         (on_ranks(_on_ranks, 3, {1: 2}), "rank 1 at batch index 2"),
         (on_ranks(_on_ranks, 3, {0: 6, 2: 5}), "rank 2 at batch index 5"),
@@ -154,8 +154,8 @@ def test_every_rank_stops_at_once_and_knows_the_rank() -> None:
 
 
 def test_nothing_is_read_off_the_device_between_two_looks() -> None:
-    # H-01: the guard's own work in a step makes no host sync
-    callback, run = NonFiniteGuard(every_n_steps=1000), Run()
+    # H-01: the guard's work in a step does not synchronize with the host
+    callback, run = NonFiniteGuard(every_n_steps=1000), FakeRun()
     trainer: Any = run
     module: Any = _Net()
     callback.on_train_start(trainer, module)

@@ -1,4 +1,4 @@
-"""A run goes on where its output cannot be written: progress is for people, and may be lost. L-09"""
+"""A run continues if its progress cannot be printed (L-09)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.callbacks.progress_bar import ProgressBar
 
 
 class Named(Regression):
-    """Its metric's name is not ASCII."""
+    """Logs a metric whose name is not ASCII."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -35,7 +35,7 @@ class FullDisk(io.StringIO):
 
 
 class Gone(io.StringIO):
-    """A pipe without a reader, or the terminal of a connection that is lost."""
+    """A stream that fails like a pipe without a reader or the terminal of a lost connection."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
@@ -55,7 +55,7 @@ class AsciiTerminal(io.TextIOWrapper):
 
 
 class OnlyWrites:
-    """What scripts put in place of ``sys.stdout`` to write to two places."""
+    """A stream that writes to two streams, as scripts use in place of ``sys.stdout``."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -72,7 +72,7 @@ def closed() -> io.StringIO:
 
 @pytest.fixture(autouse=True)
 def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "_PAUSE", 0.0)
+    monkeypatch.setattr(progress_bar, "_LINE_INTERVAL", 0.0)
     monkeypatch.setattr(terminal_output, "_TOLD", set())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
@@ -110,7 +110,7 @@ def test_what_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_output_that_works_again_is_written_to() -> None:
-    # L-09: somebody has made room
+    # L-09: the disk has free space again
     stream = FullDisk()
     write_for_people(stream, "lost\n")
     stream.flush = lambda: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Predictions that are written as they come, read back, and gone on with. Row L-03."""
+"""Predictions: writing, reading and resuming (L-03)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[[torch.Tensor], Any]
 
 
 class Predicting(TrainModule):
-    """Returns what ``make`` makes of a batch, and remembers which samples it was given."""
+    """Returns ``make(batch)`` and records the samples of each batch."""
 
     def __init__(self, make: Make = lambda x: x * 2, seed: int = 0) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def loader(samples: int = 11, batch_size: int = 4, **options: Any) -> DataLoader
 def predict(
     path: Any, module: TrainModule | None = None, loaders: Any = None, *others: Callback, **options: Any
 ) -> Any:
-    """Predict with a part for each batch; returns what predict does."""
+    """Predict with one part per batch, and return the result of predict."""
     writer = PredictionWriter(path, part_bytes=1)
     fit = Fit(
         callbacks=[*others, writer],
@@ -69,7 +69,7 @@ def predict(
 
 
 class Failing(Callback):
-    """Ends a run at a batch."""
+    """Ends a run at a given batch."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -91,7 +91,7 @@ def firsts(predictions: Any) -> list[int]:
 
 
 class Own(Sampler[int]):
-    """An order of the user's own, of all samples or of some."""
+    """A custom sampler with all or some samples."""
 
     def __init__(self, order: list[int]) -> None:
         self.order = order
@@ -111,7 +111,7 @@ class Stream(IterableDataset[Any]):
         return iter([(torch.tensor([float(number), 1.0]),) for number in range(self.samples)])
 
 
-# What is written comes back
+# Writing and reading
 
 
 def test_a_tree_comes_back_in_its_structure_and_in_order(tmp_path: Path) -> None:  # L-03
@@ -162,7 +162,7 @@ def test_batches_are_what_predict_returns(tmp_path: Path) -> None:  # L-03
 
 
 def test_lists_of_an_entry_for_each_sample_are_told_from_several_outputs(tmp_path: Path) -> None:  # L-03
-    # The last batch has three samples, and both lists three entries.
+    # The last batch has three samples, and both lists have three entries.
     predict(tmp_path / "each", Predicting(lambda x: [torch.full((int(n) % 3 + 1, 4), n) for n in x[:, 0]]))
     for number, one in enumerate(read_predictions(tmp_path / "each")):
         assert one.tolist() == [[number] * 4] * (number % 3 + 1)
@@ -212,7 +212,7 @@ def test_combined_loaders_and_loaders_of_whole_batches(tmp_path: Path) -> None: 
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return batch["a"][0] * 2
 
-    for _ in range(2):  # the second goes on
+    for _ in range(2):  # the second run resumes
         loaders = CombinedLoader({"a": loader(), "b": loader(11, shuffle=True)}, "min_size")
         if not (tmp_path / "combined").exists():
             cut_off(tmp_path / "combined", at=1, module=First(), loaders=loaders)
@@ -255,7 +255,7 @@ def test_only_a_part_of_the_data(tmp_path: Path) -> None:  # L-03
     assert firsts(read_predictions(tmp_path / "subset")) == [18, 6]
 
 
-# What cannot be written
+# Outputs that cannot be stored
 
 
 class Found:
@@ -289,7 +289,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:  # L-03
         PredictionWriter("out", part_bytes=0)
 
 
-# Whole, or an error
+# Incomplete or damaged predictions
 
 
 def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L-03
@@ -339,7 +339,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
     assert len(list(read_predictions(tmp_path / "out"))) == 11
 
 
-# Going on
+# Resuming
 
 
 def test_what_is_missing_is_computed_and_nothing_else(tmp_path: Path) -> None:  # L-03
@@ -377,11 +377,11 @@ def test_another_batch_size_goes_on_sample_by_sample(tmp_path: Path) -> None:  #
     cut_off(tmp_path / "out", at=2, module=Predicting(make))
     module = Predicting(make)
     predict(tmp_path / "out", module, loader(11, batch_size=3))
-    assert module.given == [[6, 7, 8], [9, 10]]  # of the first, one sample is new
+    assert module.given == [[6, 7, 8], [9, 10]]  # the first batch has one new sample
     read = read_predictions(tmp_path / "out")
     assert [(int(x[0]), text) for x, text in read] == [(2 * number, str(number)) for number in range(11)]
     cut_off(tmp_path / "mean", at=2, module=Predicting(lambda x: x.mean()))
-    with pytest.raises(CheckpointError, match="does not fall apart by samples"):
+    with pytest.raises(CheckpointError, match="cannot be split by samples"):
         predict(tmp_path / "mean", Predicting(lambda x: x.mean()), loader(11, batch_size=3))
     predict(tmp_path / "mean", Predicting(lambda x: x.mean()))
     assert len(list(read_predictions(tmp_path / "mean").batches())) == 3
@@ -403,7 +403,7 @@ def test_own_orders_and_streams_go_on_too(tmp_path: Path) -> None:  # L-03
         assert module.given == [rest], name
         assert firsts(read_predictions(tmp_path / name)) == [2 * number for number in range(11)], name
     cut_off(tmp_path / "other", at=2, loaders=stream())
-    with pytest.raises(CheckpointError, match="other dealing"):
+    with pytest.raises(CheckpointError, match="other ranks or batch sizes"):
         predict(tmp_path / "other", loaders=stream(3))
 
 
@@ -436,7 +436,7 @@ def test_others_are_refused_by_name(tmp_path: Path) -> None:  # L-03
         assert "write to another path" in caught.value.fix
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
     predict(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="predictions that are whole"):
+    with pytest.raises(CheckpointError, match="complete predictions"):
         predict(tmp_path / "out")
 
 
@@ -445,7 +445,7 @@ def test_a_sampler_that_draws_twice_is_not_gone_on_with(tmp_path: Path) -> None:
         return DataLoader(numbered(11), batch_size=2, sampler=Own([1, 2, 3, 4, 1, 5]))
 
     cut_off(tmp_path / "out", at=2, loaders=twice())
-    with pytest.raises(CheckpointError, match="not complete: 5 were written of 6"):
+    with pytest.raises(CheckpointError, match="not complete: 5 of 6 were written"):
         predict(tmp_path / "out", loaders=twice())
     with pytest.raises(CheckpointError, match="are not whole"):
         read_predictions(tmp_path / "out")
@@ -476,7 +476,7 @@ SCRIPT = """
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    """A process that predicts samples one by one: it says which one it is at, and waits for a line."""
+    """Start a process that predicts samples one by one, printing each index and waiting for a line of input."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, str(script), str(Path(__file__).parent), str(folder / "out")]
@@ -497,7 +497,7 @@ def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None
             with pytest.raises(CheckpointError, match="are not whole"):
                 read_predictions(tmp_path / "out")
             os.kill(process.pid, signal.SIGKILL)
-        begun += batches - 1  # the last one was under way
+        begun += batches - 1  # the last one was not finished
     module = Predicting()
     predict(tmp_path / "out", module, loader(40, 1))
     assert module.given == [[number] for number in range(begun, 40)]
@@ -513,7 +513,7 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
         process.kill()
 
 
-# Stores
+# Object stores
 
 
 def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
@@ -525,19 +525,19 @@ def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
     predict("memory://bucket/out", module)
     assert module.given == [[8, 9, 10]]
     assert firsts(read_predictions("memory://bucket/out")) == [2 * number for number in range(11)]
-    with pytest.raises(CheckpointError, match="that are whole"):
+    with pytest.raises(CheckpointError, match="complete predictions"):
         predict("memory://bucket/out")
 
 
 def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     store = FaultyStore(tmp_path / "store").mount()
     path = f"{store.url}/out"
-    # Refused for a while, or the answer lost: put again.
+    # Temporary failures and lost responses: the upload is repeated.
     store.fail("put", "*000001-*.safetensors", times=2)
     store.fail("put", "*predictions.json", lost=True)
     predict(path)
     assert firsts(read_predictions(path)) == [2 * number for number in range(11)]
-    # Refused for ever: the run fails, what is there stays, and a later one goes on.
+    # Permanent failure: the run fails, the parts remain, and a later run resumes.
     store.fail("put", "other/part-00000-000001-*", times=None)
     with pytest.raises(OSError, match="503"):
         predict(f"{store.url}/other")
@@ -548,7 +548,7 @@ def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     predict(f"{store.url}/other", module)
     assert module.given[0] == [4, 5, 6, 7]
     assert firsts(read_predictions(f"{store.url}/other")) == [2 * number for number in range(11)]
-    # A listing that is refused is never taken for an empty place.
+    # A listing that fails does not count as an empty folder.
     store.fail("list", "third*", times=None)
     with pytest.raises(CheckpointError, match="503"):
         predict(f"{store.url}/third")
@@ -566,7 +566,7 @@ def test_a_torn_beginning_is_said(tmp_path: Path) -> None:  # L-03
     with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of beginning\.json"):
         predict(tmp_path / "out")
     beginning.unlink()
-    with pytest.raises(CheckpointError, match=r"and not beginning\.json, which says what they are of"):
+    with pytest.raises(CheckpointError, match=r"but not beginning\.json, which identifies their weights and data"):
         predict(tmp_path / "out")
 
 
@@ -590,7 +590,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:  # L-03
         def on_predict_batch_start(
             self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
-            held.append(writer._writing._held if writer._writing is not None else 0)
+            held.append(writer._writing._buffered_bytes if writer._writing is not None else 0)
 
     writer = PredictionWriter(tmp_path / "out", part_bytes=3 * 4 * 1000 * 4)
     fit = Fit(callbacks=[writer, Watching()], accelerator="cpu", logger=False)
@@ -641,7 +641,7 @@ def test_lightning_s_interface() -> None:  # L-03
             continue
         ((predictions, indices),) = told.epochs
         assert [one.tolist() for one in predictions] == [[4, 2], [0, 1], [3]]
-        assert indices == [[[4, 2], [0, 1], [3]]]  # a list for each loader, of one too
+        assert indices == [[[4, 2], [0, 1], [3]]]  # one list per loader, even for one loader
         assert fit.batch_indices is None
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from callback_run import Run, Where
+from callback_run import FakeRun, FakeStrategy
 from terminal_screen import Screen
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import ProgressBar, RichProgressBar
-from drivetrain.callbacks._bar_line import clock, number, speed
-from drivetrain.callbacks._progress_default import EpochLines, default_progress_bar
+from drivetrain.callbacks._bar_line import format_number, format_rate, format_time
+from drivetrain.callbacks._progress_default import ProgressLines, default_progress_bar
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.testing import requires_package
@@ -30,8 +30,8 @@ class _Terminal(io.StringIO):
         return True
 
 
-class _CountingRun(Run):
-    """Counts how often somebody wants the metrics, which is what costs a wait for the device."""
+class _CountingRun(FakeRun):
+    """Counts how often the metrics are read, which may wait for the device."""
 
     reads = 0
 
@@ -45,7 +45,7 @@ class _CountingRun(Run):
         pass
 
 
-def _train(bar: ProgressBar, run: Run, epochs: int, batches: int, pause: float = 0.0) -> None:
+def _train(bar: ProgressBar, run: FakeRun, epochs: int, batches: int, pause: float = 0.0) -> None:
     trainer: Any = run
     bar.setup(trainer, _MODULE, "fit")
     bar.on_fit_start(trainer, _MODULE)
@@ -70,7 +70,7 @@ def test_on_a_terminal_it_refreshes_by_the_clock_and_not_by_the_step(kind: type[
     run = _CountingRun(num_training_batches=20_000, max_epochs=1)
     start = time.monotonic()
     _train(kind(stream=terminal), run, epochs=1, batches=20_000, pause=0)
-    # Twenty thousand steps, and the metrics were wanted ten times a second, once at the start and once at the end.
+    # In twenty thousand steps the metrics are read ten times per second, and at the start and the end.
     assert 2 <= run.reads <= 10 * (time.monotonic() - start) + 2
     text = terminal.getvalue()
     assert "20000/20000" in text or "1/20000" in text
@@ -84,7 +84,7 @@ def test_a_slower_refresh_rate_holds() -> None:
     assert 3 <= run.reads <= 5
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[ProgressBar]) -> None:
     output = io.StringIO()
     run = _CountingRun(num_training_batches=50, max_epochs=3)
@@ -109,12 +109,12 @@ def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool) -> 
     assert [line[:12] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_other_ranks_are_silent(kind: type[ProgressBar]) -> None:
     control = LocalControl()
     control.rank = 1
     output = _Terminal()
-    run = _CountingRun(strategy=Where(control=control))
+    run = _CountingRun(strategy=FakeStrategy(control=control))
     _train(kind(stream=output), run, epochs=2, batches=5)
     assert output.getvalue() == ""
     assert run.reads == 0
@@ -124,7 +124,7 @@ def test_other_ranks_are_silent(kind: type[ProgressBar]) -> None:
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
 def test_evaluations_leave_a_line_when_they_stand_alone(kind: type[ProgressBar], terminal: bool) -> None:
     output = _Terminal() if terminal else io.StringIO()
-    run: Any = Run(num_val_batches=[2, 3], num_test_batches=[4], num_predict_batches=[float("inf")])
+    run: Any = FakeRun(num_val_batches=[2, 3], num_test_batches=[4], num_predict_batches=[float("inf")])
     bar = kind(stream=output)
     for stage, batches in (("validation", 5), ("test", 4), ("predict", 6)):
         bar.setup(run, _MODULE, stage)
@@ -143,7 +143,7 @@ def test_evaluations_leave_a_line_when_they_stand_alone(kind: type[ProgressBar],
 
 def test_a_validation_within_training_is_not_training_time() -> None:
     output = _Terminal()
-    run: Any = Run(num_val_batches=[1], num_training_batches=10)
+    run: Any = FakeRun(num_val_batches=[1], num_training_batches=10)
     bar = ProgressBar(stream=output)
     bar.setup(run, _MODULE, "fit")
     run.sanity_checking = True
@@ -171,7 +171,7 @@ def test_a_validation_within_training_is_not_training_time() -> None:
 
 def test_an_epoch_resumed_in_its_middle_counts_from_there() -> None:
     output = io.StringIO()
-    run: Any = Run(num_training_batches=10, current_epoch=4, micro_batches=46, batch_idx=6)
+    run: Any = FakeRun(num_training_batches=10, current_epoch=4, micro_batches=46, batch_idx=6)
     bar = ProgressBar(stream=output)
     bar.setup(run, _MODULE, "fit")
     bar.on_train_start(run, _MODULE)  # and no on_train_epoch_start
@@ -195,7 +195,7 @@ def test_the_bar_of_an_epoch_that_max_steps_cuts_short_ends_there() -> None:
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
 def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[ProgressBar]) -> None:
     output = _Terminal()
-    run: Any = Run()
+    run: Any = FakeRun()
     bar = kind(stream=output)
     bar.setup(run, _MODULE, "fit")
     bar.on_train_epoch_start(run, _MODULE)
@@ -205,7 +205,7 @@ def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[
     assert "[bold] a line" in output.getvalue()
     bar.teardown(run, _MODULE, "fit")
     after = output.getvalue()
-    assert after.endswith("\r\x1b[J")  # the line is empty again, for a traceback to begin on
+    assert after.endswith("\r\x1b[J")  # the line is cleared, so that a traceback starts on an empty line
     bar.on_train_batch_end(run, _MODULE, {}, None, 2)
     assert output.getvalue() == after
 
@@ -214,10 +214,10 @@ def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[
 def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert type(default_progress_bar()) is EpochLines
+    assert type(default_progress_bar()) is ProgressLines
     monkeypatch.setattr(sys, "stdout", _Terminal())
     assert type(default_progress_bar()) is RichProgressBar
-    monkeypatch.setitem(sys.modules, "rich", None)  # as Python marks what cannot be imported
+    monkeypatch.setitem(sys.modules, "rich", None)  # makes the import fail
     assert type(default_progress_bar()) is ProgressBar
     # G-06
     with pytest.raises(ConfigurationError, match="pip install"):
@@ -226,8 +226,8 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_terminal_it_is_absent_from_the_step() -> None:
     # H-01
-    run: Any = Run()
-    table = HookTable(run, _MODULE, [EpochLines()])
+    run: Any = FakeRun()
+    table = HookTable(run, _MODULE, [ProgressLines()])
     assert not any(getattr(table, name) for name in HOOKS if "batch" in name)
     table = HookTable(run, _MODULE, [ProgressBar()])
     assert [name for name in HOOKS if "batch" in name and getattr(table, name)] == [
@@ -236,7 +236,7 @@ def test_without_a_terminal_it_is_absent_from_the_step() -> None:
         "on_test_batch_end",
         "on_predict_batch_end",
     ]
-    assert isinstance(EpochLines(), Callback)
+    assert isinstance(ProgressLines(), Callback)
 
 
 def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +247,10 @@ def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not bar.is_terminal()
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_a_bar_can_be_sent_to_another_process(kind: type[ProgressBar]) -> None:
     bar = kind()
-    run: Any = Run()
+    run: Any = FakeRun()
     bar.setup(run, _MODULE, "fit")
     bar.on_train_epoch_start(run, _MODULE)
     bar.on_train_batch_end(run, _MODULE, {}, None, 0)
@@ -258,9 +258,9 @@ def test_a_bar_can_be_sent_to_another_process(kind: type[ProgressBar]) -> None:
 
 
 def test_numbers_read_well() -> None:
-    assert [clock(value) for value in (5.9, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
-    assert [speed(value) for value in (0.5, 12.34, 0.0)] == ["2.00 s/it", "12.3 it/s", "0.0 it/s"]
-    assert [number(value) for value in (3.0, 0.12345, 1e-7, float("nan"), float("inf"), 1e9)] == [
+    assert [format_time(value) for value in (5.9, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+    assert [format_rate(value) for value in (0.5, 12.34, 0.0)] == ["2.00 s/it", "12.3 it/s", "0.0 it/s"]
+    assert [format_number(value) for value in (3.0, 0.12345, 1e-7, float("nan"), float("inf"), 1e9)] == [
         "3",
         "0.1235",
         "1e-07",

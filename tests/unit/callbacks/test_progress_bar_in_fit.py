@@ -1,4 +1,4 @@
-"""The progress bar of a real run, on a real (pseudo-)terminal and in a pipe."""
+"""The progress bar of a real run, on a pseudo-terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal_screen import Screen, run_on_a_terminal
+from terminal_screen import Screen, run_in_terminal
 
 from drivetrain.testing import requires_linux, requires_package
 
@@ -62,12 +62,12 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     def resized(screen: Screen) -> int | None:
         return next(resizes, None) if screen.lines and re.match("Epoch 2/2 .*] run", screen.lines[-1]) else None
 
-    screen, frames, text, code = run_on_a_terminal(_script(without_rich), 100, resized)
+    screen, frames, text, code = run_in_terminal(_script(without_rich), 100, resized)
     assert code == 0, text
-    # More refreshes than epochs, fewer than steps: it goes by the clock.
+    # More refreshes than epochs but fewer than steps: refreshes depend on time.
     refreshes = len(re.findall(r"\d+/20", text))
-    assert 4 <= refreshes <= 60 * 2  # where a validation's bar stands below, the epoch's is drawn again
-    # Nothing of a bar is left over; what was printed and said stands where it belongs, each on a line of its own.
+    assert 4 <= refreshes <= 60 * 2  # the epoch's bar is redrawn above a validation's
+    # No bar is left over, and all printed and logged lines are complete.
     said = screen.paragraphs
     said = said[next(index for index, line in enumerate(said) if "in train mode" in line) + 1 :]  # below the summary
     end = "The run ended: max_epochs=2 is reached (2 epochs, 40 optimizer steps) after "
@@ -89,7 +89,7 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
         *[re.escape(end) + r"\d+\.\d s\.", "after the run"],
     ]
     assert re.fullmatch("\n".join(expected), "\n".join(said)), said
-    # Each time one bar of each kind stands there, in the terminal's width.
+    # Each frame has one bar of each kind, within the width of the terminal.
     bars = [[line for line in frame if re.match(r"Epoch \d/2 |Validation |Sanity check ", line)] for frame in frames]
     assert all(len({line.split()[0] for line in frame}) == len(frame) for frame in bars)
     told = {" ".join(line.split()[:2]) for frame in bars for line in frame}
@@ -98,7 +98,7 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     assert {line.split()[0] for line in evaluated} == {"Validation", "Sanity"}
     assert any("val_loss=" in line for line in evaluated)
     assert not any("train_loss" in line or "run" in line for line in evaluated)
-    if not without_rich:  # an epoch's bar is complete above its last validation's
+    if not without_rich:  # the epoch's bar is full above that of its last validation
         assert any("20/20" in frame[0] and frame[1].startswith("Validation") for frame in bars if len(frame) == 2)
     assert any(re.search(r"run \d+:\d\d left", line) for frame in bars for line in frame)
     after = [line for frame in bars for line in frame if line.startswith("Epoch 2/2")]
@@ -109,10 +109,10 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
 
 @requires_linux()
 def test_a_failure_leaves_the_terminal_usable() -> None:
-    _, _, text, code = run_on_a_terminal(_script(fails=True), 100)
+    _, _, text, code = run_in_terminal(_script(fails=True), 100)
     assert code != 0
-    assert "ValueError: a failure in the step" in re.sub(r"\x1b\[[\d;]*m", "", text)  # Python 3.13 colours it
-    assert "\x1b[?25l" not in text  # the cursor was never hidden, and is there after a SIGKILL too
+    assert "ValueError: a failure in the step" in re.sub(r"\x1b\[[\d;]*m", "", text)  # Python 3.13 adds colors
+    assert "\x1b[?25l" not in text  # the cursor is never hidden, so a SIGKILL cannot leave it hidden
     assert text.rfind("━") < text.rfind("\r\x1b[J") < text.index("Traceback")
 
 

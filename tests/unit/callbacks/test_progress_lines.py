@@ -1,4 +1,4 @@
-"""Progress where nobody looks at a terminal, and the time that a run still takes."""
+"""Progress lines if the output is not a terminal, and the remaining time of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from callback_modules import Regression, loader, quiet_fit
-from callback_run import Run
+from callback_run import FakeRun
 
 from drivetrain.callbacks import ProgressBar, progress_bar
-from drivetrain.callbacks._bar_line import Phase, clock, fitted
-from drivetrain.callbacks._progress_default import EpochLines
+from drivetrain.callbacks._bar_line import Phase, fit_line, format_time
+from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.module.train_module import TrainModule
 
@@ -23,7 +23,7 @@ _MODULE: Any = TrainModule()
 
 
 class Clock:
-    """Time that goes on when it is told to."""
+    """A clock that is advanced by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -31,24 +31,24 @@ class Clock:
 
 
 class Timed(Regression):
-    """Each step takes a second, each evaluation batch two."""
+    """Takes one second per step and two per evaluation batch."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, format_time: Clock) -> None:
         super().__init__()
-        self.clock = clock
+        self.format_time = format_time
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.clock.now += 1
+        self.format_time.now += 1
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.clock.now += 2
+        self.format_time.now += 2
         self.log("val_loss", float(batch_idx), prog_bar=True)
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> None:
-        self.clock.now += 2
+        self.format_time.now += 2
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def _lines(out: io.StringIO) -> list[str]:
     return [line.partition(", train_loss=")[0] for line in out.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("kind", [EpochLines, ProgressBar])
+@pytest.mark.parametrize("kind", [ProgressLines, ProgressBar])
 def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_later(
     kind: Callable[..., ProgressBar], time: Clock
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_
         "Epoch 1/2: step 30, 30/100 batches, 0:30, 1.0 it/s, run 2:50 left",
         "Epoch 1/2: step 60, 60/100 batches, 1:00, 1.0 it/s, run 2:20 left",
         "Epoch 1/2: step 90, 90/100 batches, 1:30, 1.0 it/s, run 1:50 left",
-        # Half a minute after the last line; the pace counts validations as there have been any.
+        # Half a minute after the last line; the pace includes the validations so far.
         "Validation: 10/20 batches, 0:20, 2.00 s/it, 0:20 left, val_loss=4.5",
         "Epoch 1/2: 100 batches, 1:40, 1.0 it/s, run 2:37 left",
         "Epoch 2/2: step 130, 30/100 batches, 0:30, 1.0 it/s, run 1:38 left",
@@ -86,7 +86,7 @@ def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_
 def test_a_log_interval_of_more_than_half_a_minute_is_the_pace(time: Clock) -> None:
     # L-09
     out = io.StringIO()
-    trainer = quiet_fit(callbacks=EpochLines(stream=out), log_every_n_steps=50, max_steps=120, max_epochs=-1)
+    trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=50, max_steps=120, max_epochs=-1)
     trainer.fit(Timed(time), loader(800))
     assert [line.partition(",")[0] for line in _lines(out)] == [
         "Epoch 1: step 50/120",
@@ -97,9 +97,9 @@ def test_a_log_interval_of_more_than_half_a_minute_is_the_pace(time: Clock) -> N
 
 @pytest.mark.parametrize("stage", ["test", "predict"])
 def test_an_evaluation_that_takes_long_says_how_far_it_is(stage: str, time: Clock) -> None:
-    # L-09; two loaders, which are counted on
+    # L-09; the count continues over two loaders
     out = io.StringIO()
-    trainer = quiet_fit(callbacks=EpochLines(stream=out), log_every_n_steps=5)
+    trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=5)
     getattr(trainer, stage)(_Several(time), [loader(64), loader(64)])  # 32 batches of 2 s in all
     assert [line.partition(",")[0].partition(" ")[2] for line in out.getvalue().splitlines()] == [
         "15/32 batches",
@@ -110,33 +110,33 @@ def test_an_evaluation_that_takes_long_says_how_far_it_is(stage: str, time: Cloc
 
 class _Several(Timed):
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.clock.now += 2
+        self.format_time.now += 2
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.clock.now += 2
+        self.format_time.now += 2
 
 
 def test_without_a_log_interval_or_time_no_line_comes(time: Clock) -> None:
     out = io.StringIO()
     for interval in (0, 1000):
-        trainer = quiet_fit(callbacks=EpochLines(stream=out), log_every_n_steps=interval)
+        trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=interval)
         trainer.fit(Timed(time), loader(400))
     assert [line.partition(",")[0] for line in _lines(out)] == ["Epoch 1/1: 100 batches"] * 2
 
 
 def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    # L-09, O-04: what is not there yet is printed with the next interval, as of its own step
-    class Late(progress_bar._LateLine):
+    # L-09, O-04: a line whose values have not arrived is printed at the next interval, with its own step
+    class Late(progress_bar._PendingLine):
         arrived = False
 
         @property
         def has_arrived(self) -> bool:
             return self.arrived
 
-    monkeypatch.setattr(progress_bar, "_LateLine", Late)
-    out, bar = io.StringIO(), EpochLines()
+    monkeypatch.setattr(progress_bar, "_PendingLine", Late)
+    out, bar = io.StringIO(), ProgressLines()
     bar._stream = out
-    run: Any = Run(num_training_batches=100, max_epochs=1, progress_bar_values={"loss": torch.tensor(0.5)})
+    run: Any = FakeRun(num_training_batches=100, max_epochs=1, progress_bar_values={"loss": torch.tensor(0.5)})
     bar.setup(run, _MODULE, "fit")
     bar.on_fit_start(run, _MODULE)
     bar.on_train_start(run, _MODULE)
@@ -154,11 +154,11 @@ def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.Monk
     assert second.endswith("loss=0.8")
 
 
-# The time left
+# Remaining time
 
 
-def _left(run: Run, made: int, seconds: float) -> float | None:
-    """Seconds that are left once ``made`` micro-batches have taken ``seconds``, a first one a minute before."""
+def _left(run: FakeRun, made: int, seconds: float) -> float | None:
+    """Return the remaining seconds after ``made`` micro-batches took ``seconds``, after a first one of a minute."""
     left = TimeLeft(run, 0.0)  # type: ignore[arg-type]
     run.micro_batches = run.batch_idx = 1
     left.seconds(run, 60.0)  # type: ignore[arg-type]
@@ -185,12 +185,12 @@ def test_the_first_limit_counts_and_what_is_unknown_is_not_made_up(
     options: dict[str, Any], seconds: float | None
 ) -> None:
     # L-09
-    left = _left(Run(**{"num_training_batches": 100, **options}), made=10, seconds=10)
+    left = _left(FakeRun(**{"num_training_batches": 100, **options}), made=10, seconds=10)
     assert left == (None if seconds is None else pytest.approx(seconds))
 
 
 def test_what_was_slow_once_does_not_count_and_a_run_that_went_back_begins_a_new_average() -> None:
-    run = Run(num_training_batches=100, max_epochs=1)
+    run = FakeRun(num_training_batches=100, max_epochs=1)
     left = TimeLeft(run, 0.0)  # type: ignore[arg-type]
     assert left.seconds(run, 5.0) is None  # type: ignore[arg-type]
     seen = []
@@ -200,7 +200,7 @@ def test_what_was_slow_once_does_not_count_and_a_run_that_went_back_begins_a_new
     assert seen == [99 * 60, 99 * 60, 97 * 1, 98 * 1, 96 * 1, 0]
 
 
-# What a line has room for
+# Lines shortened to the width of the terminal
 
 
 @pytest.mark.parametrize("width", [*range(1, 130), 200])
@@ -210,7 +210,7 @@ def test_a_line_fits_into_every_width(width: int) -> None:
     for total, run, shown in itertools.product((5678, None), ("run 1d 12:04:33 left", ""), (metrics, {})):
         phase = Phase("Epoch 10/200", total, 0.0)
         phase.done = 1234
-        line = fitted(phase, shown, 3700.0, run, width)
+        line = fit_line(phase, shown, 3700.0, run, width)
         text = f"{line.title} {'|' + '#' * line.width + '| ' if line.width else ''}{line.rest}".rstrip()
         assert len(text) <= max(width, len(line.title))
         assert len(line.title) <= width
@@ -229,9 +229,9 @@ def test_metrics_go_from_the_last_on_and_it_shows() -> None:
     # L-09
     phase = Phase("Epoch 1/2", 120, 0.0)
     phase.done = 60
-    line = fitted(phase, {"a": 1.0, "b" * 30: 2.0, "c": 3.0}, 10.0, "run 1:12 left", 79)
+    line = fit_line(phase, {"a": 1.0, "b" * 30: 2.0, "c": 3.0}, 10.0, "run 1:12 left", 79)
     assert line.rest == "60/120 [0:10<0:10, 6.0 it/s] run 1:12 left a=1 …"
 
 
 def test_long_times_are_told_in_days() -> None:
-    assert [clock(seconds) for seconds in (86399, 86400, 200000)] == ["23:59:59", "1d 0:00:00", "2d 7:33:20"]
+    assert [format_time(seconds) for seconds in (86399, 86400, 200000)] == ["23:59:59", "1d 0:00:00", "2d 7:33:20"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from callback_run import Run, distributed_run
+from callback_run import FakeRun, distributed_run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +48,7 @@ def test_one_bit_anywhere_changes_the_checksum(dtype: torch.dtype) -> None:
 def test_what_compensates_in_a_plain_sum_shows() -> None:
     value = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert checksum(value.flip(0)) != checksum(value)
-    # Two signs changed the opposite way: as integers they add up to the same.
+    # Two signs are flipped in opposite directions, so a sum of the values as integers does not change.
     assert checksum(torch.tensor([-1.0, 1.0])) != checksum(torch.tensor([1.0, -1.0]))
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
 
@@ -94,14 +94,14 @@ def _drift(tensor: str, ranks: list[int]) -> list[str]:
     found = []
     callback = ReplicaCheck(every_n_steps=2)
     callback.on_train_start(run, net)
-    # Legitimate: each rank's own statistics until the next forward hands out rank 0's.
+    # Allowed: statistics of each rank until the next forward broadcasts rank 0's.
     net.norm.running_mean.add_(rank)
     found.append(_check(callback, run, net, 2))
     if rank in ranks:
         with torch.no_grad():
             value = net.get_parameter(tensor) if "." in tensor else net.get_buffer(tensor)
             value.view(-1)[1] = torch.nextafter(value.view(-1)[1], torch.tensor(9.0))  # the last bit
-    found.append(_check(callback, run, net, 3))  # not a step to check at
+    found.append(_check(callback, run, net, 3))  # no check is due at this step
     found.append(_check(callback, run, net, 4))
     return found
 
@@ -151,7 +151,7 @@ def test_different_buffers_are_named_instead_of_hanging() -> None:
 
 
 def _reentrant_twice(cured: bool) -> list[str]:
-    """One module checkpointed twice, re-entrantly, under plain DDP (C-03)."""
+    """Checkpoints one module twice with use_reentrant=True under plain DDP (C-03)."""
     run: Any = distributed_run()
     rank = run.strategy.control.rank
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def test_ranks_that_diverge_in_silence_are_caught() -> None:
 
 
 def _max_norm() -> list[str]:
-    """The rows that a rank looked up are rewritten there and nowhere else (B-20)."""
+    """Train an embedding with max_norm, which renormalizes the rows that a rank uses on that rank only (B-20)."""
     run: Any = distributed_run()
     torch.manual_seed(0)
     net: Any = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
@@ -204,7 +204,7 @@ def _max_norm() -> list[str]:
         optimizer.zero_grad()
         wrapped(rows).sum().backward()
         optimizer.step()
-    found = _check(callback, run, net, 3)  # the default interval is longer than this training
+    found = _check(callback, run, net, 3)  # the default interval is longer than the run
     try:
         callback.on_train_end(run, net)
     except DistributedError as error:
@@ -243,7 +243,7 @@ def test_shards_are_compared_between_those_that_hold_the_same() -> None:
 
 
 def test_one_process_is_always_alike_and_bad_intervals_are_refused() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     callback = ReplicaCheck(every_n_steps=1)
     net: Any = _Net()
     callback.on_train_start(run, net)

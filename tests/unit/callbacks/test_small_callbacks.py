@@ -5,12 +5,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from callback_run import Run
+from callback_run import FakeRun
 
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler, LambdaCallback, Timer
-from drivetrain.callbacks.timer import read_duration
+from drivetrain.callbacks.timer import parse_duration
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
@@ -25,7 +25,7 @@ _NO_MODULE: Any = None
     [("00:12:00:00", 43200), ("1:2:3:4", 93784), (timedelta(minutes=2), 120), ({"hours": 1, "seconds": 5}, 3605)],
 )
 def test_durations_are_read(duration: Any, seconds: int) -> None:
-    assert read_duration(duration) == timedelta(seconds=seconds)
+    assert parse_duration(duration) == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("duration", ["12:00", "a:b:c:d", {"hour": 1}, timedelta(seconds=-1)])
@@ -36,7 +36,7 @@ def test_durations_that_cannot_be_read_are_refused(duration: Any) -> None:
 
 
 def test_the_timer_asks_for_a_stop_when_time_is_up() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     timer = Timer(timedelta(seconds=0.15))
     timer.setup(run, _NO_MODULE, "fit")
     timer.on_train_start(run, _NO_MODULE)
@@ -60,7 +60,7 @@ def test_the_timer_asks_for_a_stop_when_time_is_up() -> None:
 
 
 def test_with_epochs_the_timer_waits_for_their_end() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     timer = Timer({"milliseconds": 300}, interval="epoch", verbose=False)
     timer.on_train_start(run, _NO_MODULE)
     time.sleep(0.4)
@@ -73,7 +73,7 @@ def test_with_epochs_the_timer_waits_for_their_end() -> None:
 
 def test_the_time_of_a_resumed_run_counts() -> None:
     # F-12
-    run: Any = Run()
+    run: Any = FakeRun()
     timer = Timer("00:00:01:00")
     timer.load_state_dict({"time_elapsed": {"train": 61.0, "validate": 2.0, "test": 0.0}})
     timer.on_train_start(run, _NO_MODULE)
@@ -83,7 +83,7 @@ def test_the_time_of_a_resumed_run_counts() -> None:
 
 
 def test_stages_are_measured_apart_and_a_failure_stops_the_clock() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     timer = Timer()
     assert timer.time_remaining() is None
     timer.on_test_start(run, _NO_MODULE)
@@ -123,7 +123,7 @@ def test_only_the_hooks_that_were_given_are_in_the_loop() -> None:
         priority=-5,
     )
     assert callback.priority == -5
-    run: Any = Run()
+    run: Any = FakeRun()
     module = TrainModule()
     table = HookTable(run, module, [callback])
     assert {name for name in HOOKS if getattr(table, name)} == {"on_train_batch_end", "setup"}
@@ -146,7 +146,7 @@ def test_a_hook_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 
 def test_windows_follow_the_schedule_and_the_setting_comes_back() -> None:
-    run: Any = Run()
+    run: Any = FakeRun()
     module: Any = TrainModule()
     scheduler = GradientAccumulationScheduler({4: 2, 1: 8})
     assert [scheduler.window(epoch) for epoch in range(6)] == [1, 8, 8, 8, 2, 2]
@@ -159,7 +159,7 @@ def test_windows_follow_the_schedule_and_the_setting_comes_back() -> None:
     assert windows == [1, 8, 8, 8, 2, 2]
     scheduler.teardown(run, module, "fit")
     assert run.accumulate_grad_batches == 1
-    # Resumed in the middle of epoch 2, which has no start of its own.
+    # Resumed midway in epoch 2, for which on_train_epoch_start is not called.
     run.current_epoch = 2
     scheduler.setup(run, module, "fit")
     scheduler.on_train_start(run, module)
@@ -176,11 +176,11 @@ def test_a_schedule_that_makes_no_sense_is_refused(schedule: Any) -> None:
 def test_two_sayings_about_windows_are_refused() -> None:
     # G-06
     module: Any = TrainModule()
-    run: Any = Run(accumulate_grad_batches=4)
+    run: Any = FakeRun(accumulate_grad_batches=4)
     with pytest.raises(ConfigurationError, match="accumulate_grad_batches=4"):
         GradientAccumulationScheduler({0: 2}).setup(run, module, "fit")
     module.automatic_optimization = False
-    run = Run()
+    run = FakeRun()
     with pytest.raises(ConfigurationError, match="manual optimization"):
         GradientAccumulationScheduler({0: 2}).setup(run, module, "fit")
     assert GradientAccumulationScheduler({0: 2}).state_key != GradientAccumulationScheduler({0: 3}).state_key

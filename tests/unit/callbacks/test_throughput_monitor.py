@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from callback_run import Run, distributed_run
+from callback_run import FakeRun, distributed_run
 
 from drivetrain.callbacks import ThroughputMonitor
 from drivetrain.callbacks._peak_flops import peak_of
@@ -29,7 +29,7 @@ class _Tokens(_Net):
 
 def _train(
     monitor: ThroughputMonitor,
-    run: Run,
+    run: FakeRun,
     module: Any,
     steps: int,
     window: int = 1,
@@ -56,14 +56,14 @@ def _train(
 
 
 def test_rates_agree_with_the_clock_and_with_each_other() -> None:
-    run = Run(log_every_n_steps=5)
+    run = FakeRun(log_every_n_steps=5)
     monitor = ThroughputMonitor()
     _train(monitor, run, _Net(), steps=20, window=2, pause=0.004, validate_at=21)
     steps = [step for step, _ in run.logged]
     assert steps == [5, 10, 15, 20]
     last = run.logged[-1][1]
     rate = last["throughput/steps_per_sec"]
-    # Two sleeps of 4 ms a step bound it from above; the validation's half second is not counted.
+    # Two sleeps of 4 ms per step are an upper bound; the half second of validation is not counted.
     assert 30 < rate < 125
     assert last["throughput/micro_batches_per_sec"] == pytest.approx(2 * rate)
     assert last["throughput/samples_per_sec"] == pytest.approx(8 * rate)
@@ -73,7 +73,7 @@ def test_rates_agree_with_the_clock_and_with_each_other() -> None:
 
 
 def test_the_window_slides() -> None:
-    run = Run(log_every_n_steps=2)
+    run = FakeRun(log_every_n_steps=2)
     monitor = ThroughputMonitor(window=4)
     trainer: Any = run
     module = _Net()
@@ -85,24 +85,24 @@ def test_the_window_slides() -> None:
         run.samples_seen += 1
         monitor.on_train_batch_end(trainer, module, {}, None, index)
     rates = [values["throughput/steps_per_sec"] for _, values in run.logged]
-    assert rates[4] < 50  # of slow steps only
-    assert rates[-1] > 100  # of fast steps only: the slow ones have left
+    assert rates[4] < 50  # only slow steps
+    assert rates[-1] > 100  # only fast steps: the slow ones have left the window
 
 
 def test_tokens_are_what_batch_weight_counts() -> None:
-    run = Run(log_every_n_steps=4)
+    run = FakeRun(log_every_n_steps=4)
     weights = [3.0 * index for index in range(1, 9)]
     monitor = ThroughputMonitor()
     _train(monitor, run, _Tokens(), steps=8, pause=0.002, weights=weights)
     last = run.logged[-1][1]
-    # From the first step's end on: 3 * (2 + ... + 8) tokens in 7 steps.
+    # After the first step: 3 * (2 + ... + 8) tokens in 7 steps.
     assert last["throughput/tokens_per_sec"] / last["throughput/steps_per_sec"] == pytest.approx(3 * 35 / 7)
 
 
 def _tokens_of_ranks() -> float:
     run = distributed_run(log_every_n_steps=4)
     rank = run.strategy.control.rank
-    run.joining = rank == 2  # weight zero: its batch is another rank's
+    run.joining = rank == 2  # weight zero: a joining rank runs a batch of another rank
     weights = [0.0 if run.joining else 10.0 * (rank + 1)] * 8
     monitor = ThroughputMonitor()
     _train(monitor, run, _Tokens(), steps=8, pause=0.002, weights=weights)
@@ -114,7 +114,7 @@ def test_tokens_are_counted_over_all_ranks() -> None:
 
 
 def test_the_arithmetic_is_measured_once_and_set_against_the_peak() -> None:
-    run = Run(log_every_n_steps=4)
+    run = FakeRun(log_every_n_steps=4)
     monitor = ThroughputMonitor(peak_flops=1e9)
     _train(monitor, run, _Net(), steps=8, pause=0.001)
     last = run.logged[-1][1]
@@ -123,7 +123,7 @@ def test_the_arithmetic_is_measured_once_and_set_against_the_peak() -> None:
     assert last["throughput/tflops"] == pytest.approx(flops * last["throughput/micro_batches_per_sec"] / 1e12)
     assert last["throughput/mfu"] == pytest.approx(last["throughput/tflops"] * 1e12 / 1e9)
     given = ThroughputMonitor(peak_flops=1e9, flops=1e6)
-    run = Run(log_every_n_steps=4)
+    run = FakeRun(log_every_n_steps=4)
     _train(given, run, _Net(), steps=8, pause=0.001)
     assert given.latest["throughput/mfu"] == pytest.approx(1e6 * given.latest["throughput/steps_per_sec"] / 1e9)
 
@@ -131,7 +131,7 @@ def test_the_arithmetic_is_measured_once_and_set_against_the_peak() -> None:
 def test_counting_is_switched_off_after_a_failure() -> None:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    monitor, run = ThroughputMonitor(peak_flops=1e9), Run()
+    monitor, run = ThroughputMonitor(peak_flops=1e9), FakeRun()
     trainer: Any = run
     module = _Net()
     monitor.on_train_start(trainer, module)
@@ -143,24 +143,24 @@ def test_counting_is_switched_off_after_a_failure() -> None:
 
 
 def test_arithmetic_that_cannot_be_seen_is_said() -> None:
-    monitor, run = ThroughputMonitor(peak_flops=1e9), Run()
+    monitor, run = ThroughputMonitor(peak_flops=1e9), FakeRun()
     trainer: Any = run
     module = _Net()
     monitor.on_train_start(trainer, module)
     monitor.on_train_batch_start(trainer, module, None, 0)
     monitor.on_train_batch_end(trainer, module, {}, None, 0)
     monitor.on_train_batch_start(trainer, module, None, 1)
-    with pytest.warns(UserWarning, match="counted no arithmetic"):
+    with pytest.warns(UserWarning, match="counted no FLOPs"):
         monitor.on_train_batch_end(trainer, module, {}, None, 1)
 
 
 def test_nothing_is_read_off_the_device_between_two_logged_steps() -> None:
     # H-01
-    run = Run(log_every_n_steps=1000)
+    run = FakeRun(log_every_n_steps=1000)
     with torch.autograd.profiler.profile() as profile:
         _train(ThroughputMonitor(), run, _Tokens(), steps=20)
     syncs = sum(event.name == "aten::item" for event in profile.function_events)
-    assert syncs == 1  # at the point taken with the first step: the sum over the ranks
+    assert syncs == 1  # the sum over the ranks after the first step
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_how_float32_is_multiplied_is_known_whichever_interface_was_told() -> None:
-    # The older interface raises where the newer one was used, and a run ended for that as it began.
+    # The older interface raises if the newer one was used, and that used to end the run at its start.
     code = """
 import torch
 from drivetrain.callbacks._peak_flops import tf32_is_on

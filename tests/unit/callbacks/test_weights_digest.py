@@ -1,4 +1,4 @@
-"""Checksums of parts add up to that of the whole. Row L-03."""
+"""Checksums of shards add up to the checksum of the whole tensor (L-03)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `Checkpoint` removes: what this run wrote, by its name below ``dirpath`` and its identifier, nothing else."""
+"""`Checkpoint` removes only checkpoints of its own run, identified by name and identifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
 
 
 def edited(checkpoint: Path, change: Any) -> None:
-    """Change state.json as somebody with an editor and a calculator would, so that all checksums agree."""
+    """Edit state.json and update all checksums."""
     file, manifest = checkpoint / "state.json", checkpoint / "manifest.json"
     document = json.loads(file.read_text())
     change(document)
@@ -208,7 +208,7 @@ def test_what_cannot_be_removed_is_tried_again_and_ends_no_run(
     with caplog.at_level(logging.WARNING, logger="drivetrain"):
         fit(tmp_path, Checkpoint(folder), max_epochs=4).fit(Scored([0.0] * 4), loader())
     assert len(refusals) == 2
-    assert len(re.findall("cannot be removed yet: AccessDenied", caplog.text)) == 2
+    assert len(re.findall("Cannot remove .*, will try again: AccessDenied", caplog.text)) == 2
     kept = {path.split("/")[3] for path in bucket.find("/third/run") if path.endswith("manifest.json")}
     assert kept == {"epoch=3-step=24"}
 
@@ -229,7 +229,7 @@ def test_a_throttled_note_of_the_latest_ends_no_run(
     with caplog.at_level(logging.WARNING, logger="drivetrain"):
         fit(tmp_path, Checkpoint("memory://fourth/run"), max_epochs=2).fit(Scored([0.0] * 2), loader())
     assert (
-        "latest in 'memory://fourth/run' cannot be written (SlowDown): the checkpoint 'epoch=1-step=12' is whole."
+        "Cannot write latest in 'memory://fourth/run' (SlowDown). The checkpoint 'epoch=1-step=12' is complete."
         in caplog.text
     )
     assert load("memory://fourth/run/epoch=1-step=12").progress["epoch"] == 2

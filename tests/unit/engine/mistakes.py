@@ -275,7 +275,7 @@ MISTAKES = [
         "interval of a monitor",
         BUILT,
         "'batch'",
-        "are logged with steps or with epochs",
+        "are logged by steps or by epochs",
         "give 'step'",
         calls(lambda path: LearningRateMonitor(logging_interval="batch")),
     ),

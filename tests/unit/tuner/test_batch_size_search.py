@@ -13,7 +13,7 @@ from tuner_case import FEATURES, Data, Net, data, loader, quiet
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import BatchSizeFinder
-from drivetrain.callbacks._batch_size_search import largest
+from drivetrain.callbacks._batch_size_search import search_largest
 from drivetrain.tuner import Tuner
 
 
@@ -24,7 +24,7 @@ def _tried(limit: int, mode: str, init: int, trials: int = 25, most: int | None 
         sizes.append(size)
         return size <= limit
 
-    found = largest(fits, mode, init, trials, lambda: most if most is not None and sizes[-1] >= most else None)
+    found = search_largest(fits, mode, init, trials, lambda: most if most is not None and sizes[-1] >= most else None)
     return found, sizes
 
 
@@ -92,7 +92,7 @@ def test_evaluation_has_a_size_of_its_own() -> None:  # L-06
 def test_the_data_set_is_the_limit(caplog: pytest.LogCaptureFixture) -> None:  # L-06
     caplog.set_level("INFO", "drivetrain")
     assert Tuner(quiet()).scale_batch_size(Net(), loader(11)) == 11
-    assert "the data hold no more for a rank" in caplog.text
+    assert "a rank has no more samples than that" in caplog.text
     assert Tuner(quiet()).scale_batch_size(Net(), loader(11, drop_last=True), mode="binsearch") == 11
 
 
@@ -113,16 +113,16 @@ def test_a_size_that_cannot_be_changed_is_refused() -> None:  # L-06
     tuner = Tuner(quiet())
     with pytest.raises(ConfigurationError, match="DataLoader of Stream without a batch_size"):
         tuner.scale_batch_size(Net(), DataLoader(Stream(), batch_size=None))
-    with pytest.raises(ConfigurationError, match="given a list"):
+    with pytest.raises(ConfigurationError, match="of a list, passed to fit, cannot be changed"):
         tuner.scale_batch_size(Net(), [loader(), loader()])
     with pytest.raises(ConfigurationError, match="no attribute 'size'"):
         tuner.scale_batch_size(Net(), datamodule=Data(), batch_arg_name="size")
-    with pytest.raises(ConfigurationError, match="batch_size=2, and the first batch holds 32 samples"):
+    with pytest.raises(ConfigurationError, match="batch_size=2, but the first batch holds 32 samples"):
         tuner.scale_batch_size(Net(), datamodule=Deaf())
     for options in ({"mode": "cubic"}, {"init_val": 0}, {"max_trials": 0}, {"steps_per_trial": 0}, {"method": "fits"}):
         with pytest.raises(ConfigurationError):
             tuner.scale_batch_size(Net(), loader(), **options)
-    with pytest.raises(ConfigurationError, match="BatchSizeFinder, and fit was given its loaders"):
+    with pytest.raises(ConfigurationError, match="BatchSizeFinder does not work with loaders passed to fit"):
         quiet(callbacks=[BatchSizeFinder()]).fit(Net(), loader())
 
 
@@ -159,5 +159,5 @@ def test_a_size_of_which_a_part_of_the_data_is_no_batch_is_too_large() -> None: 
 
 def test_a_loader_with_batches_of_its_own_is_refused_as_such() -> None:  # L-06
     own = DataLoader(data(8), batch_sampler=BatchSampler(SequentialSampler(data(8)), 2, False))
-    with pytest.raises(ConfigurationError, match="with a batch_sampler of its own"):
+    with pytest.raises(ConfigurationError, match="with a custom batch_sampler"):
         Tuner(quiet()).scale_batch_size(Net(), own)

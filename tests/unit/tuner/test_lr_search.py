@@ -107,7 +107,7 @@ def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
     assert module.lr == 0.05
     assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
     assert module.lr == 0.05
-    with pytest.raises(ConfigurationError, match="no attribute 'alpha'"):
+    with pytest.raises(ConfigurationError, match="no attribute or hyper-parameter 'alpha'"):
         Tuner(quiet()).lr_find(module, loader(), attr_name="alpha")
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_searched_is_refused() -> None:  # L-06
             Tuner(quiet()).lr_find(Net(), loader(), **options)
     with pytest.raises(ConfigurationError, match="fast_dev_run"):
         Tuner(quiet(fast_dev_run=True)).lr_find(Net(), loader())
-    with pytest.raises(ConfigurationError, match="was given a Linear"):
+    with pytest.raises(ConfigurationError, match="was called with a Linear"):
         Tuner(quiet()).lr_find(cast(Any, torch.nn.Linear(1, 1)), loader())
 
 
@@ -174,7 +174,7 @@ def test_the_callback_searches_for_a_fit_alone() -> None:  # L-06
         def configure_callbacks(self) -> list[Callback]:
             return [LearningRateFinder()]
 
-    with pytest.raises(ConfigurationError, match="LearningRateFinder came after the run had begun"):
+    with pytest.raises(ConfigurationError, match="LearningRateFinder was added after the run had started"):
         quiet().fit(Bringing(), loader())
 
 

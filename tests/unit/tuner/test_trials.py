@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
-from tuner_case import FEATURES, Data, Drawn, Net, data, loader, quiet
+from tuner_case import FEATURES, Data, Net, NoisyDataset, data, loader, quiet
 
 from drivetrain import Callback, ConfigurationError, TrainModule
 from drivetrain.callbacks import Checkpoint, LearningRateFinder
@@ -41,7 +41,7 @@ class Remembering(Callback):
 
 
 def _loader(draws: str) -> Any:
-    dataset = Drawn(30)
+    dataset = NoisyDataset(30)
     if draws == "shuffled":
         return DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
     sampler = WeightedRandomSampler([1.0] * 30, 30, generator=torch.Generator().manual_seed(2))
@@ -225,7 +225,7 @@ def test_nothing_is_said_but_the_finding(
     fit = quiet(enable_progress_bar=True, enable_model_summary=True, logger=True, default_root_dir=tmp_path)
     module = Net()
     Tuner(fit).lr_find(module, loader(), num_training=15)
-    assert capfd.readouterr() == ("", f"The learning rate is set to {module.lr:.4g}: Net.lr.\n")
+    assert capfd.readouterr() == ("", f"Learning rate set to {module.lr:.4g}: Net.lr.\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the finders are made of: a small module that draws and has buffers, and data that draw as well."""
+"""Modules and data for the tests of the tuner. Both use random generators, and the module has buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = 4
 
 
 def quiet(**settings: Any) -> Fit:
-    """A `Fit` on one CPU that writes and shows nothing."""
+    """Return a `Fit` on one CPU that prints and writes nothing."""
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -30,7 +30,7 @@ def quiet(**settings: Any) -> Fit:
 
 
 class Net(TrainModule):
-    """Regression with dropout, a buffer and a schedule; keeps its losses."""
+    """Regression with dropout, buffers and a schedule; records its losses."""
 
     def __init__(self, lr: float = 0.05, batch_size: int = 4) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Net(TrainModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-class Drawn(Dataset[Any]):
-    """Adds noise to its samples, from every generator that there is and from one of its own."""
+class NoisyDataset(Dataset[Any]):
+    """Adds noise to its samples, from the global random generators and from its own."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -78,7 +78,7 @@ def loader(samples: int = 40, batch_size: int = 4, **options: Any) -> Any:
 
 
 class Data(DataModule):
-    """Builds its loaders with its batch size."""
+    """Builds its loaders with ``self.batch_size``."""
 
     def __init__(self, samples: int = 40, batch_size: int = 4) -> None:
         self.samples = samples

@@ -1,1 +1,1 @@
-"""What `PredictionWriter` is made of: one run's writing, its store, and what was there before."""
+"""Implementation of `PredictionWriter`: writing, storage, and resuming a killed run."""

@@ -1,4 +1,4 @@
-"""Which samples an earlier run has predicted."""
+"""Index of the samples that an earlier run has predicted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from drivetrain.data._prediction_files import Entry
 
 
-class PredictedBefore:
-    """Which samples were written by a run before.
+class CompletedPredictions:
+    """Index of the samples whose predictions an earlier run has written.
 
     Args:
-        entries: what it has written.
+        entries: the outputs that it has written.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -27,17 +27,17 @@ class PredictedBefore:
         self._runs = {loader: _merged(runs) for loader, runs in self._runs.items()}
 
     def has(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> bool:
-        """Whether all of a batch was written."""
+        """Return whether all samples of a batch were written."""
         if indices is None:
             return (loader, batch, rank) in self._batches
         return all(self._has(loader, index) for index in indices)
 
     def samples(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> int:
-        """How many samples a batch has that was written."""
+        """Return the number of samples of a batch that was written."""
         return self._batches[loader, batch, rank] if indices is None else len(indices)
 
     def missing(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None, samples: int) -> Sequence[int]:
-        """Return which of a batch's samples were not written, by their places in the batch."""
+        """Return the positions in the batch of the samples that were not written."""
         if indices is None:
             return () if (loader, batch, rank) in self._batches else range(samples)
         if loader not in self._runs:

@@ -1,4 +1,4 @@
-"""What tells the data of one prediction from another's, without reading it."""
+"""Identifies the data of a prediction, reading at most a few samples."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from drivetrain.data._order_fingerprint import digest_of_batch, subset_of
 from drivetrain.data._samplers import sized
 
 
-def facts_of(loader: Any) -> dict[str, Any]:
-    """Return what is known of a loader's data and its order, as JSON has it."""
+def data_identity(loader: Any) -> dict[str, Any]:
+    """Return what identifies a loader's data and its order, as JSON-serializable values."""
     data = getattr(loader, "dataset", loader)
-    facts: dict[str, Any] = {"class": class_name(data), "samples": sized(data), "subset": subset_of(data)}
+    identity: dict[str, Any] = {"class": class_name(data), "samples": sized(data), "subset": subset_of(data)}
     if isinstance(loader, DataLoader):
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-        # Predicted in the order of the data set, both of them.
+        # With either of these samplers, predict uses the order of the dataset.
         plain = type(inner) in (SequentialSampler, RandomSampler) and not getattr(inner, "replacement", False)
-        facts["order"] = "of the data set" if plain else class_name(inner)
+        identity["order"] = "of the data set" if plain else class_name(inner)
     if isinstance(data, TensorDataset) and len(data):
-        facts["digest of some samples"] = digest_of_batch(
+        identity["digest of some samples"] = digest_of_batch(
             [data[index] for index in sorted({0, len(data) // 2, len(data) - 1})]
         )
-    return facts
+    return identity
 
 
-def class_name(one: object) -> str:
-    """Return a class's name by which a later run knows it again."""
-    # A script's own is called by its name, for it may be imported the next time.
-    kind = type(one)
-    return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
+def class_name(instance: object) -> str:
+    """Return the name of an object's class, by which a later run recognizes it."""
+    # A class of the script has no module name, because the next run may import the script.
+    cls = type(instance)
+    return cls.__qualname__ if cls.__module__ == "__main__" else f"{cls.__module__}.{cls.__qualname__}"

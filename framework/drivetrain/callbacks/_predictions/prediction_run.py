@@ -1,4 +1,4 @@
-"""One run's predictions on their way to a store: held on each rank until they are enough for a part, then written."""
+"""Buffers one run's predictions on each rank and writes them to a `PredictionStore` in parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predictions.completed_predictions import PredictedBefore
-from drivetrain.callbacks._predictions.data_identity import class_name, facts_of
+from drivetrain.callbacks._predictions.completed_predictions import CompletedPredictions
+from drivetrain.callbacks._predictions.data_identity import class_name, data_identity
 from drivetrain.callbacks._predictions.prediction_store import PredictionStore
 from drivetrain.callbacks._predictions.weights_digest import weights_digest
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
@@ -36,38 +36,38 @@ from drivetrain.errors import CheckpointError
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
-_SECONDS = 60.0  # after which outputs are written, however few
+_SECONDS = 60.0  # maximum age of a buffered output, checked when the next one is added
 
 
-class WritingPredictions:
-    """One run's way of writing to one path. Collective.
+class PredictionRun:
+    """Writes the predictions of one run to one path. Collective.
 
     Args:
-        path: where.
+        path: a folder or fsspec URL.
         trainer: the run.
-        module: what predicts.
-        part_bytes: of outputs that are held until they are written.
+        module: the module that predicts.
+        part_bytes: bytes of outputs to buffer before a part is written.
     """
 
     def __init__(self, path: str, trainer: RunContext, module: Any, part_bytes: int) -> None:
         strategy = trainer.strategy
         self._control = strategy.control
         self._rank, self._data_rank = strategy.rank, strategy.data_rank
-        self._speaks = strategy.is_data_leader
+        self._is_data_leader = strategy.is_data_leader
         self._part_bytes = part_bytes
         loaders = trainer.evaluated_loaders
         self._identity: dict[str, Any] = {
             "weights": weights_digest(strategy),
             "module": class_name(module),
             "precision": strategy.precision.name,
-            "data": [facts_of(loader) for loader in loaders],
+            "data": [data_identity(loader) for loader in loaders],
             "limit": repr(trainer.limit_predict_batches),
             "dealing": {
                 "ranks": strategy.data_world_size,
                 "batch_size": [getattr(loader, "batch_size", None) for loader in loaders],
             },
         }
-        failing = f"Predictions could not be written to {path!r}"
+        failure_message = f"Predictions could not be written to {path!r}"
 
         def begin() -> tuple[PredictionStore, bool]:
             store = PredictionStore(path)
@@ -77,39 +77,39 @@ class WritingPredictions:
                 store.release()
                 raise
 
-        self.store, goes_on = run_collectively(self._control, failing, begin)
+        self.store, resumes = run_collectively(self._control, failure_message, begin)
         entries = [entry for part, _ in self.store.kept.values() for entry in part.entries]
-        self._failing = failing
-        self._before, self._token, self.goes_on = _told(self._control, entries, goes_on)
+        self._failure_message = failure_message
+        self._completed, self._token, self.resumes = _broadcast(self._control, entries, resumes)
         self._number = 0
         self._entries: list[Entry] = []
         self._values: list[bytes] = []
         self._tensors: dict[str, Tensor] = {}
-        self._held = 0
-        self._since = 0.0
+        self._buffered_bytes = 0
+        self._buffered_since = 0.0
         self._parts: list[Part] = []
-        self._last: dict[int, int] = {}
-        self._seen = 0
-        self._broken = False
+        self._last_batch: dict[int, int] = {}
+        self._sample_count = 0
+        self._write_failed = False
 
-    def sees(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
-        """Note that this rank has come to a batch; returns whether all of it was written before."""
+    def check_written(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
+        """Return whether an earlier run has written all of a batch, and if so count its samples."""
         numbers = whole_numbers(indices)
-        there = self._before.has(dataloader_idx, batch_idx, self._data_rank, numbers)
-        if there:
-            self._count(
-                dataloader_idx, batch_idx, self._before.samples(dataloader_idx, batch_idx, self._data_rank, numbers)
+        is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, numbers)
+        if is_written:
+            self._count_samples(
+                dataloader_idx, batch_idx, self._completed.samples(dataloader_idx, batch_idx, self._data_rank, numbers)
             )
-        return there
+        return is_written
 
-    def take(
+    def add(
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Hold an output, or what of it was not written before, and write what is held where it is enough."""
+        """Buffer the samples of an output that were not written before, and write the buffer if it is large enough."""
         numbers = whole_numbers(indices)
         count = len(indices) if indices is not None else samples or 1
-        self._count(dataloader_idx, batch_idx, count)
-        rows = self._before.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
+        self._count_samples(dataloader_idx, batch_idx, count)
+        rows = self._completed.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
         if not rows:
             return
         self._check(output, batch_idx)
@@ -117,114 +117,123 @@ class WritingPredictions:
             layout = layout_of(output, count)
             if layout is None:
                 raise CheckpointError(
-                    f"{self.store.path!r} cannot be gone on with: a part of batch {batch_idx}, {count} samples, was "
-                    "written before, and what predict_step returns does not fall apart by samples.",
-                    "it was begun with other batches; tensors are cut along their first dimension, lists by entries.",
-                    "go on with as many ranks and the batch size of before, or delete the folder to begin anew.",
+                    f"The predictions {self.store.path!r} cannot be resumed: some of the {count} samples of batch "
+                    f"{batch_idx} were written before, and the output of predict_step cannot be split by samples.",
+                    "they were started with other batches; tensors are split along their first dimension, lists by "
+                    "entries.",
+                    "resume with the same number of ranks and batch size, or delete the folder to start again.",
                 )
             assert numbers is not None
             output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
         runs = None if numbers is None else runs_of(numbers)
-        self._hold(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
-        if self._held >= self._part_bytes or time.monotonic() - self._since > _SECONDS:
+        self._buffer(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
+        if self._buffered_bytes >= self._part_bytes or time.monotonic() - self._buffered_since > _SECONDS:
             self._flush()
 
     def publish(self) -> None:
-        """Write what is held, and make all of it predictions. Collective."""
-        run_collectively(self._control, self._failing, self._flush)
+        """Write the buffer, and publish the predictions of all ranks. Collective."""
+        run_collectively(self._control, self._failure_message, self._flush)
         mine = [(part.stem, index_of(part).decode()) for part in self._parts]
-        told = gather_or_raise(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
+        written_by_rank = gather_or_raise(
+            self._control, self._failure_message, (mine, self._sample_count if self._is_data_leader else 0), None
+        )
 
         def commit() -> None:
             if self._rank != 0:
                 return
-            parts = [part_of(stem, text.encode(), self.store.path) for of_rank, _ in told for stem, text in of_rank]
+            parts = [
+                part_of(stem, text.encode(), self.store.path)
+                for indices, _ in written_by_rank
+                for stem, text in indices
+            ]
             kept = [part for part, _ in self.store.kept.values()]
             written = sum(entry.samples for part in (*kept, *parts) for entry in part.entries)
-            seen = sum(count for _, count in told)
+            seen = sum(count for _, count in written_by_rank)
             if written != seen:
                 raise CheckpointError(
-                    f"The predictions {self.store.path!r} are not complete: {written} were written of {seen}.",
-                    "the data of the run that was killed were others, or its sampler draws samples more than once.",
-                    "delete the folder and predict anew.",
+                    f"The predictions {self.store.path!r} are not complete: {written} of {seen} were written.",
+                    "the killed run used other data, or its sampler draws samples more than once.",
+                    "delete the folder and predict again.",
                 )
             self.store.publish(self._identity, parts)
 
-        run_collectively(self._control, self._failing, commit)
+        run_collectively(self._control, self._failure_message, commit)
 
-    def save_what_is_held(self) -> None:
-        """Write what is held after a failure, if it can be written. Not collective."""
-        if not self._broken:
+    def flush_after_failure(self) -> None:
+        """Write the buffer after a failure, if possible. Not collective."""
+        if not self._write_failed:
             try:
                 self._flush()
             except Exception:
-                return  # the failure that led here is the one to tell
+                return  # the original failure is reported, not this one
 
-    def _count(self, loader: int, batch_idx: int, samples: int) -> None:
-        # Asked twice where what is there is looked for before reading.
-        if batch_idx > self._last.get(loader, -1):
-            self._last[loader] = batch_idx
-            self._seen += samples
+    def _count_samples(self, loader: int, batch_idx: int, samples: int) -> None:
+        # A batch may be counted twice: the loop asks `check_written` before and after reading it.
+        if batch_idx > self._last_batch.get(loader, -1):
+            self._last_batch[loader] = batch_idx
+            self._sample_count += samples
 
     def _check(self, output: Any, batch_idx: int) -> None:
         problem = _unstorable(output, "predict_step's output")
         if problem is not None:
             raise CheckpointError(
                 f"PredictionWriter cannot store batch {batch_idx}: {problem}.",
-                "tensors go to safetensors and everything else to JSON, so that reading them can run no code.",
-                "return tensors, numbers, strings, or lists, tuples and dicts of them: torch.from_numpy(array) for "
-                "an array, found._asdict() for a named tuple; or write a BasePredictionWriter of your own.",
+                "tensors are stored as safetensors and other values as JSON, which can be read without running code.",
+                "return tensors, numbers, strings, or lists, tuples and dicts of them, such as torch.from_numpy(array) "
+                "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
             )
 
-    def _hold(self, output: Any, entry: Entry) -> None:
+    def _buffer(self, output: Any, entry: Entry) -> None:
         if not self._entries:
-            self._since = time.monotonic()
-        aside: dict[str, Any] = {}
-        text = json.dumps(encode(output, aside, str(len(self._entries))), allow_nan=False).encode()
+            self._buffered_since = time.monotonic()
+        extracted: dict[str, Any] = {}
+        text = json.dumps(encode(output, extracted, str(len(self._entries))), allow_nan=False).encode()
         self._values.append(text)
-        self._tensors.update(aside)
+        self._tensors.update(extracted)
         self._entries.append(entry)
-        self._held += len(text) + sum(tensor.nbytes for tensor in aside.values())
+        self._buffered_bytes += len(text) + sum(tensor.nbytes for tensor in extracted.values())
 
     def _flush(self) -> None:
-        """Write a part of what is held."""
+        """Write the buffer as a part."""
         if not self._entries:
             return
         stem = f"part-{self._rank:05d}-{self._number:06d}-{self._token}"
         self._number += 1
-        specs = in_file_order(Spec(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items())
+        specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items())
         tensors: list[bytes | memoryview] = []
         if specs:
             flat = [self._tensors[spec.name].resolve_conj().resolve_neg().reshape(-1) for spec in specs]
             tensors = [header_of(specs), *map(bytes_of, flat)]
-        self._broken = True
+        self._write_failed = True
         self._parts.append(self.store.write(stem, self._entries, tensors, b"[" + b",\n".join(self._values) + b"]\n"))
-        self._broken = False
-        self._entries, self._values, self._tensors, self._held = [], [], {}, 0
+        self._write_failed = False
+        self._entries, self._values, self._tensors, self._buffered_bytes = [], [], {}, 0
 
 
-def _told(control: ControlPlane, entries: Sequence[Entry], goes_on: bool) -> tuple[PredictedBefore, str, bool]:
-    """Tell every rank what rank 0 has found, and by which token the files of this run go. Collective."""
-    said = json.dumps([entries_as_json(entries), secrets.token_hex(8), goes_on]).encode()
-    found, token, goes_on = json.loads(control.gather_bytes(said if control.rank == 0 else b"")[0])
-    return PredictedBefore(list(entries_from_json(found))), token, goes_on
+def _broadcast(
+    control: ControlPlane, entries: Sequence[Entry], resumes: bool
+) -> tuple[CompletedPredictions, str, bool]:
+    """Broadcast rank 0's entries, whether it resumes, and the token in this run's file names. Collective."""
+    message = json.dumps([entries_as_json(entries), secrets.token_hex(8), resumes]).encode()
+    written, token, resumes = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
+    return CompletedPredictions(list(entries_from_json(written))), token, resumes
 
 
 def _unstorable(value: Any, where: str) -> str | None:
-    """What cannot be stored of a value, and why; None where all can."""
+    """Return which part of a value cannot be stored, and why; None if all of it can."""
     if isinstance(value, Tensor):
         try:
             check_storable(where, value)
         except CheckpointError as error:
             return f"{where} is {error.what.partition(', ')[2].removesuffix('.')}"
-        return f"{where} is a tensor spread over the ranks" if hasattr(value, "device_mesh") else None
+        return f"{where} is a tensor sharded across ranks" if hasattr(value, "device_mesh") else None
     if value is None or isinstance(value, bool | int | float | str):
         return None
     if isinstance(value, Mapping):
         parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
         keys = [_unstorable(key, f"a key of {where}") for key in value]
-        return next((one for one in (*keys, *(_unstorable(part, name) for name, part in parts)) if one), None)
+        return next(filter(None, (*keys, *(_unstorable(part, name) for name, part in parts))), None)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        found = (_unstorable(part, f"{where}[{number}]") for number, part in enumerate(value))
-        return next((one for one in found if one), None)
+        problems = (_unstorable(part, f"{where}[{number}]") for number, part in enumerate(value))
+        return next(filter(None, problems), None)
     return f"{where} is a {type(value).__name__}"

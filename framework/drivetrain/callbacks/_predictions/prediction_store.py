@@ -1,4 +1,4 @@
-"""Where predictions are written, part by part, and how one goes on where a run was killed."""
+"""Stores predictions in parts, and finds the parts that a killed run has written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ from drivetrain.errors import CheckpointError, listed
 
 Content = bytes | memoryview
 
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between tries to put a file in a store that refuses
+_LABELS = {"dealing": "ranks or batch sizes"}
+"""Words for keys of the identity, for errors."""
+
+_PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to upload a file
 
 
 class PredictionStore:
@@ -55,142 +58,147 @@ class PredictionStore:
         self._filesystem, root = filesystem_of(path)
         self._root = root.rstrip("/") if self._filesystem is not None else os.path.realpath(root)
         self._lock: int | None = None
-        self._there: list[str] = []
+        self._existing_names: list[str] = []
         self.kept: dict[str, tuple[Part, FileRecord]] = {}
-        """The parts of an earlier run, by their indices' names, each with the index's record. On rank 0."""
+        """The parts of an earlier run by the names of their index files, with the records of these. On rank 0."""
 
-    # The beginning. Rank 0 only.
+    # Start. Rank 0 only.
 
     def begin(self, identity: Mapping[str, Any]) -> bool:
-        """Begin to write, or find what a run that was killed has left; returns whether there was one.
+        """Prepare the folder for writing, or find the parts of a killed run.
 
         Args:
-            identity: what the predictions are of: the same as theirs, if one goes on.
+            identity: describes the weights, module and data. It must equal the killed run's.
+
+        Returns:
+            Whether there was a killed run.
 
         Raises:
-            CheckpointError: something else is there, or is being written; says what differs, and what to do.
+            CheckpointError: the folder has other contents, or another run is writing to it.
         """
         self._make_folder()
-        self._take()
-        self._there = names = self._names()
+        self._acquire_lock()
+        self._existing_names = names = self._names()
         foreign = [name for name in names if not is_ours(name)]
         if foreign:
             raise CheckpointError(
-                f"{self.path!r} holds {listed(foreign)}, which is no part of predictions.",
-                "predictions have a folder of their own.",
+                f"{self.path!r} contains {listed(foreign)}, which are not predictions.",
+                "predictions need their own folder.",
                 "write to another path, or move these files away.",
             )
         if MANIFEST in names:
             raise CheckpointError(
-                f"{self.path!r} holds predictions that are whole.",
-                "they would be written over.",
-                "read them with drivetrain.data.read_predictions; to predict anew write to another path, or delete it.",
+                f"{self.path!r} contains complete predictions.",
+                "they would be overwritten.",
+                "read them with drivetrain.data.read_predictions; to predict again, write to another path or delete "
+                "the folder.",
             )
         if BEGINNING not in names:
             if stems_in(names):
                 raise CheckpointError(
-                    f"{self.path!r} holds parts of predictions, and not {BEGINNING}, which says what they are of.",
-                    "with other weights or data they would be mixed up.",
+                    f"{self.path!r} contains parts of predictions but not {BEGINNING}, which identifies their weights "
+                    "and data.",
+                    "predictions of different weights or data could be mixed up.",
                     "delete the folder, or write to another path.",
                 )
-            self._replace(BEGINNING, beginning(identity))
+            self._write_atomically(BEGINNING, beginning(identity))
             return False
         with speaking_of_predictions(self.path):
-            self._find(identity, names)
+            self._find_parts(identity, names)
         return True
 
-    def _find(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
+    def _find_parts(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
         folder = folder_at(self.path)
         before = opened(folder.read_all(BEGINNING, LONGEST), BEGINNING, self.path).get("identity", {})
         for stem in stems_in(names):
             content = folder.read_all(f"{stem}.index.json", LONGEST)
-            with suppress(CheckpointError):  # torn: it was not committed
+            with suppress(CheckpointError):  # an incomplete index: the part was not committed
                 part = part_of(stem, content, self.path)
                 if all(self._size(name) == record.size for name, record in part.files.items()):
                     self.kept[part.index] = part, _record([content])
         entries = [entry for part, _ in self.kept.values() for entry in part.entries]
-        self._refuse_others(identity, before, entries)
+        self._check_identity(identity, before, entries)
 
-    def _refuse_others(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
-        # Under a limit it also depends on the dealing which samples there are.
+    def _check_identity(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
+        # With limit_predict_batches the distribution over ranks determines which samples are predicted.
         by_rank = identity["limit"] != "None" or any(entry.runs is None for entry in entries)
         for key in [*dict.fromkeys([*identity, *before])]:
             if identity.get(key) == before.get(key) or (key == "dealing" and not by_rank):
                 continue
             difference = "" if key == "weights" else f": {_difference(before.get(key), identity.get(key))}"
             raise CheckpointError(
-                f"{self.path!r} holds predictions that were begun with other {key}{difference}.",
-                "those that are missing would be of another kind than those that are there."
+                f"{self.path!r} contains predictions that were started with other {_LABELS.get(key, key)}{difference}.",
+                "the missing predictions would not match those that were written."
                 if key != "dealing"
-                else "where samples have no indices, or under a limit, which of them are missing depends on that.",
-                "go on with what it was begun with, write to another path, or delete the folder to begin anew.",
+                else "without sample indices, or with limit_predict_batches, they determine which samples are missing.",
+                "resume with the same settings, write to another path, or delete the folder to start again.",
             )
-        twice = _first_repeated(entries)
-        if twice is not None:
+        repeated = _first_repeated(entries)
+        if repeated is not None:
             raise CheckpointError(
-                f"{self.path!r} holds several predictions for sample {twice}.",
-                "its sampler draws samples more than once, and nobody can tell which of them are missing.",
-                "delete the folder to begin anew, or write to another path.",
+                f"{self.path!r} contains several predictions for sample {repeated}.",
+                "the sampler draws samples more than once, so the missing ones cannot be determined.",
+                "delete the folder to start again, or write to another path.",
             )
 
     # Parts. Any rank.
 
     def write(self, stem: str, entries: Sequence[Entry], tensors: Sequence[Content], values: bytes) -> Part:
-        """Write a part; its index comes last.
+        """Write a part. Its index file is written last and commits it.
 
         Args:
-            stem: of its files' names, which are nobody else's.
-            entries: whose outputs these are.
-            tensors: a safetensors file, in pieces; none where it has no tensors.
-            values: what is no tensor.
+            stem: the unique stem of its file names.
+            entries: identify the outputs.
+            tensors: the contents of a safetensors file in pieces; empty if there are no tensors.
+            values: all other values, as JSON.
         """
         part = Part(stem, entries=tuple(entries), files={})
         files = {part.values: _record([values])}
         if tensors:
             files[part.tensors] = _record(tensors)
-            self._put(part.tensors, tensors)
-        self._put(part.values, [values])
+            self._write_file(part.tensors, tensors)
+        self._write_file(part.values, [values])
         part = Part(stem, tuple(entries), files)
-        self._put(part.index, [index_of(part)])
+        self._write_file(part.index, [index_of(part)])
         return part
 
-    # The end. Rank 0 only.
+    # Publishing. Rank 0 only.
 
     def publish(self, identity: Mapping[str, Any], parts: Sequence[Part]) -> None:
-        """Make what was written predictions, in one step.
+        """Publish all parts in one step, by writing the manifest.
 
         Args:
-            identity: as they were begun.
-            parts: of all ranks, without those that were there before.
+            identity: as passed to `begin`.
+            parts: the parts of all ranks, without those of an earlier run.
 
         Raises:
-            CheckpointError: another rank's part is not here.
+            CheckpointError: rank 0 cannot see another rank's part.
         """
-        everything = {name: record for name, (_, record) in self.kept.items()}
+        records = {name: record for name, (_, record) in self.kept.items()}
         for part in parts:
             index = _record([index_of(part)])
             for name, record in {**part.files, part.index: index}.items():
                 if self._size(name) != record.size:
                     raise CheckpointError(
-                        f"{name} of the predictions {self.path!r} was written, and rank 0 does not see it whole.",
+                        f"{name} of the predictions {self.path!r} was written, but is not complete on rank 0.",
                         "all ranks must write to the same place.",
                         "write to a disk that all nodes share, or to an object store; rank 0 is on "
                         f"{os.uname().nodename}.",
                     )
-            everything[part.index] = index
-        together = [part for part, _ in self.kept.values()] + list(parts)
-        self._replace(MANIFEST, manifest(identity, together, everything))
-        used = {name for part in together for name in (*part.files, part.index)}
-        for name in self._there:
+            records[part.index] = index
+        all_parts = [part for part, _ in self.kept.values()] + list(parts)
+        self._write_atomically(MANIFEST, manifest(identity, all_parts, records))
+        used = {name for part in all_parts for name in (*part.files, part.index)}
+        for name in self._existing_names:
             if is_ours(name) and name not in used and name != LOCK:
                 self._remove(name)
         self._remove(BEGINNING)
 
     def release(self) -> None:
-        """Let others write here."""
+        """Release the lock, so that other runs can write here."""
         if self._lock is not None:
             self._remove(LOCK)
-            os.close(self._lock)  # which unlocks it
+            os.close(self._lock)  # releases the lock
             self._lock = None
 
     # Files
@@ -202,18 +210,18 @@ class PredictionStore:
         if os.path.lexists(self._root) and not os.path.isdir(self._root):
             raise CheckpointError(
                 f"{self.path!r} is a file.",
-                "predictions are a folder.",
+                "predictions are stored in a folder.",
                 "write to another path, or move the file away.",
             )
         os.makedirs(self._root, exist_ok=True)
 
-    def _take(self) -> None:
-        """Keep other runs out, on a disk that knows locks."""
+    def _acquire_lock(self) -> None:
+        """Lock the folder against other runs, if the file system supports locks."""
         if self._filesystem is not None:
             return
         lock = os.open(Path(self._root, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            # The process's own: workers that were forked from one that was killed do not hold it.
+            # lockf locks belong to the process, so workers forked from a killed process do not hold them.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             os.close(lock)
@@ -222,7 +230,7 @@ class PredictionStore:
                 "two runs would do the same work twice.",
                 "wait for it, or write to another path.",
             ) from None
-        except OSError:  # a disk that knows no locks
+        except OSError:  # the file system does not support locks
             os.close(lock)
             return
         self._lock = lock
@@ -233,10 +241,10 @@ class PredictionStore:
         with as_os_errors():
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.ls(self._root, detail=False)
+                paths = self._filesystem.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def _size(self, name: str) -> int | None:
         try:
@@ -248,8 +256,8 @@ class PredictionStore:
         except FileNotFoundError:
             return None
 
-    def _put(self, name: str, contents: Sequence[Content]) -> None:
-        """Write a new file, which is there whole, or the index does not come."""
+    def _write_file(self, name: str, contents: Sequence[Content]) -> None:
+        """Write a new file. If this fails, the part's index is not written, so the part does not count."""
         if self._filesystem is None:
             with EagerFile(Path(self._root, name)) as file:
                 file.writelines(contents)
@@ -259,18 +267,18 @@ class PredictionStore:
                 with open_object(self._filesystem, f"{self._root}/{name}") as stream:
                     stream.write(b"".join(contents))
                 return
-            except Exception as error:  # each store's library has errors of its own
+            except Exception as error:  # each store's library has its own exceptions
                 if pause is None or isinstance(error, PermissionError):
                     raise
             time.sleep(pause)
 
-    def _replace(self, name: str, content: bytes) -> None:
-        """Write a document, in one step."""
+    def _write_atomically(self, name: str, content: bytes) -> None:
+        """Write a document atomically."""
         if self._filesystem is None:
-            half = Path(self._root, f".{name}-{secrets.token_hex(4)}")
-            with EagerFile(half) as file:
+            temporary = Path(self._root, f".{name}-{secrets.token_hex(4)}")
+            with EagerFile(temporary) as file:
                 file.write(content)
-            os.replace(half, Path(self._root, name))
+            os.replace(temporary, Path(self._root, name))
             sync_folder(Path(self._root))
             return
 
@@ -282,7 +290,7 @@ class PredictionStore:
         put_with_retries(self._filesystem, f"{self._root}/{name}", content, is_out)
 
     def _remove(self, name: str) -> None:
-        with suppress(Exception):  # what is left harms nobody
+        with suppress(Exception):  # leftover files do no harm
             if self._filesystem is None:
                 os.unlink(Path(self._root, name))
             else:
@@ -290,17 +298,17 @@ class PredictionStore:
 
 
 def _difference(then: Any, now: Any) -> str:
-    """What was then and is now; of lists of dicts, what differs in them."""
+    """Describe how two values differ; for lists of dicts, which fields differ."""
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        fields = [(name, one[name], other.get(name)) for one, other in zip(then, now, strict=True) for name in one]
-        differing = [f"{name} {one!r:.100} then, {other!r:.100} now" for name, one, other in fields if one != other]
+        fields = [(name, old[name], new.get(name)) for old, new in zip(then, now, strict=True) for name in old]
+        differing = [f"{name} {old!r:.100} then, {new!r:.100} now" for name, old, new in fields if old != new]
         return "; ".join(differing)
     return f"{then!r:.200} then, {now!r:.200} now"
 
 
 def _first_repeated(entries: Iterable[Entry]) -> int | None:
-    """Return the first index that is there twice."""
-    runs = sorted((one.loader, first, first + count) for one in entries for first, count in one.runs or ())
+    """Return the first sample index that occurs twice, or None."""
+    runs = sorted((entry.loader, first, first + count) for entry in entries for first, count in entry.runs or ())
     for (loader, _, end), (other, first, _) in pairwise(runs):
         if loader == other and first < end:
             return first

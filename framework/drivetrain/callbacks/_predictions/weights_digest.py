@@ -9,17 +9,17 @@ from drivetrain.strategies.strategy import Strategy
 
 
 def weights_digest(strategy: Strategy) -> str:
-    """Return a digest of all parameters and persistent buffers, to the bit. Collective.
+    """Return a digest of the exact values of all parameters and persistent buffers. Collective.
 
-    Each rank adds up what it holds, at its place in the whole; nothing is gathered but a number for each tensor.
+    Each rank computes position-dependent checksums of its shards. Only one number per tensor is gathered.
 
     Args:
-        strategy: holds the module.
+        strategy: the strategy that has set up the module.
     """
-    said, sums = [], []
+    headers, sums = [], []
     for name, value in sorted(strategy.model_state().items()):
-        held = strategy.shard_of(value)
-        said.append(f"{name} {tuple(held.shape)} {held.dtype}")
-        sums.append(checksum_held(held, strategy.rank))
+        shard = strategy.shard_of(value)
+        headers.append(f"{name} {tuple(shard.shape)} {shard.dtype}")
+        sums.append(checksum_held(shard, strategy.rank))
     total = strategy.control.all_gather(brought_over(sums)).sum(0).tolist()
-    return hashlib.blake2b(repr((said, total)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr((headers, total)).encode(), digest_size=16).hexdigest()
