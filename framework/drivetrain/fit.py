@@ -232,9 +232,9 @@ class Fit(RunState):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._profiler_names import profiler_of  # by who names one
+            from drivetrain.profilers._profiler_names import resolve_profiler  # by who names one
 
-            self.given_profiler = profiler_of(profiler)
+            self.given_profiler = resolve_profiler(profiler)
         self.state = "idle"
         self.session = None
         self.searched = set()

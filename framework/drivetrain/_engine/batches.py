@@ -10,7 +10,7 @@ import torch
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.windows import MicroBatch
 from drivetrain.data import DataModule
-from drivetrain.data._batch_copies import own_pinned_memory
+from drivetrain.data._batch_copies import copy_pinned_tensors
 from drivetrain.data._prefetcher import Prefetcher
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
@@ -93,7 +93,7 @@ def moved(
     micro_batches: Iterator[MicroBatch],
     move: BatchMover | None,
     ahead: bool = True,
-    lasting: bool = True,
+    fresh_memory: bool = True,
 ) -> Iterator[MicroBatch]:
     """Bring micro-batches to the device, on CUDA one ahead (where that may be) and on a stream of its own.
 
@@ -107,13 +107,13 @@ def moved(
         return micro_batches
     prefetcher = move.prefetcher
     if prefetcher is not None and ahead:
-        return _moved_ahead(micro_batches, move, prefetcher, lasting)
-    return _moved_here(micro_batches, move if prefetcher is None else safely(move, lasting))
+        return _moved_ahead(micro_batches, move, prefetcher, fresh_memory)
+    return _moved_here(micro_batches, move if prefetcher is None else safely(move, fresh_memory))
 
 
-def safely(move: Move, lasting: bool) -> Move:
+def safely(move: Move, fresh_memory: bool) -> Move:
     """Return what moves batches of a loader that may write the next one over this one while that is being copied."""
-    return move if lasting else lambda batch, dataloader_idx: move(own_pinned_memory(batch), dataloader_idx)
+    return move if fresh_memory else lambda batch, dataloader_idx: move(copy_pinned_tensors(batch), dataloader_idx)
 
 
 def _moved_here(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[MicroBatch]:
@@ -123,11 +123,11 @@ def _moved_here(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[Mic
 
 
 def _moved_ahead(
-    micro_batches: Iterator[MicroBatch], move: BatchMover, prefetcher: Prefetcher, lasting: bool
+    micro_batches: Iterator[MicroBatch], move: BatchMover, prefetcher: Prefetcher, fresh_memory: bool
 ) -> Iterator[MicroBatch]:
     waiting: MicroBatch | None = None
     for micro in micro_batches:
-        batch = micro.batch if lasting else own_pinned_memory(micro.batch)
+        batch = micro.batch if fresh_memory else copy_pinned_tensors(micro.batch)
         sent = micro.with_batch(prefetcher.send(move.prepared(batch, 0)))
         if waiting is not None:
             waiting.batch = move.finished(prefetcher.receive(waiting.batch), 0)

@@ -88,7 +88,7 @@ def _safe(run: SessionState, stage: str, move: Move | None) -> Move | None:
     assert run.data is not None
     if move is None or run.strategy.device.type != "cuda":
         return move
-    return safely(move, all(source.lasting for source in run.data.sources[stage]))
+    return safely(move, all(source.fresh_memory for source in run.data.sources[stage]))
 
 
 def build_prediction(run: SessionState, runner: StepRunner, move: Move | None) -> Callable[[], list[Any] | None]:
@@ -147,12 +147,12 @@ def try_validation(run: SessionState, runner: StepRunner, move: Move | None, not
 
 def _draws_apart(run: SessionState) -> AbstractContextManager[None]:
     """What is drawn within it, by loaders, steps and hooks, is drawn without moving any generator of training's."""
-    from drivetrain.data._loader_generators import own_generators  # by whoever validates
+    from drivetrain.data._loader_generators import collect_generators  # by whoever validates
 
     data, module, datamodule = run.data, run.module, run.given.datamodule
     assert data is not None
     holders = [*data.loaders, *module.modules(), *run.callbacks, *([] if datamodule is None else [datamodule])]
-    own = own_generators(*holders)
+    own = collect_generators(*holders)
     return run.draws.aside(own)
 
 

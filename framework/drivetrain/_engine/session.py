@@ -193,9 +193,9 @@ class Session(SessionState):
         with profiling.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
-            from drivetrain.loggers._other_ranks import quieten  # by runs that log
+            from drivetrain.loggers._other_ranks import silence_loggers  # by runs that log
 
-            quieten(trainer.loggers, strategy.rank > 0)
+            silence_loggers(trainer.loggers, strategy.rank > 0)
         check_control_plane(strategy, self.place.placement)
         check_devices_apart(strategy)
         if self.place.world is not None and strategy.world_size > 1:

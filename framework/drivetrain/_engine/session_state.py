@@ -28,7 +28,7 @@ from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
 from drivetrain.callback import Callback
-from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -140,7 +140,7 @@ class SessionState:
         self.progress = Progress()
         self.position = Position()
         self.cursor = Cursor()
-        self.draws = ReadAhead(strategy.device)
+        self.draws = RngReplay(strategy.device)
         self.buffers = BuffersAside(module, strategy)
         self.saves = SaveRequests()
         self.seed = 0

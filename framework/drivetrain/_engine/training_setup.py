@@ -37,7 +37,7 @@ from drivetrain._loops.windows import (
     single_windows,
     weighed_windows,
 )
-from drivetrain.data._batch_copies import own_memory
+from drivetrain.data._batch_copies import copy_batch
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -124,13 +124,13 @@ def epoch_data(run: SessionState, move: BatchMover | None) -> EpochData:
     data = run.data
     assert data is not None
     assert data.train is not None
-    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
+    tally = Tally("training loader", data.train.length, not data.train.shards_known, run.lengths)
     ended = _Ended()
     return EpochData(
         micro_batches=run.profiling.windows(_micro_batches(run, move, tally, ended)),
         exhausted=lambda: ended.seen,
         length=data.train_length,
-        certain=data.train_certain or data.train.stateful,
+        length_is_exact=data.train_certain or data.train.stateful,
         tally=tally,
     )
 
@@ -239,7 +239,7 @@ def _step(run: SessionState, runner: StepRunner) -> TrainStep:
     if run.closure:
         assert run.data is not None
         assert run.data.train is not None
-        kind = partial(ClosureStep, lasting=run.data.train.lasting and run.reload is None)
+        kind = partial(ClosureStep, fresh_memory=run.data.train.fresh_memory and run.reload is None)
         if strategy.precision.scales_loss:
             raise ConfigurationError(
                 f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",
@@ -332,7 +332,7 @@ def _micro_batches(
     if not module.automatic_optimization:
         weigh = None
     ranks = strategy.data_world_size
-    exchanged = ranks > 1 and (weigh is not None or not source.static)
+    exchanged = ranks > 1 and (weigh is not None or not source.shards_known)
     read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
     trained = (lambda: run.progress.batch_idx) if read_ahead else None
 
@@ -350,19 +350,19 @@ def _micro_batches(
         if not origin.samples:
             pairs = tally.follow(pairs, first)
         pairs = run.draws.follow(pairs, first, trained)
-        if source.to_compare:
+        if source.needs_order_check:
             from drivetrain._loops.data_order_checks import compared  # for whoever has such data
 
             pairs = compared(pairs, source, "training loader", strategy)
-        shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
-        lasting = source.lasting
-        if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):
+        shards = None if exchanged or weigh is not None else source.shards(order, first, origin)
+        fresh_memory = source.fresh_memory
+        if not fresh_memory and shards is None and (size > 1 or (exchanged and not source.stateful)):
             # These wait for their turn while others are read, which the loader may write into the same memory.
-            pairs = ((own_memory(batch), share) for batch, share in pairs)
-            lasting = True
+            pairs = ((copy_batch(batch), shard) for batch, shard in pairs)
+            fresh_memory = True
         if room is not None:
             pairs = islice(pairs, room)
-            shares = shares and islice(shares, room)
+            shards = shards and islice(shards, room)
         if exchanged:
             micro_batches = exchanged_windows(
                 pairs,
@@ -380,7 +380,7 @@ def _micro_batches(
         elif weigh is not None:
             micro_batches = weighed_windows(pairs, size, weigh)
         else:
-            micro_batches = dealt_windows(pairs, size, ranks, shares)
-        return moved(micro_batches, move, ahead=not source.stateful, lasting=lasting)
+            micro_batches = dealt_windows(pairs, size, ranks, shards)
+        return moved(micro_batches, move, ahead=not source.stateful, fresh_memory=fresh_memory)
 
     return begin

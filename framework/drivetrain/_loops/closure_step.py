@@ -15,7 +15,7 @@ from drivetrain._loops.step import AutomaticStep
 from drivetrain._loops.uneven_inputs import Muted
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
-from drivetrain.data._batch_copies import own_containers, own_memory
+from drivetrain.data._batch_copies import copy_batch, copy_containers
 
 
 class ClosureStep(AutomaticStep):
@@ -31,9 +31,9 @@ class ClosureStep(AutomaticStep):
         lasting: a batch stays as it is while later ones are read.
     """
 
-    def __init__(self, *args: Any, lasting: bool) -> None:
+    def __init__(self, *args: Any, fresh_memory: bool) -> None:
         super().__init__(*args)
-        self._lasting = lasting
+        self._lasting = fresh_memory
         self._window: list[tuple[MicroBatch, int]] = []
         self._window_loss: torch.Tensor | None = None
 
@@ -43,7 +43,7 @@ class ClosureStep(AutomaticStep):
             self._window_loss = None
         # It is run again: after `training_step`, which may take it apart, and after the loader has gone on, which may
         # write the next one into the same memory.
-        own = own_containers if micro.closes or self._lasting else own_memory
+        own = copy_containers if micro.closes or self._lasting else copy_batch
         kept = micro.with_batch(own(micro.batch))
         self._window.append((kept, batch_idx))
         return super().micro_batch(micro, batch_idx)
@@ -113,7 +113,7 @@ class ClosureStep(AutomaticStep):
         try:
             with torch.enable_grad():
                 for micro, batch_idx in window:
-                    super().micro_batch(replace(micro, opens=False, batch=own_containers(micro.batch)), batch_idx)
+                    super().micro_batch(replace(micro, opens=False, batch=copy_containers(micro.batch)), batch_idx)
         finally:
             muted.end()
 

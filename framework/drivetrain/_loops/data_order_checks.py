@@ -9,14 +9,14 @@ from typing import Any
 
 from drivetrain._distributed.control_plane import spread
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._order_fingerprint import FirstSight
-from drivetrain.data._sharding import Share
+from drivetrain.data._order_fingerprint import OrderFingerprint
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchShard]]
 
 
 def compared(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -> Pairs:
@@ -26,7 +26,7 @@ def compared(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -
 
     Args:
         pairs: this rank's batches of an epoch.
-        source: where they come from, while its ``to_compare`` holds.
+        source: where they come from, while its ``needs_order_check`` holds.
         name: what the loader is called.
         strategy: the ranks.
 
@@ -38,10 +38,12 @@ def compared(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -
 
 def _first(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -> Pairs:
     pair = next(pairs, None)
-    by_rank = strategy.control.gather_objects((strategy.data_rank, [tuple(sight) for sight in source.seen_first()]))
+    by_rank = strategy.control.gather_objects(
+        (strategy.data_rank, [tuple(sight) for sight in source.order_fingerprints()])
+    )
     data_ranks = [data_rank for data_rank, _ in by_rank]
     for told in zip(*(seen for _, seen in by_rank), strict=True):
-        sights = [FirstSight(*sight) for sight in told]
+        sights = [OrderFingerprint(*sight) for sight in told]
         if sights[0].common:
             _check_order(sights, name)
         elif strategy.rank == 0:
@@ -50,7 +52,7 @@ def _first(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -> 
         yield pair
 
 
-def _check_order(sights: Sequence[FirstSight], name: str) -> None:
+def _check_order(sights: Sequence[OrderFingerprint], name: str) -> None:
     by_digest = spread([sight.digest for sight in sights])
     if None in by_digest or len(by_digest) == 1:
         return
@@ -65,7 +67,7 @@ def _check_order(sights: Sequence[FirstSight], name: str) -> None:
     )
 
 
-def _tell_of_equal_batches(sights: Sequence[FirstSight], data_ranks: Sequence[int], name: str) -> None:
+def _tell_of_equal_batches(sights: Sequence[OrderFingerprint], data_ranks: Sequence[int], name: str) -> None:
     ranks = len(set(data_ranks))
     if ranks == 1 or sights[0].digest is None or len({sight.digest for sight in sights}) > 1:
         return

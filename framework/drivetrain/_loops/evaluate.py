@@ -19,7 +19,7 @@ from drivetrain._loops.step_arguments import StepArguments
 from drivetrain._loops.uneven_inputs import leaving_no_trace
 from drivetrain._metrics import MetricStore
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
@@ -47,17 +47,19 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
                     child._buffers[name] = buffer.clone()
 
 
-def evaluation_pairs(source: BatchSource, strategy: Strategy, name: str, first: int = 0) -> Iterator[tuple[Any, Share]]:
+def evaluation_pairs(
+    source: BatchSource, strategy: Strategy, name: str, first: int = 0
+) -> Iterator[tuple[Any, BatchShard]]:
     """Return what this rank evaluates, from its micro-batch ``first`` on.
 
     Where it could leave the others waiting, it goes on until all are through.
     """
     pairs = source.epoch(0, first)
-    if source.to_compare:
+    if source.needs_order_check:
         from drivetrain._loops.data_order_checks import compared  # for whoever has such data
 
         pairs = compared(pairs, source, name, strategy)
-    if source.static or not strategy.collective_forward or strategy.world_size == 1:
+    if source.shards_known or not strategy.collective_forward or strategy.world_size == 1:
         return pairs
     from drivetrain._loops.uneven_evaluation import until_all_are_through  # for whoever has such data
 
@@ -182,10 +184,10 @@ class EvaluateLoop:
         several, came, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         before = position.enter("evaluation")
-        for batch_idx, (given, share) in enumerate(self._pairs(source, limit, name)):
+        for batch_idx, (given, shard) in enumerate(self._pairs(source, limit, name)):
             position.batch_idx = batch_idx
-            if share.joins:
-                came += share.start >= 0  # nobody else's batch counts
+            if shard.joins:
+                came += shard.start >= 0  # nobody else's batch counts
                 self._join(given, batch_idx, index)
                 if leaves is not None and leaves():
                     break
@@ -193,7 +195,7 @@ class EvaluateLoop:
             came += 1
             batch = given if self._move is None else self._move(given, index)
             metrics.batch = batch
-            metrics.samples = share.samples
+            metrics.samples = shard.samples
             metrics.had_data = True
             where = (batch, batch_idx, index) if several else (batch, batch_idx)
             for hook in self._batch_start:
@@ -205,7 +207,7 @@ class EvaluateLoop:
                 break
         metrics.batch = None
         position.leave(before)
-        if early is not None and early.is_left(source.static):
+        if early is not None and early.is_left(source.shards_known):
             early.undo()
             early.end()
             return False
@@ -214,7 +216,7 @@ class EvaluateLoop:
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return True
 
-    def _pairs(self, source: BatchSource, limit: int | None, name: str) -> Iterator[tuple[Any, Share]]:
+    def _pairs(self, source: BatchSource, limit: int | None, name: str) -> Iterator[tuple[Any, BatchShard]]:
         pairs = islice(evaluation_pairs(source, self._strategy, name), limit)
         return pairs if self._pacing is None else self._pacing.follow(pairs)
 

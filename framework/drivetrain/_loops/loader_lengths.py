@@ -9,11 +9,11 @@ from operator import itemgetter
 from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane, spread
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 
 logger = logging.getLogger("drivetrain")
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchShard]]
 
 _FAR = 4
 """So many times its length a loader may give before that is said without waiting for its end, which may never come."""

@@ -13,13 +13,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._batch_copies import own_memory
+from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 
 _HOST = torch.device("cpu")
 
 
-def on_host(output: Any, lasting: bool) -> Any:
+def on_host(output: Any, fresh_memory: bool) -> Any:
     """Return ``output`` with its tensors on the CPU: what is kept takes none of the device's memory.
 
     Args:
@@ -27,7 +27,7 @@ def on_host(output: Any, lasting: bool) -> Any:
         lasting: the loader does not write the next batch over this one, of which ``output`` may be a part.
     """
     moved = map_tensors(output, _moved)
-    return moved if lasting else own_memory(moved)
+    return moved if fresh_memory else copy_batch(moved)
 
 
 def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
@@ -61,7 +61,7 @@ def _moved(value: Any) -> Any:
     with contextlib.suppress(Exception):  # a `to` that means something else
         here = value.to(_HOST)
         if isinstance(value, PackedSequence) or isinstance(getattr(value, "batch_size", None), torch.Size):
-            return own_memory(here)  # on the CPU already, it (or a TensorDict) would still be a view
+            return copy_batch(here)  # on the CPU already, it (or a TensorDict) would still be a view
         return value if here is None else here
     return value
 

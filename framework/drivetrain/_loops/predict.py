@@ -120,25 +120,25 @@ class PredictLoop:
         name = f"prediction loader {index}" if several else "prediction loader"
         before = position.enter("prediction")
         came = first = self._first(index, source, limit) if self._there else 0
-        told = source.tell_indices()
+        told = source.requested_indices()
         pairs = evaluation_pairs(source, self._strategy, name, first)
         pairs = islice(pairs, None if limit is None else limit - first)
         if self._pacing is not None:
             self._pacing.before += first
             pairs = self._pacing.follow(pairs)
-        for batch_idx, (given, share) in enumerate(pairs, first):
+        for batch_idx, (given, shard) in enumerate(pairs, first):
             position.batch_idx = batch_idx
             indices = None if told is None else next(told, None)
-            position.indices = None if share.joins else indices
-            came += not share.joins or share.start >= 0  # nobody else's batch counts
-            is_there = bool(self._there) and (share.joins or self._is_there(indices, batch_idx, index))
+            position.indices = None if shard.joins else indices
+            came += not shard.joins or shard.start >= 0  # nobody else's batch counts
+            is_there = bool(self._there) and (shard.joins or self._is_there(indices, batch_idx, index))
             if self._together and self._there and self._all_there(is_there):
                 continue
-            if (share.joins or is_there) and not self._together:
+            if (shard.joins or is_there) and not self._together:
                 continue
             batch = given if self._move is None else self._move(given, index)
             arguments = self._arguments(batch, batch_idx, index)
-            if share.joins or is_there:
+            if shard.joins or is_there:
                 with leaving_no_trace(self._module, self._metrics):
                     self._run(self._module.predict_step, *arguments)
                 continue
@@ -149,8 +149,8 @@ class PredictLoop:
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *where)
             if self._keeps:
-                start = share.start if source.static else batch_idx
-                kept.append((start, batch_idx, on_host(output, source.lasting)))
+                start = shard.start if source.shards_known else batch_idx
+                kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # not held while the next step computes
         position.leave(before)
         position.indices = None
@@ -166,10 +166,10 @@ class PredictLoop:
 
     def _first(self, index: int, source: BatchSource, limit: int | None) -> int:
         """Return the micro-batch to begin with: what is there before it is not even read, where that can be told."""
-        first, shares, indices = 0, source.shares(0), source.indices(0)
-        if shares is not None and indices is not None:
-            for share, ours in islice(zip(shares, indices, strict=False), limit):
-                if not share.joins and not self._is_there(ours, first, index):
+        first, shards, indices = 0, source.shards(0), source.indices(0)
+        if shards is not None and indices is not None:
+            for shard, ours in islice(zip(shards, indices, strict=False), limit):
+                if not shard.joins and not self._is_there(ours, first, index):
                     break
                 first += 1
         return min(self._strategy.control.gather_objects(first)) if self._together else first

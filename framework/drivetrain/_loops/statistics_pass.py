@@ -45,11 +45,11 @@ def pass_over_training_data(
     try:
         with torch.no_grad():
             pairs = islice(evaluation_pairs(source, strategy, "training loader"), limit)
-            for batch_idx, (given, share) in enumerate(pairs):
-                if share.joins and not strategy.collective_forward:
+            for batch_idx, (given, shard) in enumerate(pairs):
+                if shard.joins and not strategy.collective_forward:
                     continue
                 batch = given if move is None else move(given, 0)
-                if share.joins:
+                if shard.joins:
                     with leaving_no_trace(module, metrics):
                         runner(step, *arguments(batch, batch_idx))
                 else:

@@ -26,7 +26,7 @@ from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._rng_replay import RngReplay
 
 if TYPE_CHECKING:
     from drivetrain._loops.progress_reports import Pacing
@@ -66,7 +66,7 @@ class EpochData:
     micro_batches: Callable[[int, int], Iterator[MicroBatch]]
     exhausted: Callable[[], bool]
     length: int | None
-    certain: bool
+    length_is_exact: bool
     tally: Tally
 
 
@@ -147,7 +147,7 @@ class TrainLoop:
         log: Callable[[Mapping[str, torch.Tensor | float]], None] | None,
         pacing: Pacing | None,
         saves: SaveRequests,
-        draws: ReadAhead,
+        draws: RngReplay,
         save: Callable[[], None],
         settle: Callable[[], None],
         watch: EpochWatch,
@@ -188,7 +188,7 @@ class TrainLoop:
         self._micro_batches = data.micro_batches
         self._exhausted = data.exhausted
         self._length = data.length
-        self._certain = data.certain
+        self._certain = data.length_is_exact
         self._tally = data.tally
 
     def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
@@ -292,7 +292,7 @@ class TrainLoop:
         validation, waiting, position = self._validation, self._saves.waiting, self._position
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
-            self._draws.before_reading(validation.run)
+            self._draws.call_before_replay(validation.run)
             ended = self._after_resumed_validation(over)
             if ended is not None:
                 return ended

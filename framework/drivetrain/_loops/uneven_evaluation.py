@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from drivetrain.data._batch_copies import own_containers
+from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchShard]]
 
 
 def until_all_are_through(pairs: Pairs, strategy: Strategy) -> Pairs:
@@ -25,10 +25,10 @@ def until_all_are_through(pairs: Pairs, strategy: Strategy) -> Pairs:
         if not having:
             return
         if pair is not None:
-            last = own_containers(pair[0])  # before the step takes it apart
+            last = copy_containers(pair[0])  # before the step takes it apart
             yield pair
         elif last is not NO_BATCH:
-            yield own_containers(last), Share(0, None, True, start=-1)  # nothing of its own
+            yield copy_containers(last), BatchShard(0, None, True, start=-1)  # nothing of its own
         else:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch at all from a loader of which other ranks have some.",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.control_plane import ControlPlane, Pending
-from drivetrain.data._batch_copies import own_containers
+from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 
 Weigh = Callable[[Any], int | float | torch.Tensor]
@@ -68,20 +68,20 @@ class MicroBatch:
         )
 
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchShard]]
 
 
 def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
     """Windows of one micro-batch in one process, whose module gives it no weight of its own: nothing depends on it."""
     micro = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # filled anew each time: a new one would cost more
-    for batch, share in pairs:
+    for batch, shard in pairs:
         micro.batch = batch
-        micro.samples = micro.total = micro.weight = micro.window_weight = share.samples
+        micro.samples = micro.total = micro.weight = micro.window_weight = shard.samples
         yield micro
 
 
 def dealt_windows(
-    pairs: Pairs, size: int, world_size: int, shares: Iterator[Share] | None = None
+    pairs: Pairs, size: int, world_size: int, shards: Iterator[BatchShard] | None = None
 ) -> Iterator[MicroBatch]:
     """Windows whose weights are the samples that the sampler dealt: every rank knows them all without talking.
 
@@ -93,20 +93,20 @@ def dealt_windows(
             it. None reads a whole window to know them.
     """
     while True:
-        if shares is None:
+        if shards is None:
             taken = list(islice(pairs, size))
-            window, coming = iter(taken), [share for _, share in taken]
+            window, coming = iter(taken), [shard for _, shard in taken]
         else:
-            coming = list(islice(shares, size))
+            coming = list(islice(shards, size))
             window = islice(pairs, len(coming))
         if not coming:
-            if shares is not None:
+            if shards is not None:
                 next(pairs, None)  # which refuses what comes beyond what was dealt
             return
         total = sum(map(_known, coming))
         last = len(coming) - 1
-        for position, (batch, share) in enumerate(window):
-            samples, everywhere = share.samples, _known(share)
+        for position, (batch, shard) in enumerate(window):
+            samples, everywhere = shard.samples, _known(shard)
             scale = world_size * samples / total if total else 0.0
             ranks = min(world_size, everywhere)
             yield MicroBatch(batch, samples, everywhere, scale, samples, total, ranks, position == 0, position == last)
@@ -120,10 +120,10 @@ def weighed_windows(pairs: Pairs, size: int, weigh: Weigh) -> Iterator[MicroBatc
         number += len(taken)
         total = sum(weights)
         last = len(taken) - 1
-        for position, ((batch, share), weight) in enumerate(zip(taken, weights, strict=True)):
+        for position, ((batch, shard), weight) in enumerate(zip(taken, weights, strict=True)):
             scale = weight / total if total else 0.0
             yield MicroBatch(
-                batch, share.samples, share.samples, scale, weight, total, 1, position == 0, position == last
+                batch, shard.samples, shard.samples, scale, weight, total, 1, position == 0, position == last
             )
 
 
@@ -157,26 +157,26 @@ def exchanged_windows(
     world_size = dealt_to or control.world_size
     number = 0
 
-    def read() -> tuple[list[tuple[Any, Share, float]], Pending]:
+    def read() -> tuple[list[tuple[Any, BatchShard, float]], Pending]:
         nonlocal last, number
         room = size if limit is None else max(0, min(size, limit - number))
-        taken: list[tuple[Any, Share, float]] = []
-        for batch, share in islice(pairs, room):
+        taken: list[tuple[Any, BatchShard, float]] = []
+        for batch, shard in islice(pairs, room):
             last = batch
-            weight = 0.0 if share.joins else float(share.samples)
-            if weigh is not None and not share.joins:
+            weight = 0.0 if shard.joins else float(shard.samples)
+            if weigh is not None and not shard.joins:
                 weight = checked_weight(weigh(batch), control.rank, number + len(taken))
-            taken.append((batch, share, weight))
+            taken.append((batch, shard, weight))
         if last is not NO_BATCH and (len(taken) < room or not ahead):
             # Before a step takes it apart: this rank may go on with it as a joiner. What is not read ahead shows only
             # later that it has come to its end.
-            last = own_containers(last)
+            last = copy_containers(last)
         number += size
         report = torch.zeros(1 + 2 * size, dtype=torch.float64)
         report[0] = sum(weight for _, _, weight in taken)
-        for position, (_, share, _) in enumerate(taken):
-            report[1 + position] = share.samples
-            report[1 + size + position] = not share.joins
+        for position, (_, shard, _) in enumerate(taken):
+            report[1 + position] = shard.samples
+            report[1 + size + position] = not shard.joins
         if not speaks:
             report.zero_()
         return taken, control.all_reduce_async(report)
@@ -198,10 +198,10 @@ def exchanged_windows(
         if ahead:
             taken, pending = read()
         for position in range(reach):
-            batch, share, weight = window[position] if position < len(window) else (own_containers(last), None, 0.0)
+            batch, shard, weight = window[position] if position < len(window) else (copy_containers(last), None, 0.0)
             yield MicroBatch(
                 batch,
-                share.samples if share is not None else 0,
+                shard.samples if shard is not None else 0,
                 int(samples[position]),
                 world_size * weight / total if total else 0.0,
                 weight,
@@ -230,6 +230,6 @@ def checked_weight(weight: Any, rank: int, batch_idx: int) -> float:
     return number
 
 
-def _known(share: Share) -> int:
-    assert share.total is not None  # a static source knows
-    return share.total
+def _known(shard: BatchShard) -> int:
+    assert shard.total is not None  # a static source knows
+    return shard.total

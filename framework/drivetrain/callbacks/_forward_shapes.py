@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain._runtime.generators import is_generator, kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
-from drivetrain.module._example_inputs import as_call, has_forward
+from drivetrain.module._example_inputs import example_arguments, has_forward
 from drivetrain.module._run_handle import RunHandle
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -88,7 +88,7 @@ def _pass(module: nn.Module, example: Any, device: torch.device) -> ForwardShape
         fakes = _Fakes(device)
         with fakes.placed_in(module):
             _listen(module, found, counter)
-            args, named = as_call(fakes.within(example))
+            args, named = example_arguments(fakes.within(example))
             module(*args, **named)
     return found
 

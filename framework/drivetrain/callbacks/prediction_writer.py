@@ -92,7 +92,7 @@ class BasePredictionWriter(Callback):
         if self.write_interval != "batch":
             from drivetrain._loops.outputs import on_host  # by who keeps them
 
-            for kept, one in ((self._predictions, on_host(outputs, lasting=False)), (self._indices, indices)):
+            for kept, one in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
                 kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # where on_predict_start is overridden
                 kept[dataloader_idx].append(one)
 

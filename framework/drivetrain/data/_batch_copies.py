@@ -15,18 +15,18 @@ from torch import Tensor
 Values = Callable[[Any], Any]
 
 
-def own_containers(batch: Any) -> Any:
+def copy_containers(batch: Any) -> Any:
     """A batch of the same tensors in containers of its own, which may be spoiled (``batch.pop("y")``)."""
     return _rebuilt(batch, _same)
 
 
-def own_memory(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """A batch that stays as it is whatever is written to the memory of this one: tensors and arrays are copied."""
     return _rebuilt(batch, _copied)
 
 
-def own_pinned_memory(batch: Any) -> Any:
-    """`own_memory` for those tensors alone that a device may still read when a copy to it has been started."""
+def copy_pinned_tensors(batch: Any) -> Any:
+    """`copy_batch` for those tensors alone that a device may still read when a copy to it has been started."""
     return _rebuilt(batch, _copied_where_read_later)
 
 

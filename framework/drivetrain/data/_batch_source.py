@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drivetrain.data._sharding import START, Origin, Share
+from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 NO_BATCH: Any = object()
 """Stands where no batch has come yet; None may be one."""
@@ -29,20 +29,20 @@ class BatchSource(Protocol):
         subset: which samples of a larger data set it reads, in JSON-able values that must be alike on every rank; None
             where it reads all, or each rank its own.
         to_compare: ranks might go through different orders, or read the same where each should read its own: what
-            they have read first is to be compared. `seen_first` ends it.
+            they have read first is to be compared. `order_fingerprints` ends it.
     """
 
     @property
     def length(self) -> int | None: ...
 
     @property
-    def certain(self) -> bool: ...
+    def length_is_exact(self) -> bool: ...
 
     @property
     def samples(self) -> int | None: ...
 
     @property
-    def static(self) -> bool: ...
+    def shards_known(self) -> bool: ...
 
     @property
     def in_process(self) -> bool: ...
@@ -54,15 +54,15 @@ class BatchSource(Protocol):
     def stride(self) -> int | None: ...
 
     @property
-    def lasting(self) -> bool: ...
+    def fresh_memory(self) -> bool: ...
 
     @property
     def subset(self) -> list[Any] | None: ...
 
     @property
-    def to_compare(self) -> bool: ...
+    def needs_order_check(self) -> bool: ...
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
         """Return the shares that `epoch` gives with its batches, without reading any; None where only reading tells."""
         ...
 
@@ -70,14 +70,16 @@ class BatchSource(Protocol):
         """Return the data-set indices of this rank's batches without reading any; None where only reading tells."""
         ...
 
-    def tell_indices(self) -> Iterator[list[Any]] | None:
+    def requested_indices(self) -> Iterator[list[Any]] | None:
         """Return the data-set indices of the batches that `epoch`, called next, gives: with each batch, the next ones.
 
         None where the samples of a batch have no indices, or they are not known.
         """
         ...
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
         """Start an epoch and return its batches with this rank's shares of them.
 
         Args:
@@ -95,8 +97,8 @@ class BatchSource(Protocol):
         """Return how many micro-batches an epoch has, where that can be told for sure without reading them."""
         ...
 
-    def seen_first(self) -> list[FirstSight]:
-        """Return what was read first, once a batch has come; where ``to_compare``, as many entries on every rank."""
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        """Return what was read first, once a batch has come; where ``needs_order_check``, as many entries on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

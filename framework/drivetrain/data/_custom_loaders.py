@@ -8,14 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from drivetrain._runtime.transfer import samples_in
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 
 # Their loaders give a batch for each request.
 _TRUSTED = ("torch", "torchdata")
 
 
-def has_own_way(loader: DataLoader[Any]) -> bool:
+def has_custom_iteration(loader: DataLoader[Any]) -> bool:
     """Tell whether a subclass says itself how it is iterated, so that only its batches tell how many there are."""
     for name in ("__iter__", "_get_iterator"):
         owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
@@ -24,7 +24,9 @@ def has_own_way(loader: DataLoader[Any]) -> bool:
     return False
 
 
-def in_its_own_way(batches: Iterator[Any], shares: Iterator[Share], alone: bool) -> Iterator[tuple[Any, Share]]:
+def pair_with_shards(
+    batches: Iterator[Any], shards: Iterator[BatchShard], alone: bool
+) -> Iterator[tuple[Any, BatchShard]]:
     """Pair batches with the shares that the sampler dealt, as far as they fit; others are measured.
 
     What the first batch's first tensor holds tells whether measuring agrees with the sampler at all: it does not where
@@ -37,22 +39,22 @@ def in_its_own_way(batches: Iterator[Any], shares: Iterator[Share], alone: bool)
     """
     position, measurable = 0, None
     for batch in batches:
-        share, size = _next(shares), samples_in(batch)
+        shard, size = _next(shards), samples_in(batch)
         if measurable is None:
-            measurable = share is None or size == _asked(share)
-        if share is None or (measurable and size is not None and size != _asked(share)):
+            measurable = shard is None or size == _asked(shard)
+        if shard is None or (measurable and size is not None and size != _asked(shard)):
             samples = 1 if size is None else size
-            share = Share(samples, samples, False, position)
-        position = share.start + share.samples
-        yield batch, share._replace(total=None) if alone else share
+            shard = BatchShard(samples, samples, False, position)
+        position = shard.start + shard.samples
+        yield batch, shard._replace(total=None) if alone else shard
 
 
-def _asked(share: Share) -> int:
-    return max(share.samples, 1)  # who joins asks for one
+def _asked(shard: BatchShard) -> int:
+    return max(shard.samples, 1)  # who joins asks for one
 
 
-def _next(shares: Iterator[Share]) -> Share | None:
+def _next(shards: Iterator[BatchShard]) -> BatchShard | None:
     try:
-        return next(shares, None)
+        return next(shards, None)
     except ConfigurationError:  # more came than was asked for
         return None

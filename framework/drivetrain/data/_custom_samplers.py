@@ -80,7 +80,7 @@ def without_joiners(groups: Iterator[Group], world_size: int) -> Iterator[Group]
         yield held
 
 
-class SamplerDraws:
+class SamplerRng:
     """The generators that a sampler draws from, alike on every rank; used as a context around its draws.
 
     The process's own generators, and those given to the sampler, are put back afterwards: what a sampler draws

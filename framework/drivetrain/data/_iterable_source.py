@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, IterDataPipe
 from drivetrain._runtime.generators import generator_states, set_generators
 from drivetrain._runtime.transfer import samples_in
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._loader_copy import LoaderClone, gives_new_memory
-from drivetrain.data._samplers import sized
-from drivetrain.data._sharding import START, Origin, Share
+from drivetrain.data._loader_copy import LoaderClone, allocates_each_batch
+from drivetrain.data._samplers import len_or_none
+from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
 from drivetrain.data._worker_seeding import SeededIterable, WorkerStart
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 logger = logging.getLogger("drivetrain")
 
@@ -45,17 +45,17 @@ class IterableSource:
         self._clone: LoaderClone | None = None
         self._seeded: SeededIterable | None = None
         self._single = world_size == 1
-        self.static = self._single
+        self.shards_known = self._single
         self.subset = None
-        self.to_compare = not self._single and not getattr(
+        self.needs_order_check = not self._single and not getattr(
             getattr(loader, "dataset", loader), "is_split_by_rank", False
         )
         self._first: str | None = None
         self.samples = None
         self.stride = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
-        self.length = sized(loader)
-        self.certain = isinstance(loader, list | tuple)
+        self.length = len_or_none(loader)
+        self.length_is_exact = isinstance(loader, list | tuple)
         self.last: Any = NO_BATCH
         """The last batch that was skipped: it may be the last of this rank's part."""
         if self.length == 0:
@@ -69,13 +69,15 @@ class IterableSource:
                 attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
             self._clone = LoaderClone(loader, **attributes)
         # A list runs no code when it is read; of any other iterable nothing is known.
-        self.lasting = type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and gives_new_memory(loader))
+        self.fresh_memory = type(loader) in (list, tuple) or (
+            isinstance(loader, DataLoader) and allocates_each_batch(loader)
+        )
         self._stateful = self._with_state()
         self.stateful = self._stateful is not None
         self._began: Any = None  # where the process's generators stood as the epoch began
         self._goes_on = False
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> None:
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
         """Nobody knows how many samples a batch holds before it is there."""
         return
 
@@ -83,11 +85,13 @@ class IterableSource:
         """An iterable data set has none."""
         return
 
-    def tell_indices(self) -> None:
+    def requested_indices(self) -> None:
         """An iterable data set has none."""
         return
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
         if origin.samples:
             raise ConfigurationError(
                 f"{type(self._loader).__name__} cannot go on within an epoch at another world size or batch size.",
@@ -107,13 +111,15 @@ class IterableSource:
         return self._shares(batches, self._skip(batches, start), start)
 
     def count(self, epoch: int) -> int | None:
-        return self.length if self.certain else None
+        return self.length if self.length_is_exact else None
 
-    def seen_first(self) -> list[FirstSight]:
-        from drivetrain.data._order_fingerprint import FirstSight
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        from drivetrain.data._order_fingerprint import OrderFingerprint
 
-        self.to_compare = False
-        return [FirstSight(type(getattr(self._loader, "dataset", self._loader)).__name__, self._first, common=False)]
+        self.needs_order_check = False
+        return [
+            OrderFingerprint(type(getattr(self._loader, "dataset", self._loader)).__name__, self._first, common=False)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {"began": self._began, "state": None if self._stateful is None else self._stateful.state_dict()}
@@ -151,16 +157,16 @@ class IterableSource:
             self.last = batch
         return position
 
-    def _shares(self, batches: Iterator[Any], position: int, start: int) -> Iterator[tuple[Any, Share]]:
+    def _shares(self, batches: Iterator[Any], position: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
         came = False
         for batch in batches:
-            if not came and self.to_compare:
+            if not came and self.needs_order_check:
                 from drivetrain.data._order_fingerprint import digest_of_batch
 
                 self._first = digest_of_batch(batch)  # before a step takes it apart
             came = True
             samples = count_samples(batch)
-            yield batch, Share(samples, samples if self._single else None, False, position)
+            yield batch, BatchShard(samples, samples if self._single else None, False, position)
             position += samples
         if not came and start == 0:
             once = " (an iterator gives its batches once: pass what makes one)" if batches is self._loader else ""

@@ -52,7 +52,7 @@ def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     return apart
 
 
-def gives_new_memory(loader: DataLoader[Any]) -> bool:
+def allocates_each_batch(loader: DataLoader[Any]) -> bool:
     """Whether every batch comes in memory of its own: put together by torch's own collation, or sent by a worker."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False  # which may do anything with what torch's gives

@@ -26,7 +26,7 @@ _OBJECTS = 4096
 _KNOWN = frozenset({"builtins", "torch", "numpy", "drivetrain", "drivetrain_strategies", "threading", "logging"})
 
 
-def own_generators(*loaders: Any) -> list[Any]:
+def collect_generators(*loaders: Any) -> list[Any]:
     """Return the generators that the loaders, their samplers, data sets and ``collate_fn`` have as attributes.
 
     Plain objects among the attributes are looked at as well, two deep, through collections of a few: transforms, say.

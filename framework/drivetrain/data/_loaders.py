@@ -21,18 +21,18 @@ from torch.utils.data import (
 
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._custom_samplers import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
+from drivetrain.data._custom_samplers import Group, SamplerRng, groups_of_batches, groups_of_indices, without_joiners
 from drivetrain.data._iterable_source import IterableSource, count_samples, empty, set_epoch
-from drivetrain.data._loader_copy import LoaderClone, gives_new_memory
-from drivetrain.data._samplers import DealtFeed, Feed, StreamFeed, complete, drained, sized
-from drivetrain.data._sharding import START, Deal, Origin, Share
+from drivetrain.data._loader_copy import LoaderClone, allocates_each_batch
+from drivetrain.data._samplers import Feed, ShardedCustomSampler, ShardedSampler, complete, drained, len_or_none
+from drivetrain.data._sharding import EPOCH_START, BatchShard, Deal, ShardingOrigin
 from drivetrain.data._worker_seeding import SeededDataset, WorkerStart
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 logger = logging.getLogger("drivetrain")
 
@@ -125,7 +125,7 @@ class MapSource:
         self,
         clone: LoaderClone,
         feed: Feed,
-        static: bool,
+        shards_known: bool,
         samples: int | None,
         items: bool,
         own_way: bool,
@@ -142,28 +142,28 @@ class MapSource:
         self._own_way = own_way
         self._alone = alone
         self._begins = begins
-        self.static = static
+        self.shards_known = shards_known
         self.samples = samples
         self.in_process = in_process
         self.stateful = False
         self.stride = stride
         self.subset = subset
         self._sampler = sampler
-        self.to_compare = sampler is not None
-        self.lasting = gives_new_memory(clone.loader)
+        self.needs_order_check = sampler is not None
+        self.fresh_memory = allocates_each_batch(clone.loader)
 
     @property
     def length(self) -> int | None:
         return self._feed.length
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
         # What a loader gives that iterates in a way of its own shows only when it is there.
-        return None if self._items or self._own_way else self._feed.shares(start, origin)
+        return None if self._items or self._own_way else self._feed.shards(start, origin)
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
         return None if self._items or self._own_way else self._feed.indices(epoch)
 
-    def tell_indices(self) -> Iterator[list[Any]] | None:
+    def requested_indices(self) -> Iterator[list[Any]] | None:
         # An index is a whole batch there, or the batches may be others than were asked for.
         if self._items or self._own_way:
             return None
@@ -171,8 +171,8 @@ class MapSource:
         return drained(told)
 
     @property
-    def certain(self) -> bool:
-        return self._feed.certain and not self._own_way
+    def length_is_exact(self) -> bool:
+        return self._feed.length_is_exact and not self._own_way
 
     def count(self, epoch: int) -> int | None:
         if self._own_way:
@@ -180,7 +180,9 @@ class MapSource:
         self._begins(epoch)
         return self._feed.count(epoch)
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
         if origin.samples and self._alone:
             raise ConfigurationError(
                 "a loader whose sampler is each rank's own cannot go on within an epoch at another world size",
@@ -188,20 +190,20 @@ class MapSource:
                 "resume on as many ranks, from a checkpoint at an epoch's end, or let Fit deal the data",
             )
         self._begins(epoch)
-        shares = self._feed.begin(epoch, start, origin)
+        shards = self._feed.begin(epoch, start, origin)
         if self._own_way:
-            return self._as_they_come(shares, start)
+            return self._as_they_come(shards, start)
         # Nothing of this is a Python call for each batch, but where batches have to be measured.
-        pairs = zip(self._clone.iterate(), shares, strict=False)
-        return chain(self._measured(pairs) if self._items else pairs, complete(shares))
+        pairs = zip(self._clone.iterate(), shards, strict=False)
+        return chain(self._measured(pairs) if self._items else pairs, complete(shards))
 
-    def seen_first(self) -> list[FirstSight]:
-        from drivetrain.data._order_fingerprint import FirstSight, digest_of_indices
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        from drivetrain.data._order_fingerprint import OrderFingerprint, digest_of_indices
 
-        self.to_compare = False
+        self.needs_order_check = False
         drawn = getattr(self._feed, "first", None)
         digest = None if drawn is None else digest_of_indices([group.indices for group in drawn])
-        return [FirstSight(self._sampler or "", digest, common=True)]
+        return [OrderFingerprint(self._sampler or "", digest, common=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return self._feed.state_dict()
@@ -212,8 +214,8 @@ class MapSource:
     def close(self) -> None:
         self._clone.close()
 
-    def _as_they_come(self, shares: Iterator[Share], start: int) -> Iterator[tuple[Any, Share]]:
-        from drivetrain.data._custom_loaders import in_its_own_way
+    def _as_they_come(self, shards: Iterator[BatchShard], start: int) -> Iterator[tuple[Any, BatchShard]]:
+        from drivetrain.data._custom_loaders import pair_with_shards
 
         name = type(self._clone.loader).__name__
         if start:
@@ -224,15 +226,15 @@ class MapSource:
                 start,
             )
         pair = None
-        for pair in in_its_own_way(self._clone.iterate(), shares, not self.static):
+        for pair in pair_with_shards(self._clone.iterate(), shards, not self.shards_known):
             yield pair
         if pair is None and start == 0:
             raise empty(f"{name} gave no batch")
 
-    def _measured(self, pairs: Iterator[tuple[Any, Share]]) -> Iterator[tuple[Any, Share]]:
-        for batch, share in pairs:
-            samples = 0 if share.joins else count_samples(batch)
-            yield batch, share._replace(samples=samples, total=None if self._alone else samples)
+    def _measured(self, pairs: Iterator[tuple[Any, BatchShard]]) -> Iterator[tuple[Any, BatchShard]]:
+        for batch, shard in pairs:
+            samples = 0 if shard.joins else count_samples(batch)
+            yield batch, shard._replace(samples=samples, total=None if self._alone else samples)
 
 
 class _Plan:
@@ -269,16 +271,16 @@ class _Plan:
             attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
         own_way = False
         if type(loader) is not DataLoader and not items:
-            from drivetrain.data._custom_loaders import has_own_way  # for whoever has such a loader
+            from drivetrain.data._custom_loaders import has_custom_iteration  # for whoever has such a loader
 
-            own_way = has_own_way(loader)
+            own_way = has_custom_iteration(loader)
         several = self._world_size > 1
         unknown = several and (alone or items)
         return MapSource(
             LoaderClone(loader, **attributes),
             feed,
             not unknown and not (own_way and several),
-            None if unknown else sized(loader.dataset),  # type: ignore[arg-type]
+            None if unknown else len_or_none(loader.dataset),  # type: ignore[arg-type]
             items,
             own_way,
             unknown,
@@ -305,13 +307,13 @@ class _Plan:
             order_of = lambda epoch: SequentialOrder(samples)  # noqa: E731
         drop_last = drop_last and not self._predicting
         deal = Deal(samples, batch_size, self._rank, self._world_size, drop_last, self._training)
-        return DealtFeed(deal, order_of, items, keyed)
+        return ShardedSampler(deal, order_of, items, keyed)
 
-    def _streamed(self, sampler: Any, items: bool, keyed: bool, alone: bool) -> StreamFeed:
+    def _streamed(self, sampler: Any, items: bool, keyed: bool, alone: bool) -> ShardedCustomSampler:
         """Return a feed that keeps the sampler's order; ``alone``, all of it is this rank's."""
         ours = self._replace and not alone
         world_size, rank = (self._world_size, self._rank) if not alone else (1, 0)
-        length = sized(sampler)
+        length = len_or_none(sampler)
         drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and ours)
         start: Callable[[int], Iterator[Group]]
         if items:
@@ -321,7 +323,7 @@ class _Plan:
             start = lambda done: groups_of_indices(  # noqa: E731
                 sampler.sampler, sampler.batch_size, world_size, drop_last, done
             )
-            length = _divided(sized(sampler.sampler), world_size * sampler.batch_size, drop_last)
+            length = _divided(len_or_none(sampler.sampler), world_size * sampler.batch_size, drop_last)
         else:
             start = lambda done: groups_of_batches(sampler, world_size, drop_last, done)  # noqa: E731
             length = _divided(length, world_size, drop_last)
@@ -335,8 +337,8 @@ class _Plan:
             for part in _samplers(sampler)
             if isinstance(getattr(part, "generator", None), torch.Generator)
         ]
-        draws_of = (lambda epoch: SamplerDraws(self._seed, epoch, generators)) if ours else None
-        return StreamFeed(groups_of, draws_of, rank, alone, length, items, keyed)
+        draws_of = (lambda epoch: SamplerRng(self._seed, epoch, generators)) if ours else None
+        return ShardedCustomSampler(groups_of, draws_of, rank, alone, length, items, keyed)
 
 
 def _plain(sampler: Any) -> tuple[int, bool] | None:
@@ -370,9 +372,9 @@ def _samplers(sampler: Any) -> tuple[Any, ...]:
 
 
 def _subset(dataset: Any) -> list[Any] | None:
-    from drivetrain.data._order_fingerprint import subset_of  # for runs on several ranks
+    from drivetrain.data._order_fingerprint import subset_fingerprint  # for runs on several ranks
 
-    return subset_of(dataset)
+    return subset_fingerprint(dataset)
 
 
 def _own_name(samplers: tuple[Any, ...]) -> str:
@@ -394,5 +396,5 @@ def _divided(length: int | None, by: int, drop_last: bool) -> int | None:
 
 
 def _why_empty(loader: DataLoader[Any], world_size: int) -> str:
-    sizes = f"{sized(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
+    sizes = f"{len_or_none(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
     return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"

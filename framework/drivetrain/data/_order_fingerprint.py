@@ -22,7 +22,7 @@ _SHOWN = 6
 _UNKNOWN: Any = object()
 
 
-class FirstSight(NamedTuple):
+class OrderFingerprint(NamedTuple):
     """What a rank has read first.
 
     Attributes:
@@ -59,16 +59,16 @@ def digest_of_batch(batch: Any) -> str | None:
     return hashed.hexdigest() if came else None
 
 
-def subset_of(dataset: Any) -> list[Any] | None:
+def subset_fingerprint(dataset: Any) -> list[Any] | None:
     """Return which samples of a data set were chosen, in a few JSON-able values; None where all of it is read."""
     indices = getattr(dataset, "indices", None)  # a subclass may do without
     if isinstance(dataset, Subset) and indices is not None:
         step = -(-len(indices) // _LOOKED_AT) or 1
         seen = [_index(indices[position]) for position in range(0, len(indices), step)]
         more = ["..."] if len(indices) > _SHOWN else []
-        return [*seen[:_SHOWN], *more, digest_of_indices(seen), *(subset_of(dataset.dataset) or [])]
+        return [*seen[:_SHOWN], *more, digest_of_indices(seen), *(subset_fingerprint(dataset.dataset) or [])]
     if isinstance(dataset, ConcatDataset):
-        parts = [subset_of(part) for part in dataset.datasets[:_LOOKED_AT]]
+        parts = [subset_fingerprint(part) for part in dataset.datasets[:_LOOKED_AT]]
         return None if all(part is None for part in parts) else parts
     return None
 

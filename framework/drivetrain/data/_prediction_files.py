@@ -23,16 +23,16 @@ from drivetrain.checkpoint._format.tensor_reader import damaged
 from drivetrain.errors import CheckpointError
 
 FORMAT = 1
-BEGINNING = "beginning.json"
+START_DOCUMENT = "beginning.json"
 MANIFEST = "predictions.json"
 LOCK = "writing.lock"
-LONGEST = 2**28
+MAX_DOCUMENT_BYTES = 2**28
 """Bytes of a document."""
 
 _STEM = r"part-\d{5,}-\d{6,}-[0-9a-f]{16}"
 _INDEX = re.compile(rf"({_STEM})\.index\.json")
 _OURS = re.compile(
-    rf"{_STEM}(\.index)?\.json|{_STEM}\.safetensors|\.?{MANIFEST}(-[0-9a-f]+)?|\.?{BEGINNING}(-[0-9a-f]+)?"
+    rf"{_STEM}(\.index)?\.json|{_STEM}\.safetensors|\.?{MANIFEST}(-[0-9a-f]+)?|\.?{START_DOCUMENT}(-[0-9a-f]+)?"
 )
 
 
@@ -83,12 +83,12 @@ class Part:
         return f"{self.stem}.safetensors"
 
 
-def is_ours(name: str) -> bool:
+def is_prediction_file(name: str) -> bool:
     """Whether a file name is one that written predictions may hold."""
     return name == LOCK or _OURS.fullmatch(name) is not None
 
 
-def stems_in(names: Sequence[str]) -> list[str]:
+def part_stems(names: Sequence[str]) -> list[str]:
     """Return the stems of the parts whose index is among the names of files."""
     return sorted(found[1] for name in names if (found := _INDEX.fullmatch(name)))
 
@@ -96,7 +96,7 @@ def stems_in(names: Sequence[str]) -> list[str]:
 # Documents
 
 
-def beginning(identity: Mapping[str, Any]) -> bytes:
+def encode_start_document(identity: Mapping[str, Any]) -> bytes:
     """Return the document that says whose predictions of what these are going to be."""
     return sealed({"format": FORMAT, "identity": dict(identity)})
 
@@ -122,31 +122,31 @@ def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mappin
     )
 
 
-def index_of(part: Part) -> bytes:
+def encode_part_index(part: Part) -> bytes:
     """Return a part's index."""
     return sealed(
         {
             "format": FORMAT,
-            "entries": entries_as_json(part.entries),
+            "entries": entries_to_json(part.entries),
             "files": {name: record_as_json(one) for name, one in part.files.items()},
         }
     )
 
 
-def part_of(stem: str, content: bytes, path: str) -> Part:
+def decode_part_index(stem: str, content: bytes, path: str) -> Part:
     """Return a part from its index.
 
     Raises:
         CheckpointError: it is damaged, or not whole.
     """
-    document = opened(content, f"{stem}.index.json", path)
+    document = parse_document(content, f"{stem}.index.json", path)
     try:
         return Part(stem, tuple(entries_from_json(document["entries"])), records_in(document))
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, f"{stem}.index.json cannot be read: {type(error).__name__}: {error}") from error
 
 
-def opened(content: bytes, name: str, path: str) -> dict[str, Any]:
+def parse_document(content: bytes, name: str, path: str) -> dict[str, Any]:
     """Return what one of the documents says.
 
     Raises:
@@ -172,7 +172,7 @@ def records_in(document: Mapping[str, Any]) -> dict[str, FileRecord]:
     }
 
 
-def entries_as_json(entries: Sequence[Entry]) -> list[list[Any]]:
+def entries_to_json(entries: Sequence[Entry]) -> list[list[Any]]:
     """Return entries as JSON has them, their runs as one list of numbers."""
     return [
         [
@@ -187,7 +187,7 @@ def entries_as_json(entries: Sequence[Entry]) -> list[list[Any]]:
 
 
 def entries_from_json(said: Any) -> Iterator[Entry]:
-    """Yield what `entries_as_json` was given.
+    """Yield what `entries_to_json` was given.
 
     Raises:
         TypeError: it is nothing of the kind.
@@ -202,7 +202,7 @@ def entries_from_json(said: Any) -> Iterator[Entry]:
         yield Entry(loader, batch, rank, samples, runs)
 
 
-def runs_of(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def index_runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return runs of consecutive indices, each by its first and how many they are."""
     runs: list[tuple[int, int]] = []
     for index in indices:
@@ -213,7 +213,7 @@ def runs_of(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def whole_numbers(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
+def as_integer_indices(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
     """Return a batch's indices where they are whole numbers, by which samples can be put in order."""
     if indices is None:
         return None
@@ -224,7 +224,7 @@ def whole_numbers(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def speaking_of_predictions(path: str) -> Iterator[None]:
+def describe_errors_as_predictions(path: str) -> Iterator[None]:
     """Within it, what the pieces of the checkpoint's format say of a checkpoint is said of predictions."""
     try:
         yield

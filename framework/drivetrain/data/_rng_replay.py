@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from drivetrain._runtime.generators import generator_states, kept_generators, noted_generators, set_generators
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchShard]]
 
 
-class ReadAhead:
+class RngReplay:
     """Follows the reading of an epoch and knows where the generators stood before each batch not yet trained on.
 
     Batches may be read before those ahead of them are trained on: a whole window at once, or one on its way to the
@@ -87,7 +87,7 @@ class ReadAhead:
             set_generators(self._again.pop(), self.device)
             self._again.clear()
 
-    def before_reading(self, run: Callable[[], object]) -> None:
+    def call_before_replay(self, run: Callable[[], object]) -> None:
         """Call ``run`` where the run that was saved would have called it, before anything is read again."""
         if not self._again:
             run()

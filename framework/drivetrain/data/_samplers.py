@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from drivetrain._runtime.generators import generator_states, set_generators
-from drivetrain.data._custom_samplers import Group, SamplerDraws
-from drivetrain.data._sharding import START, Deal, Origin, Share
+from drivetrain.data._custom_samplers import Group, SamplerRng
+from drivetrain.data._sharding import EPOCH_START, BatchShard, Deal, ShardingOrigin
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatch
 from drivetrain.data.order import Order
 from drivetrain.errors import ConfigurationError
@@ -34,7 +34,7 @@ class Feed(ABC):
         keyed: requests go to workers, and carry which micro-batch they are for.
     """
 
-    certain = False
+    length_is_exact = False
     """Whether an epoch has ``length`` micro-batches, whatever a sampler says."""
 
     def __init__(self, length: int | None, items: bool, keyed: bool) -> None:
@@ -43,15 +43,15 @@ class Feed(ABC):
         self._keyed = keyed
         self._epoch = 0
         self._start = 0
-        self._origin = START
+        self._origin = EPOCH_START
         self.told: deque[list[Any]] | None = None
         """Where the indices of each request are told as it is made; None where nobody wants to know."""
 
     @abstractmethod
-    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
         """Say where the next iteration starts, and return the shares of what it will ask for; see `BatchSource`."""
 
-    def shares(self, start: int, origin: Origin = START) -> Iterator[Share] | None:
+    def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
         """Return what `begin` returns, without beginning anything; None where it shows only as the sampler is read."""
         return None
 
@@ -99,7 +99,7 @@ class Feed(ABC):
         return requests
 
 
-class DealtFeed(Feed):
+class ShardedSampler(Feed):
     """Asks for the samples of an order of ours: any micro-batch can be the first, at no cost.
 
     Args:
@@ -109,19 +109,19 @@ class DealtFeed(Feed):
         keyed: see `Feed`.
     """
 
-    certain = True
+    length_is_exact = True
 
     def __init__(self, deal: Deal, order_of: Callable[[int], Order], items: bool, keyed: bool) -> None:
         super().__init__(deal.length, items, keyed)
         self._deal = deal
         self._order_of = order_of
 
-    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
         self._epoch, self._start, self._origin = epoch, start, origin
-        return chain(self.shares(start, origin), _surplus())
+        return chain(self.shards(start, origin), _surplus())
 
-    def shares(self, start: int, origin: Origin = START) -> Iterator[Share]:
-        return chain.from_iterable(self._deal.rest(origin.samples).shares(start - origin.number))
+    def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+        return chain.from_iterable(self._deal.rest(origin.samples).shards(start - origin.number))
 
     def indices(self, epoch: int) -> Iterator[list[Any]]:
         return chain.from_iterable(self._deal.indices(self._order_of(epoch)))
@@ -132,13 +132,13 @@ class DealtFeed(Feed):
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin)
 
-    def _blocks_from(self, epoch: int, first: int, origin: Origin) -> Iterator[list[Any]]:
+    def _blocks_from(self, epoch: int, first: int, origin: ShardingOrigin) -> Iterator[list[Any]]:
         for block in self._deal.rest(origin.samples).indices(self._order_of(epoch), first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)
 
 
-class StreamFeed(Feed):
+class ShardedCustomSampler(Feed):
     """Asks for what a user's sampler yields, in its order.
 
     Every rank goes through the whole of it and keeps its own part, so that all know each other's shares. A start
@@ -157,7 +157,7 @@ class StreamFeed(Feed):
     def __init__(
         self,
         groups_of: Callable[[int], Iterator[Group]],
-        draws_of: Callable[[int], SamplerDraws] | None,
+        draws_of: Callable[[int], SamplerRng] | None,
         rank: int,
         alone: bool,
         length: int | None,
@@ -170,11 +170,11 @@ class StreamFeed(Feed):
         self._rank = rank
         self._alone = alone
         self._began: dict[str, Any] | None = None  # where the process's generators stood before the sampler drew
-        self._shares: deque[Share] = deque()
+        self._shares: deque[BatchShard] = deque()
         self.first: list[Group] | None = None
         """The first groups that were drawn."""
 
-    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
         self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
         return chain(drained(self._shares), _surplus())
 
@@ -186,7 +186,9 @@ class StreamFeed(Feed):
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin, self._shares)
 
-    def _blocks_from(self, epoch: int, start: int, origin: Origin, shares: deque[Share]) -> Iterator[list[Any]]:
+    def _blocks_from(
+        self, epoch: int, start: int, origin: ShardingOrigin, shards: deque[BatchShard]
+    ) -> Iterator[list[Any]]:
         position, number = origin
         for groups in self._read(epoch, origin.samples):
             if self.first is None:
@@ -204,10 +206,10 @@ class StreamFeed(Feed):
                 total = None if self._alone else len(indices)
                 if low == high:
                     requests.append(indices[:1])
-                    shares.append(Share(0, total, True, position))
+                    shards.append(BatchShard(0, total, True, position))
                 else:
                     requests.append(indices[low:high])
-                    shares.append(Share(high - low, total, False, position + low))
+                    shards.append(BatchShard(high - low, total, False, position + low))
                 position += len(indices)
             if requests:
                 yield self._requests(requests, epoch, first)
@@ -252,7 +254,7 @@ class _Surplus(ConfigurationError):
     """The loader gave more batches than its sampler asked for."""
 
 
-def complete(shares: Iterator[Share]) -> Iterator[NoReturn]:
+def complete(shards: Iterator[BatchShard]) -> Iterator[NoReturn]:
     """Yield nothing, and refuse a loader that ended while there were shares left.
 
     Raises:
@@ -260,7 +262,7 @@ def complete(shares: Iterator[Share]) -> Iterator[NoReturn]:
     """
     yield from ()
     try:
-        missing = next(shares)
+        missing = next(shards)
     except _Surplus:
         return
     raise ConfigurationError(
@@ -276,7 +278,7 @@ def drained(queue: deque[Entry]) -> Iterator[Entry]:
         yield queue.popleft()
 
 
-def _surplus() -> Iterator[Share]:
+def _surplus() -> Iterator[BatchShard]:
     yield from ()
     raise _Surplus(
         "the loader gave more batches than its sampler asked for",
@@ -285,7 +287,7 @@ def _surplus() -> Iterator[Share]:
     )
 
 
-def sized(sampler: Iterable[Any]) -> int | None:
+def len_or_none(sampler: Iterable[Any]) -> int | None:
     """Return ``len(sampler)``, or None where it has none."""
     try:
         return len(sampler)  # type: ignore[arg-type]

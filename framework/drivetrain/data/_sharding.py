@@ -16,7 +16,7 @@ from drivetrain.data.order import Order
 _BLOCK_SAMPLES = 4096
 
 
-class Share(NamedTuple):
+class BatchShard(NamedTuple):
     """What of a global micro-batch this rank holds.
 
     Attributes:
@@ -32,7 +32,7 @@ class Share(NamedTuple):
     start: int
 
 
-class Origin(NamedTuple):
+class ShardingOrigin(NamedTuple):
     """Where the dealing of an epoch begins: elsewhere than at 0 after a resume under another dealing.
 
     Attributes:
@@ -44,16 +44,16 @@ class Origin(NamedTuple):
     number: int = 0
 
 
-START = Origin()
+EPOCH_START = ShardingOrigin()
 
 
-def share_of(start: int, total: int, rank: int, world_size: int) -> Share:
+def share_of(start: int, total: int, rank: int, world_size: int) -> BatchShard:
     """Deal ``total`` samples from position ``start`` in slices whose sizes differ by at most one, lower ranks first."""
     size, larger = divmod(total, world_size)
     samples = size + (rank < larger)
     if samples == 0:
-        return Share(0, total, True, start)
-    return Share(samples, total, False, start + rank * size + min(rank, larger))
+        return BatchShard(0, total, True, start)
+    return BatchShard(samples, total, False, start + rank * size + min(rank, larger))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Deal:
         """Micro-batches of the epoch, the same on every rank."""
         return self.whole + len(self.tail)
 
-    def shares(self, first: int = 0) -> Iterator[list[Share]]:
+    def shards(self, first: int = 0) -> Iterator[list[BatchShard]]:
         """Yield this rank's shares from micro-batch ``first`` on, a block at a time."""
         whole, tail, stride = self.whole, self.tail, self.stride
         offset = self.offset + self.rank * self.batch_size
@@ -122,8 +122,8 @@ class Deal:
             stop = min(whole, first + self._block)
             starts = range(first * stride + offset, stop * stride + offset, stride)
             fields = zip(repeat(self.batch_size), repeat(stride), repeat(False), starts)
-            # Not `Share(...)`, which would be a Python call for each micro-batch.
-            yield list(map(tuple.__new__, repeat(Share), fields))
+            # Not `BatchShard(...)`, which would be a Python call for each micro-batch.
+            yield list(map(tuple.__new__, repeat(BatchShard), fields))
             first = stop
         yield [self._share(*part) for part in tail[first - whole :]]
 
@@ -138,11 +138,11 @@ class Deal:
             yield order(starts[:, None] + within).tolist()
             first = stop
         for part in tail[first - whole :]:
-            share = self._share(*part)
-            stop = share.start + max(share.samples, 1)
-            yield [order(torch.arange(share.start, stop, dtype=torch.int64, device="cpu")).tolist()]
+            shard = self._share(*part)
+            stop = shard.start + max(shard.samples, 1)
+            yield [order(torch.arange(shard.start, stop, dtype=torch.int64, device="cpu")).tolist()]
 
-    def _share(self, start: int, total: int) -> Share:
+    def _share(self, start: int, total: int) -> BatchShard:
         return share_of(self.offset + start, total, self.rank, self.world_size)
 
     @property

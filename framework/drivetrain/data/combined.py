@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._samplers import sized
-from drivetrain.data._sharding import START, Origin, Share
+from drivetrain.data._samplers import len_or_none
+from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
@@ -60,7 +60,7 @@ class CombinedLoader:
             )
 
     def __len__(self) -> int:
-        length = combined_length([sized(loader) for loader in self.flattened], self.mode)
+        length = combined_length([len_or_none(loader) for loader in self.flattened], self.mode)
         if length is None:
             raise TypeError("one of the combined loaders has no length")
         return length
@@ -105,26 +105,26 @@ class CombinedSource:
     def __init__(self, loader: CombinedLoader, sources: Sequence[BatchSource]) -> None:
         self._loader = loader
         self._sources = sources
-        self.static = all(source.static for source in sources)
+        self.shards_known = all(source.shards_known for source in sources)
         known = [source.samples for source in sources if source.samples is not None]
         self.samples = sum(known) if len(known) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
-        self.certain = all(source.certain for source in sources)
+        self.length_is_exact = all(source.length_is_exact for source in sources)
         self.in_process = any(source.in_process for source in sources)
         self.stateful = any(source.stateful for source in sources)
         self.stride = sources[0].stride if loader.mode != "sequential" else None
-        self.lasting = all(source.lasting for source in sources)
+        self.fresh_memory = all(source.fresh_memory for source in sources)
         subsets = [source.subset for source in sources]
         self.subset = None if all(subset is None for subset in subsets) else subsets
 
     @property
-    def to_compare(self) -> bool:
-        return any(source.to_compare for source in self._sources)
+    def needs_order_check(self) -> bool:
+        return any(source.needs_order_check for source in self._sources)
 
-    def seen_first(self) -> list[FirstSight]:
-        return [sight for source in self._sources if source.to_compare for sight in source.seen_first()]
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        return [sight for source in self._sources if source.needs_order_check for sight in source.order_fingerprints()]
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> None:
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
         """Which loader a share comes from shows as they are read."""
         return
 
@@ -132,11 +132,13 @@ class CombinedSource:
         """Each loader has its own."""
         return
 
-    def tell_indices(self) -> None:
+    def requested_indices(self) -> None:
         """Each loader has its own."""
         return
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
         if origin.samples:
             raise ConfigurationError(
                 f"{len(self._sources)} combined loaders cannot go on within an epoch at another world size or batch "
@@ -149,7 +151,7 @@ class CombinedSource:
         return self._together(epoch, start)
 
     def count(self, epoch: int) -> int | None:
-        return self.length if self.certain else None
+        return self.length if self.length_is_exact else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"sources": [source.state_dict() for source in self._sources]}
@@ -162,7 +164,7 @@ class CombinedSource:
         for source in self._sources:
             source.close()
 
-    def _one_by_one(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
+    def _one_by_one(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
         left, length = list(self._sources), None
         while start and len(left) > 1:
             length = left[0].count(epoch)
@@ -178,25 +180,25 @@ class CombinedSource:
         return islice(chain(first, self._rest(left, epoch)), start, None)
 
     @staticmethod
-    def _rest(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, Share]]:
+    def _rest(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, BatchShard]]:
         for source in sources:
             yield from source.epoch(epoch)
 
-    def _together(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
+    def _together(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
         parts = []
         for source in self._sources:
             passes = 1
             if self._loader.mode == "max_size_cycle":
-                known = self.certain and source.length
+                known = self.length_is_exact and source.length
                 passes = -(-self.length // source.length) if known else _MANY_PASSES  # type: ignore[operator]
             parts.append(_source_part(source, epoch * passes))
         return self._batches(_rows(parts, self._loader.mode, start))
 
-    def _batches(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, Share]]:
+    def _batches(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, BatchShard]]:
         for row in rows:
-            share = next(pair[1] for pair in row if pair is not None)
+            shard = next(pair[1] for pair in row if pair is not None)
             batches = iter([None if pair is None else pair[0] for pair in row])
-            yield _filled(self._loader.iterables, batches), share
+            yield _filled(self._loader.iterables, batches), shard
 
 
 class _Part(NamedTuple):
@@ -304,7 +306,7 @@ def _source_part(source: BatchSource, first: int) -> _Part:
     # Each pass is an epoch of its own, so that a loader that starts again is shuffled again.
     return _Part(
         lambda number, offset: source.epoch(first + number, offset),
-        source.length if source.certain else None,
+        source.length if source.length_is_exact else None,
         lambda number: source.count(first + number),
     )
 

@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch
 
 from drivetrain._runtime.transfer import move_to
-from drivetrain.module._hyper_parameters import KeepsHyperParameters
+from drivetrain.module._hyper_parameters import HyperParametersMixin
 from drivetrain.module._run_handle import RunHandle
 
 
-class DataModule(RunHandle, KeepsHyperParameters):
+class DataModule(RunHandle, HyperParametersMixin):
     """Holds the loaders of a task and how its data is prepared.
 
     Write `prepare_data` and `setup`, and a loader for each stage that is run. Return plain loaders: dealing to the

@@ -14,15 +14,15 @@ from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_ther
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damaged, tensors_in
 from drivetrain.data._prediction_files import (
-    BEGINNING,
-    LONGEST,
     MANIFEST,
+    MAX_DOCUMENT_BYTES,
+    START_DOCUMENT,
     Entry,
     Part,
-    opened,
-    part_of,
+    decode_part_index,
+    describe_errors_as_predictions,
+    parse_document,
     records_in,
-    speaking_of_predictions,
 )
 from drivetrain.data._sample_rows import Layout, joined, joined_layout, layout_of, rows_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
@@ -205,7 +205,7 @@ class Predictions(Sequence[Any]):
 
     def _read(self, place: int) -> Any:
         part, number, _ = self._places[place]
-        with speaking_of_predictions(self.path):
+        with describe_errors_as_predictions(self.path):
             values = self._values.get(part.stem, lambda: self._values_of(part))
             tensors = self._tensors.get(part.stem, lambda: self._tensors_of(part))
             try:
@@ -254,16 +254,16 @@ def _consecutive(entry: Entry) -> Iterator[tuple[int, int, int]]:
 
 
 def _opened(path: str) -> tuple[Folder, list[Part], int, dict[str, FileRecord], int]:
-    with speaking_of_predictions(path):
+    with describe_errors_as_predictions(path):
         folder = folder_at(path)
-        document = opened(_manifest(folder), MANIFEST, path)
+        document = parse_document(_manifest(folder), MANIFEST, path)
         records = records_in(document)
         block = int(document["block_size"])
         parts = []
         for stem in document["parts"]:
             name = f"{stem}.index.json"
             file = CheckedFile(folder, name, records[name], block)
-            parts.append(part_of(stem, bytes(file.read(0, file.size)), path))
+            parts.append(decode_part_index(stem, bytes(file.read(0, file.size)), path))
         return folder, parts, len(document["identity"]["data"]), records, block
 
 
@@ -276,13 +276,13 @@ def _is_there(folder: Folder, name: str) -> bool:
 
 
 def _manifest(folder: Folder) -> bytes:
-    content = read_if_there(folder, MANIFEST, LONGEST)
+    content = read_if_there(folder, MANIFEST, MAX_DOCUMENT_BYTES)
     if content is not None:
         return content
-    if not _is_there(folder, BEGINNING):
+    if not _is_there(folder, START_DOCUMENT):
         raise CheckpointError(
             f"There are no predictions at {folder.path!r}.",
-            f"it holds neither {MANIFEST} nor {BEGINNING}.",
+            f"it holds neither {MANIFEST} nor {START_DOCUMENT}.",
             "check the path.",
         )
     raise CheckpointError(

@@ -8,7 +8,7 @@ from typing import Any, Self
 from drivetrain.loggers.logger import Logger
 
 
-class SilentLogger(Logger):
+class NullLogger(Logger):
     """Takes every call, that of other loggers' methods too: a step that logs an image by one goes on undisturbed."""
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.loggers.logger import Logger
 
 
-def quieten(loggers: Iterable[Logger], quiet: bool) -> None:
+def silence_loggers(loggers: Iterable[Logger], quiet: bool) -> None:
     """Let loggers do nothing when they are asked to keep something, or let them keep it again.
 
     A hook runs on every rank, and `self.logger.log_image(...)` in it shall reach the store once. The objects stay what

@@ -8,7 +8,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import RunDirectory
 
 
-class KeptRunId:
+class ServiceRunId:
     """One file in a run's directory, ``{"run_id": ...}``.
 
     Args:

@@ -143,11 +143,11 @@ class Histogram:
                 "this rank holds a part of it, and its counts are not those of the whole.",
                 "call trainer.log_histogram(name, tensor) on every rank.",
             )
-        numbers = Numbers(tensor)
+        numbers = FlatValues(tensor)
         return cls.joined([numbers.counted(edges := numbers.reach.edges(bins))], edges, numbers.reach.left_out)
 
     @classmethod
-    def joined(cls, parts: Sequence[Counted], edges: Edges, left_out: int) -> Histogram:
+    def joined(cls, parts: Sequence[BinCounts], edges: Edges, left_out: int) -> Histogram:
         """Return the histogram of numbers whose parts were counted between the same edges."""
         return cls(
             tuple(map(sum, zip(*(part.counts for part in parts), strict=True))),
@@ -173,7 +173,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Reach:
+class ValueRange:
     """Between which numbers the finite ones of a tensor are, or those of several."""
 
     low: float
@@ -209,7 +209,7 @@ class Reach:
         return 2 * np.linspace((self.low - margin) / 2, (self.high + margin) / 2, bins + 1)
 
     @classmethod
-    def joined(cls, parts: Sequence[Reach]) -> Reach:
+    def joined(cls, parts: Sequence[ValueRange]) -> ValueRange:
         """Return the reach of all parts together."""
         return cls(
             min(part.low for part in parts),
@@ -219,12 +219,12 @@ class Reach:
         )
 
 
-NOTHING = Reach(float("inf"), float("-inf"), 0, True)
+EMPTY_RANGE = ValueRange(float("inf"), float("-inf"), 0, True)
 """The reach of no numbers at all."""
 
 
 @dataclass(frozen=True)
-class Counted:
+class BinCounts:
     """What a part of the numbers comes to."""
 
     counts: list[int]
@@ -232,7 +232,7 @@ class Counted:
     sum_of_squares: float
 
 
-class Numbers:
+class FlatValues:
     """The numbers of a tensor, on its device, about to be counted.
 
     Args:
@@ -248,17 +248,19 @@ class Numbers:
         finite = flat.isfinite()
         self._flat = flat if bool(finite.all()) else flat[finite]
         left_out = flat.numel() - self._flat.numel()
-        low, high = (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (NOTHING.low, NOTHING.high)
-        self.reach = Reach(low, high, left_out, single)
+        low, high = (
+            (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (EMPTY_RANGE.low, EMPTY_RANGE.high)
+        )
+        self.reach = ValueRange(low, high, left_out, single)
 
-    def counted(self, edges: Edges) -> Counted:
+    def counted(self, edges: Edges) -> BinCounts:
         """Count them between edges, which are alike for all parts."""
         flat = self._flat
         inner = torch.as_tensor(edges[1:-1].copy(), device=flat.device)
         counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=flat.device)
         for part in torch.split(flat, _AT_ONCE):
             counts += torch.bincount(torch.bucketize(part.to(inner.dtype), inner, right=True), minlength=len(counts))
-        return Counted(counts.tolist(), float(flat.sum(dtype=torch.float64)), float(flat.double().square().sum()))
+        return BinCounts(counts.tolist(), float(flat.sum(dtype=torch.float64)), float(flat.double().square().sum()))
 
 
 # Texts

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._service_run_id import KeptRunId
+from drivetrain.loggers._service_run_id import ServiceRunId
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 from drivetrain.runs._directory import alone_in
 
@@ -239,7 +239,7 @@ class MLFlowLogger(DirectoryLogger):
 
     def _open(self, path: str) -> None:
         goes_on = self._rewound == path
-        kept = KeptRunId(self._directory, "mlflow.json")
+        kept = ServiceRunId(self._directory, "mlflow.json")
         before = self._opened[1] if self._opened is not None and self._opened[0] == path else None
         # Two runs that begin at once would both make the tables of a store.
         with alone_in(_local_root(self.save_dir)) if self._is_local_store else nullcontext():

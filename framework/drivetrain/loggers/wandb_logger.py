@@ -19,7 +19,7 @@ from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._row_journal import RowJournal
-from drivetrain.loggers._service_run_id import KeptRunId
+from drivetrain.loggers._service_run_id import ServiceRunId
 from drivetrain.loggers._wandb_store import StoredRows
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
@@ -201,7 +201,7 @@ class WandbLogger(DirectoryLogger):
             self._is_anothers = True
             return wandb.run
         goes_on = self._rewound is not None and self._rewound[0] == path
-        kept = KeptRunId(self._directory, "wandb.json")
+        kept = ServiceRunId(self._directory, "wandb.json")
         before = self._opened[1] if self._opened is not None and self._opened[0] == path else None
         run_id = self._fixed_id or before or (kept.read() if goes_on else None)
         is_new = run_id is None

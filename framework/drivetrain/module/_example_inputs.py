@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``forward`` that an example stands for, by position and by name.
 
     A mapping is arguments by name, a tuple or a list arguments by position, all else the one argument.

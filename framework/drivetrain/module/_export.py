@@ -19,7 +19,7 @@ from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
-from drivetrain.module._example_inputs import as_call, has_forward
+from drivetrain.module._example_inputs import example_arguments, has_forward
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -123,7 +123,7 @@ def _tracing(module: Any, asked: str, sample: Any) -> Iterator[tuple[tuple[Any, 
     _check_whole(module, asked)
     device = module.device
     moved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
-    args, named = as_call(moved)
+    args, named = example_arguments(moved)
     with in_eval_mode(module), kept_generators(device):
         yield args, named
 

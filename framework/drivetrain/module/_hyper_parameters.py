@@ -25,7 +25,7 @@ class HyperParameters(dict[str, Any]):
         self[name] = value
 
 
-class KeepsHyperParameters:
+class HyperParametersMixin:
     """Mixed into what is built from arguments worth keeping."""
 
     @property
@@ -80,12 +80,12 @@ def _names(given: Sequence[Any]) -> list[str]:
     return list(given)
 
 
-def argument_of(owner: KeepsHyperParameters) -> str:
+def hyper_parameters_argument(owner: HyperParametersMixin) -> str:
     """The argument of ``__init__`` that holds all hyper-parameters; "" where each is an argument."""
     return str(owner.__dict__.get("_hyper_parameters_argument", ""))
 
 
-def logged_hyper_parameters(owner: KeepsHyperParameters) -> Mapping[str, Any]:
+def logged_hyper_parameters(owner: HyperParametersMixin) -> Mapping[str, Any]:
     """What loggers get of ``owner``: nothing after ``save_hyperparameters(logger=False)``."""
     return owner.hparams if owner.__dict__.get("_logs_hyper_parameters", True) else {}
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint._weights_fit import Misfit
 from drivetrain.errors import ConfigurationError
-from drivetrain.module._hyper_parameters import KeepsHyperParameters
+from drivetrain.module._hyper_parameters import HyperParametersMixin
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module._run_handle import RunHandle
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 
-class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
+class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     """A model together with how it is trained.
 
     Write `training_step` and `configure_optimizers`; everything else is optional. A TrainModule is an ordinary

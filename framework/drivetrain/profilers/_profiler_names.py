@@ -36,7 +36,7 @@ _NAMES = Names[Profiler](
 )
 
 
-def profiler_of(given: object) -> Profiler:
+def resolve_profiler(given: object) -> Profiler:
     """Return what ``Fit(profiler=...)`` means.
 
     Args:

@@ -23,12 +23,12 @@ from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, head
 from drivetrain.data._prediction_files import (
     Entry,
     Part,
-    entries_as_json,
+    as_integer_indices,
+    decode_part_index,
+    encode_part_index,
     entries_from_json,
-    index_of,
-    part_of,
-    runs_of,
-    whole_numbers,
+    entries_to_json,
+    index_runs,
 )
 from drivetrain.data._sample_rows import layout_of, rows_of
 from drivetrain.errors import CheckpointError
@@ -94,7 +94,7 @@ class WritingPredictions:
 
     def sees(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
         """Note that this rank has come to a batch; returns whether all of it was written before."""
-        numbers = whole_numbers(indices)
+        numbers = as_integer_indices(indices)
         there = self._before.has(dataloader_idx, batch_idx, self._data_rank, numbers)
         if there:
             self._count(
@@ -106,7 +106,7 @@ class WritingPredictions:
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
         """Hold an output, or what of it was not written before, and write what is held where it is enough."""
-        numbers = whole_numbers(indices)
+        numbers = as_integer_indices(indices)
         count = len(indices) if indices is not None else samples or 1
         self._count(dataloader_idx, batch_idx, count)
         rows = self._before.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
@@ -124,21 +124,23 @@ class WritingPredictions:
                 )
             assert numbers is not None
             output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
-        runs = None if numbers is None else runs_of(numbers)
-        self._hold(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
+        runs = None if numbers is None else index_runs(numbers)
+        self._hold(on_host(output, fresh_memory=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
         if self._held >= self._part_bytes or time.monotonic() - self._since > _SECONDS:
             self._flush()
 
     def publish(self) -> None:
         """Write what is held, and make all of it predictions. Collective."""
         agreed(self._control, self._failing, self._flush)
-        mine = [(part.stem, index_of(part).decode()) for part in self._parts]
+        mine = [(part.stem, encode_part_index(part).decode()) for part in self._parts]
         told = tell(self._control, self._failing, (mine, self._seen if self._speaks else 0), None)
 
         def commit() -> None:
             if self._rank != 0:
                 return
-            parts = [part_of(stem, text.encode(), self.store.path) for of_rank, _ in told for stem, text in of_rank]
+            parts = [
+                decode_part_index(stem, text.encode(), self.store.path) for of_rank, _ in told for stem, text in of_rank
+            ]
             kept = [part for part, _ in self.store.kept.values()]
             written = sum(entry.samples for part in (*kept, *parts) for entry in part.entries)
             seen = sum(count for _, count in told)
@@ -205,7 +207,7 @@ class WritingPredictions:
 
 def _told(control: ControlPlane, entries: Sequence[Entry], goes_on: bool) -> tuple[PredictedBefore, str, bool]:
     """Tell every rank what rank 0 has found, and by which token the files of this run go. Collective."""
-    said = json.dumps([entries_as_json(entries), secrets.token_hex(8), goes_on]).encode()
+    said = json.dumps([entries_to_json(entries), secrets.token_hex(8), goes_on]).encode()
     found, token, goes_on = json.loads(control.gather_bytes(said if control.rank == 0 else b"")[0])
     return PredictedBefore(list(entries_from_json(found))), token, goes_on
 
