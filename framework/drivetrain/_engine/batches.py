@@ -101,7 +101,7 @@ def moved(
         micro_batches: an epoch's.
         move: what is done to a batch; None where it is nothing.
         ahead: the next one may be read before the current one is trained on.
-        lasting: a batch stays as it is while the next one is read.
+        fresh_memory: a batch stays as it is while the next one is read.
     """
     if move is None:
         return micro_batches

@@ -28,7 +28,7 @@ class ClosureStep(AutomaticStep):
 
     Args:
         args: see `AutomaticStep`.
-        lasting: a batch stays as it is while later ones are read.
+        fresh_memory: a batch stays as it is while later ones are read.
     """
 
     def __init__(self, *args: Any, fresh_memory: bool) -> None:

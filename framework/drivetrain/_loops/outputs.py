@@ -24,7 +24,7 @@ def on_host(output: Any, fresh_memory: bool) -> Any:
 
     Args:
         output: what a step returned: tensors in collections of any depth, and anything else.
-        lasting: the loader does not write the next batch over this one, of which ``output`` may be a part.
+        fresh_memory: the loader does not write the next batch over this one, of which ``output`` may be a part.
     """
     moved = map_tensors(output, _moved)
     return moved if fresh_memory else copy_batch(moved)

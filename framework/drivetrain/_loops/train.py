@@ -59,7 +59,7 @@ class EpochData:
         micro_batches: begins an epoch: ``micro_batches(epoch, first)`` iterates from micro-batch ``first``.
         exhausted: says whether the epoch's data came to its end, which a loader that keeps its place may have passed.
         length: micro-batches that an epoch should have; None where nothing says.
-        certain: whether it has exactly as many.
+        length_is_exact: whether it has exactly as many.
         tally: of an epoch's batches.
     """
 

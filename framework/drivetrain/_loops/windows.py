@@ -89,7 +89,7 @@ def dealt_windows(
         pairs: this rank's batches.
         size: micro-batches of a window.
         world_size: among how many ranks the data is dealt.
-        shares: those of ``pairs``, known before: a batch is then read when its turn has come, as a loop by hand reads
+        shards: those of ``pairs``, known before: a batch is then read when its turn has come, as a loop by hand reads
             it. None reads a whole window to know them.
     """
     while True:

@@ -106,7 +106,7 @@ def test_a_global_batch_that_drop_last_leaves_no_sample_for_is_refused() -> None
 
 def test_an_iterable_that_turns_out_empty_is_refused() -> None:
     # G-06
-    with pytest.raises(ConfigurationError, match="gave no batch"):
+    with pytest.raises(ConfigurationError, match="yielded no batch"):
         list(prepare_loader(DataLoader(Stream(0), 4), training=True).epoch(0))
 
 
@@ -119,7 +119,7 @@ def test_an_iterator_lasts_for_one_epoch() -> None:
 
 def test_what_is_no_loader_is_refused() -> None:
     # G-06
-    with pytest.raises(ConfigurationError, match="int is no loader"):
+    with pytest.raises(ConfigurationError, match="int is not a loader"):
         prepare_loader(3, training=True)
     with pytest.raises(ConfigurationError, match="rank=2"):
         prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
