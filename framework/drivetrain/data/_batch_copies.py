@@ -102,7 +102,7 @@ def _slots(kind: type) -> list[MemberDescriptorType]:
     Reads ``vars`` because a property may shadow a slot, as in ``pathlib`` of Python 3.13.
     """
     classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [slot for names in classes for slot in names.copy_leaf() if isinstance(slot, MemberDescriptorType)]
+    return [slot for names in classes for slot in names.values() if isinstance(slot, MemberDescriptorType)]
 
 
 def _is_array(value: Any) -> bool:

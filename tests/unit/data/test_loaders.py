@@ -113,7 +113,7 @@ def test_an_iterable_that_turns_out_empty_is_refused() -> None:
 def test_an_iterator_lasts_for_one_epoch() -> None:
     source = prepare_loader(iter([torch.zeros(2)]), training=True)
     assert len(list(source.epoch(0))) == 1
-    with pytest.raises(ConfigurationError, match="an iterator gives its batches once"):
+    with pytest.raises(ConfigurationError, match="an iterator can be read only once"):
         list(source.epoch(1))
 
 
