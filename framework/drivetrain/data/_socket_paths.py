@@ -43,6 +43,6 @@ def check_temporary_folder(num_workers: int) -> None:
             f"num_workers={num_workers} with temporary files in {folder!r}, a path of {length} bytes.",
             f"workers send tensors through sockets in that folder, whose paths may have at most {_MAX_SOCKET_PATH} "
             "bytes: the run would wait for the first batch for ever.",
-            f"set TMPDIR to a folder whose path has at most {_MAX_SOCKET_PATH - _SUFFIX_LENGTH} bytes, such as /tmp, before "
-            "Python starts; or num_workers=0.",
+            f"set TMPDIR to a folder whose path has at most {_MAX_SOCKET_PATH - _SUFFIX_LENGTH} bytes, such as /tmp, "
+            "before Python starts; or num_workers=0.",
         )

@@ -29,7 +29,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 
 _CACHE_SIZE = 16  # batches and parts, since neighbouring samples are mostly read one after the other
 
-Cached = TypeVar("Found")
+Cached = TypeVar("Cached")
 
 
 def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = None) -> Predictions:
@@ -149,7 +149,7 @@ class Predictions(Sequence[Any]):
             return None
         layout = self._get_layout()
         begins = list(accumulate((location.entry.samples for location in self._locations), initial=0))
-        order = [begins[run.place] + row for run in self._runs for row in range(run.row, run.row + run.length)]
+        order = [begins[run.location] + row for run in self._runs for row in range(run.row, run.row + run.length)]
         try:
             all_outputs = concatenate([self._read(location) for location in range(len(self._locations))], layout)
             return all_outputs if order == sorted(order) else rows_of(all_outputs, concatenated_layout(layout), order)
@@ -176,7 +176,7 @@ class Predictions(Sequence[Any]):
         number = bisect_right(self._ends, index)
         run = self._runs[number]
         run_start = self._ends[number] - run.length
-        layout, output = self._get_layout(), self._output(run.place)
+        layout, output = self._get_layout(), self._output(run.location)
         try:
             return sample_of(output, layout, run.row + index - run_start)
         except (ValueError, KeyError, IndexError) as error:
