@@ -135,9 +135,9 @@ class DataModule(RunHandle, HyperParametersMixin):
                 ``__init__``.
         """
         from drivetrain.checkpoint._format import load  # imported only here: most runs do not need it
-        from drivetrain.module._saved_arguments import SavedArguments, path_of, read_hyper_parameters
+        from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
-        path = path_of(cls, path, checkpoint_path)
+        path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
         facts = checkpoint.manifest.facts
         hyper_parameters = facts.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
