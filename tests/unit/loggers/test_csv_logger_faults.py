@@ -21,7 +21,7 @@ KEY = "logs/version_0/metrics.csv"
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(csv_logger, "_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(csv_logger, "_RETRY_DELAYS", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

@@ -282,4 +282,4 @@ def test_rows_that_a_full_disk_has_torn_are_kept_once(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.save()
-    assert journal.cut(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
+    assert journal.rewind(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]

@@ -139,7 +139,7 @@ def without_example() -> Net:
         (lambda: without_example().export(), "set self.example_input_array"),
         (lambda: Hollow().export(), "are on the meta device"),
         (lambda: Net().to_onnx(dynamo=False), "omit dynamo"),
-        (lambda: Net().to_onnx(args=(inputs(1),)), "give input_sample"),
+        (lambda: Net().to_onnx(args=(inputs(1),)), "pass input_sample"),
         (lambda: Net().to_torchscript("net.pt"), r"use export\(\)"),
     ],
 )
