@@ -14,8 +14,7 @@ from typing import Any, SupportsFloat
 
 from drivetrain.checkpoint._format.object_file import replaced
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.loggers._csv_table import Row, format_rows, parse_table
-from drivetrain.loggers._csv_table import text_of as format_table
+from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._media_files import MediaFiles
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
@@ -116,8 +115,8 @@ class CSVLogger(DirectoryLogger):
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
         """Write a JSON file with ``counts`` and ``edges``."""
-        columns_read = Histogram.of(value)
-        document = {"counts": columns_read.counts, "edges": columns_read.edges, "left_out": columns_read.left_out}
+        histogram = Histogram.of(value)
+        document = {"counts": histogram.counts, "edges": histogram.edges, "left_out": histogram.left_out}
         self._write_file(key, step, "json", f"{json.dumps(document)}\n".encode())
 
     def log_text(self, key: str, value: str, step: int) -> None:

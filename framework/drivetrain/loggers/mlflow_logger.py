@@ -28,9 +28,8 @@ _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 _MAX_METRICS = 1000  # per request
 _MAX_PARAMS = 100
 _MAX_NAME_LENGTH = 250
-_MIN_TRUNCATED_LENGTH = (
-    250  # Servers truncate a parameter's value at 250, 500 or 6000 characters, depending on their release.
-)
+# Servers truncate a parameter's value at 250, 500 or 6000 characters, depending on their release.
+_MIN_TRUNCATED_LENGTH = 250
 _STORED_IMAGE = re.compile(r"([^/]+?)[+%]step[+%](\d+)[+%]timestamp")
 _UNSUPPORTED = {
     "log_model": "it does not upload checkpoints: call logger.experiment.log_artifacts(logger.run_id, "
@@ -189,8 +188,8 @@ class MLFlowLogger(DirectoryLogger):
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
         """Log a histogram as ``histograms/<key>/step=<n>.json``, since MLflow has no histograms."""
-        match = Histogram.of(value)
-        document = {"counts": list(match.counts), "edges": list(match.edges), "left_out": match.left_out}
+        histogram = Histogram.of(value)
+        document = {"counts": list(histogram.counts), "edges": list(histogram.edges), "left_out": histogram.left_out}
         self.experiment.log_dict(self.run_id, document, self._artifact_path("histograms", key, step, "json"))
 
     def log_text(self, key: str, value: str, step: int) -> None:
@@ -247,12 +246,12 @@ class MLFlowLogger(DirectoryLogger):
 
     def _open(self, path: str) -> None:
         resumes = self._resume_directory == path
-        stored_id = ServiceRunId(self._directory, "mlflow.json")
+        id_file = ServiceRunId(self._directory, "mlflow.json")
         previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
         # Two runs that start at the same time would both create the store's tables.
         with alone_in(_local_root(self.save_dir)) if self._is_local_store else nullcontext():
             client = self.experiment
-            run_id = self._given_run_id or previous_id or (stored_id.read() if resumes else None)
+            run_id = self._given_run_id or previous_id or (id_file.read() if resumes else None)
             if run_id is None:
                 run_id = client.create_run(
                     self._experiment_id(client), run_name=self._run_name, tags=self._tags
@@ -261,7 +260,7 @@ class MLFlowLogger(DirectoryLogger):
                 client.update_run(run_id, status="RUNNING", name=self._run_name)
                 for name, value in self._tags.items():
                     client.set_tag(run_id, name, value)
-        stored_id.write(run_id)
+        id_file.write(run_id)
         if self._last_opened != (path, run_id):
             self._stored, self._stored_images, self._latest, self._pending = {}, {}, {}, []
         if resumes:
@@ -269,21 +268,21 @@ class MLFlowLogger(DirectoryLogger):
         self._last_opened, self._resume_directory, self._is_open = (path, run_id), None, True
 
     def _experiment_id(self, client: Any) -> Any:
-        match = client.get_experiment_by_name(self.name)
-        if match is None:
+        experiment = client.get_experiment_by_name(self.name)
+        if experiment is None:
             try:
                 return client.create_experiment(self.name, artifact_location=self._artifact_location)
             except Exception:  # Another run may have created it meanwhile.
-                match = client.get_experiment_by_name(self.name)
-                if match is None:
+                experiment = client.get_experiment_by_name(self.name)
+                if experiment is None:
                     raise
-        if match.lifecycle_stage == "deleted":
+        if experiment.lifecycle_stage == "deleted":
             raise ConfigurationError(
                 f"The MLflow experiment {self.name!r} was deleted.",
                 "MLflow reserves its name, but does not accept runs in it.",
                 "restore it (mlflow experiments restore), or pass another experiment_name.",
             )
-        return match.experiment_id
+        return experiment.experiment_id
 
     def _load_stored(self, client: Any, run_id: str) -> None:
         for name in client.get_run(run_id).data.metrics:
@@ -333,8 +332,8 @@ def _to_valid_name(name: str) -> str:
     return valid
 
 
-def _equals_stored(value: str, stored_id: str) -> bool:
-    return value == stored_id or (len(stored_id) >= _MIN_TRUNCATED_LENGTH and value.startswith(stored_id))
+def _equals_stored(value: str, stored: str) -> bool:
+    return value == stored or (len(stored) >= _MIN_TRUNCATED_LENGTH and value.startswith(stored))
 
 
 def _mlflow(module: str) -> Any:

@@ -60,9 +60,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._purge_step: int | None = options.pop("purge_step", None)
         self._options = options
         self._pending_purge: tuple[str, int] | None = None  # a folder, and the first step to hide in it
-        self._purged_directory: str | None = (
-            None  # the folder in which this object wrote an event file with a purge step
-        )
+        self._purged_directory: str | None = None  # the folder of the last event file with a purge step
         self._initial_values_directory: str | None = None  # the folder in which initial values of metrics are kept
         self._write_failed = False
         self._retry_at = 0.0  # in seconds of time.monotonic
@@ -233,7 +231,7 @@ class TensorBoardLogger(DirectoryLogger):
             return []
 
     def _wait_for_later_name(self, path: str) -> None:
-        seconds = [int(histogram[1]) for histogram in map(_EVENT_FILE.search, self._file_names(path)) if histogram]
+        seconds = [int(match[1]) for match in map(_EVENT_FILE.search, self._file_names(path)) if match]
         wait = max(seconds, default=0) + 1 - time.time()
         if wait > _MAX_WAIT:
             _log.warning(

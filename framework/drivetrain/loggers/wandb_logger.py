@@ -138,8 +138,8 @@ class WandbLogger(DirectoryLogger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add ``params``, without secrets, to the run's configuration."""
-        stored_id, _ = self._left_out.take_out(params)
-        self.experiment.config.update(_with_text_keys(stored_id), allow_val_change=True)
+        public_params, _ = self._left_out.take_out(params)
+        self.experiment.config.update(_with_text_keys(public_params), allow_val_change=True)
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Send an image. Requires Pillow."""
@@ -204,12 +204,12 @@ class WandbLogger(DirectoryLogger):
             self._is_foreign_run = True
             return wandb.run
         resumes = self._resume_point is not None and self._resume_point[0] == path
-        stored_id = ServiceRunId(self._directory, "wandb.json")
+        id_file = ServiceRunId(self._directory, "wandb.json")
         previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
-        run_id = self._given_run_id or previous_id or (stored_id.read() if resumes else None)
+        run_id = self._given_run_id or previous_id or (id_file.read() if resumes else None)
         is_new_run = run_id is None
         run_id = run_id or secrets.token_hex(4)
-        stored_id.write(run_id)
+        id_file.write(run_id)
         if self._last_opened != (path, run_id):
             self._last_sent, self._stored = {}, {}
         arguments = {"resume": "allow", **self._options, "project": self.name, "name": self._run_name}
@@ -346,11 +346,11 @@ def _drop_single_channel(pixels: Any) -> Any:
 @contextmanager
 def _arguments_without_secrets() -> Iterator[None]:
     """Context manager that removes secrets from ``sys.argv``, which wandb records."""
-    previous_id = sys.argv
-    stored_id, left_out = arguments_without_secrets(previous_id[1:])
+    original = sys.argv
+    arguments, left_out = arguments_without_secrets(original[1:])
     if left_out:
-        sys.argv = [*previous_id[:1], *stored_id]
+        sys.argv = [*original[:1], *arguments]
     try:
         yield
     finally:
-        sys.argv = previous_id
+        sys.argv = original

@@ -74,7 +74,7 @@ class TestAStore:
         store.fail("put", lost=lost, times=None)
         with caplog.at_level(logging.WARNING, "drivetrain"):
             log(one, 3, 4, 5)  # the run goes on
-        assert caplog.text.count("The run goes on") == 1
+        assert caplog.text.count("The run continues") == 1
         assert "503 Slow Down" in caplog.text
         with pytest.raises(DrivetrainError, match="503 Slow Down"):
             one.finalize("success")
@@ -180,7 +180,7 @@ class TestADisk:
             one.log_metrics({column: 3.0}, 6)
         with room(len(before) + 10), pytest.raises(DrivetrainError, match="File too large"):
             one.save()
-        assert caplog.text.count("The run goes on") == 1
+        assert caplog.text.count("The run continues") == 1
         assert path.read_text() == before
         assert [child.name for child in path.parent.iterdir()] == ["metrics.csv"]
         log(one, 7)

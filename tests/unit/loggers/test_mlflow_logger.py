@@ -194,9 +194,9 @@ def test_a_store_that_refuses_does_not_end_a_run(root: Path, caplog: pytest.LogC
     database.execute("ALTER TABLE metrics RENAME TO gone")
     for step in (2, 3):
         logger.log_metrics({"loss": float(step)}, step)
-    with pytest.raises(DrivetrainError, match="refuses rows"):
+    with pytest.raises(DrivetrainError, match="does not accept metrics"):
         logger.save()
-    assert caplog.text.count("The run goes on") == 1
+    assert caplog.text.count("The run continues") == 1
     database.execute("ALTER TABLE gone RENAME TO metrics")
     database.close()
     logger.finalize("success")

@@ -193,7 +193,7 @@ def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "drivetrain"):
         found.log_metrics({"loss": 2.0}, 2)
     found.finalize("success")
-    assert "has a run under way" in caplog.text
+    assert "has an active run" in caplog.text
     assert wandb.run is run
     run.finish()
     assert wandb_curve(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
