@@ -167,5 +167,5 @@ def test_on_a_device_events_time_what_the_host_does_not_wait_for(tmp_path: Path)
     assert timed["other"] is None
     assert "device s" in summary.splitlines()[1]
     assert "The host does not wait for cuda:0" in summary
-    assert "Device work is waited for in: logging, checkpoint" in summary
+    assert "The host waits for the device in: logging, checkpoint" in summary
     assert not seen.races, seen.report

@@ -196,7 +196,7 @@ class TestHyperParameters:
         assert again.hparams == {"width": 6}
         with pytest.raises(ConfigurationError, match="does not contain hyper-parameters"):
             Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "tags.csv")
-        with pytest.raises(ConfigurationError, match="given two paths"):
+        with pytest.raises(ConfigurationError, match="got two paths"):
             Sized.load_from_checkpoint(tmp_path / "kept", checkpoint_path=tmp_path / "kept")
 
     @pytest.mark.parametrize("strict", [True, False])
