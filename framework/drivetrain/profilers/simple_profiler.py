@@ -193,8 +193,8 @@ def _device_notes(run: ProfiledRun, timed: bool) -> list[str]:
     device_column = ' The column "device" is the device\'s time, by events.' if timed else ""
     return [
         f"The host does not wait for {run.device}: a phase's time is the host's time to launch its work."
-        f"{device_column} The host waits for the device in: logging, checkpoint, the end of a validation, an optimizer's "
-        "step in fp16, and where your code reads a tensor (.item(), print)."
+        f"{device_column} The host waits for the device in: logging, checkpoint, the end of a validation, an "
+        "optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
     ]
 
 
