@@ -1,4 +1,4 @@
-"""Profilers where several ranks run, and on a device: each rank's file, the ranks' extremes, a device's time (L-05)."""
+"""Profilers on several ranks and on a device: each rank's file, the ranks' extremes, and device times (L-05)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m drivetrain.migrate``: names are changed, nothing else is, and what is left to do is listed by line."""
+"""``python -m drivetrain.migrate`` changes only names, and lists by line what remains to be done."""
 
 from __future__ import annotations
 

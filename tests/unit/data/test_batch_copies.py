@@ -1,4 +1,4 @@
-"""Copies of batches that are kept for later: of objects with slots. Row I-11."""
+"""Copies of batches, of objects with slots. Row I-11."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_refusals() -> None:
     # G-06
     with pytest.raises(ConfigurationError, match="Did you mean 'max_size_cycle'"):
         CombinedLoader(loaders(), "max_size_cicle")
-    with pytest.raises(ConfigurationError, match="holds no loader"):
+    with pytest.raises(ConfigurationError, match="contains no loader"):
         prepare_loader({}, training=True)
 
 

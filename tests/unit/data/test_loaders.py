@@ -1,4 +1,4 @@
-"""Preparing loaders: iterables, subclasses, what is refused, and what a batch costs."""
+"""prepare_loader: iterables, subclasses, errors, and the cost of a batch."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_is_no_loader_is_refused() -> None:
 
 
 class Doubling(DataLoader[Any]):
-    """A subclass whose constructor takes something else, and whose batches are not what its samples were."""
+    """A subclass with another constructor, whose batches are not its collated samples."""
 
     def __init__(self, length: int, *, secret: str) -> None:
         super().__init__(numbers(length), batch_size=4, shuffle=True)
@@ -193,7 +193,7 @@ def test_on_several_ranks_its_batches_are_each_rank_s_own() -> None:
         source = prepare_loader(Losing(numbers(9), 2), training=True, rank=rank, world_size=2)
         assert not source.shards_known
         assert [shard.total for _, shard in source.epoch(0)] == [None, None]
-        # What torch itself iterates is known on every rank without talking, as before.
+        # With torch's own iteration, every rank knows all shards without communication, as before.
         assert prepare_loader(DataLoader(numbers(9), 2), training=True, rank=rank, world_size=2).shards_known
 
 
@@ -209,7 +209,7 @@ def test_batches_whose_first_dimension_is_no_number_of_samples_count_as_the_samp
 
 @pytest.mark.parametrize("training", [True, False])
 def test_who_joins_asks_for_a_sample_that_is_not_counted(training: bool) -> None:
-    # I-04, B-04: a loader that iterates in a way of its own, and keeps its word.
+    # I-04, B-04: a loader with custom iteration that yields what its sampler requests.
     class Faithful(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter(list(super().__iter__()))

@@ -1,4 +1,4 @@
-"""The rest of an epoch is dealt anew at another world size or batch size, sample-exact: F-02."""
+"""The rest of an epoch is re-sharded for another world size or batch size, sample-exact: F-02."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_was_seen_is_not_seen_again_and_what_was_not_is(
     origin = ShardingOrigin(len(seen), 11)
     rest = read(kind, *after, 11, origin)
     assert sorted(sample for batch in rest for sample in batch) == sorted(set(range(SAMPLES)) - set(seen))
-    # A second stop within that epoch goes on at any micro-batch of the new dealing.
+    # After a second stop within that epoch, the run resumes at any micro-batch of the new sharding.
     assert read(kind, *after, 12, origin) == rest[1:]
 
 

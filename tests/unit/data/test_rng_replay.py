@@ -1,4 +1,4 @@
-"""What was read ahead is read, and drawn, again after a resume: F-02."""
+"""Batches that were read ahead are read again after a resume, with the same random numbers: F-02."""
 
 from __future__ import annotations
 

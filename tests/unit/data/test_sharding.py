@@ -1,4 +1,4 @@
-"""Dealing, by simulating all ranks in one process: the fine print of Dealing, Lockstep and Evaluation."""
+"""Sharding for training and evaluation, with all ranks simulated in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drivetrain.errors import ConfigurationError
 
 
 class Numbers(Dataset[int]):
-    """Sample i is i; what was read is remembered."""
+    """Sample i is i; records which samples were read."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -43,7 +43,7 @@ class Numbers(Dataset[int]):
 
 
 class Shuffled(Sampler[int]):
-    """A sampler of a user's own, drawing from the global generator."""
+    """A custom sampler that draws from the global generator."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -56,7 +56,7 @@ class Shuffled(Sampler[int]):
 
 
 class Uneven(Sampler[list[int]]):
-    """A batch sampler of a user's own: batches of 1, 2, 3, ... samples."""
+    """A custom batch sampler with batches of 1, 2, 3, ... samples."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -80,7 +80,7 @@ def sources(loader_of: Any, world_size: int, **options: Any) -> list[BatchSource
 
 
 def steps(ranks: list[BatchSource], epoch: int = 0, start: int = 0) -> list[Step]:
-    """Return for each global micro-batch the indices and share of every rank, asserting that all take as many."""
+    """Return the indices and the shard of every rank for each global micro-batch; assert that all have as many."""
     epochs = [[(batch.tolist(), shard) for batch, shard in source.epoch(epoch, start)] for source in ranks]
     assert len({len(batches) for batches in epochs}) == 1
     for source in ranks:
@@ -94,7 +94,7 @@ def samples_of(step: Step) -> list[int]:
 
 
 def check(found: list[Step], position: int = 0) -> list[int]:
-    """Assert what holds of every deal, and return the epoch's samples in order."""
+    """Assert the properties of every sharding, and return the epoch's samples in order."""
     for step in found:
         held = samples_of(step)
         for batch, shard in step:
@@ -225,7 +225,7 @@ def test_a_billion_samples_start_at_once_anywhere() -> None:
     tracemalloc.stop()
 
 
-# Samplers of a user's own
+# Custom samplers
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -292,7 +292,7 @@ def test_w_batches_of_a_batch_sampler_make_a_global_one() -> None:
     check(found)
     assert [batch for batch, _ in found[0]] == [[0], [1, 2], [3, 4, 5]]
     assert [batch for batch, _ in found[1]] == [[6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20]]
-    # Two are left for three ranks: they are dealt evenly.
+    # Two are left for three ranks: they are split evenly.
     assert [batch for batch, _ in found[2]] == [[21, 22, 23], [24, 25, 26], [27, 28, 29]]
 
 
@@ -385,7 +385,7 @@ def test_an_endless_sampler_has_no_length() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_prediction_keeps_the_order_of_the_data_set(world_size: int) -> None:
-    # B-04: no duplicates, all of it, in an order that the shares tell.
+    # B-04: no duplicates, all samples, in the order that the shards specify.
     for length in (3, 4, 17, 65, 102):
         loader = lambda n=length: DataLoader(Numbers(n), 8, shuffle=True, drop_last=True)  # noqa: E731
         found = steps(sources(loader, world_size, training=False, predicting=True))

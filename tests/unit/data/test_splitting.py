@@ -1,4 +1,4 @@
-"""Splitting an iterable by rank and worker, and what tells ranks that they read the same. Row I-08."""
+"""Splitting an iterable by rank and worker, and detecting ranks that read the same data. Row I-08."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real wandb and mlflow, on this machine's disk alone: set up for a test, and read back."""
+"""Set up the real wandb and mlflow on a local disk for a test, and read their data back."""
 
 from __future__ import annotations
 

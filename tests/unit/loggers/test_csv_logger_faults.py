@@ -1,4 +1,4 @@
-"""CSVLogger where a store or a disk refuses. J-13"""
+"""CSVLogger with a store or a disk that fails. J-13"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSVLogger, where a run goes on from a checkpoint: rows of later steps go, and each step is there once. J-13"""
+"""CSVLogger when a run resumes from a checkpoint: rows of later steps are removed, and each step appears once. J-13"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures, figures, histograms, texts and tables: what CSVLogger and TensorBoardLogger make of them. L-04"""
+"""Images, figures, histograms, texts and tables in CSVLogger and TensorBoardLogger. L-04"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLFlowLogger on the real mlflow, with its local store, read back by mlflow's client. L-04"""
+"""MLFlowLogger with the real mlflow and its local store, read back by mlflow's client. L-04"""
 
 from __future__ import annotations
 

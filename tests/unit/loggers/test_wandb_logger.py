@@ -1,4 +1,4 @@
-"""WandbLogger on the real wandb, offline, read back from the files that ``wandb sync`` would send. L-04"""
+"""WandbLogger with the real wandb, offline, read back from the files that ``wandb sync`` would upload. L-04"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace that Perfetto opens: its form, its spans, how much of a run it holds, where it is (L-05)."""
+"""PyTorchProfiler: the format, spans, extent and location of a trace for Perfetto (L-05)."""
 
 from __future__ import annotations
 

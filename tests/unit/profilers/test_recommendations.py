@@ -1,4 +1,4 @@
-"""What to do next: each case is constructed, and the advice that comes is the one for it (L-05)."""
+"""Recommendations: a run is constructed for each, and gets that recommendation (L-05)."""
 
 from __future__ import annotations
 

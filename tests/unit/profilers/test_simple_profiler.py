@@ -1,4 +1,4 @@
-"""The table of a run's time by phase: it adds up, to the nanosecond (L-05)."""
+"""SimpleProfiler: the sum of the table is the run's time to the nanosecond (L-05)."""
 
 from __future__ import annotations
 
