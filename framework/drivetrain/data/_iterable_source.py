@@ -206,10 +206,10 @@ def set_epoch(epoch: int, *parts: Any) -> None:
             method(epoch)
 
 
-def no_batches_error(what: str) -> ConfigurationError:
+def no_batches_error(message: str) -> ConfigurationError:
     """Return the error for a loader without batches."""
     return ConfigurationError(
-        what,
+        message,
         "an epoch needs at least one batch",
         "check the data set; with drop_last=True it must hold at least batch_size * world_size samples",
     )

@@ -240,6 +240,12 @@ def describe_errors_as_predictions(path: str) -> Iterator[None]:
                 what = what.replace(of_a_checkpoint, of_predictions, 1)
         if what == error.what:
             raise
-        keep_text = isinstance(error, StorageError)
-        fix = error.fix if keep_text else "check the path; damaged predictions can be written again, to another path."
-        raise type(error)(what, error.why if keep_text else error.why.replace("a checkpoint", "it"), fix) from error
+        is_storage_error = isinstance(error, StorageError)
+        fix = (
+            error.fix
+            if is_storage_error
+            else "check the path; damaged predictions can be written again, to another path."
+        )
+        raise type(error)(
+            what, error.why if is_storage_error else error.why.replace("a checkpoint", "it"), fix
+        ) from error

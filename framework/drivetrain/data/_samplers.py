@@ -173,13 +173,13 @@ class ShardedCustomSampler(RankSampler):
         self._rank = rank
         self._rank_local = rank_local
         self._rng_at_epoch_start: dict[str, Any] | None = None
-        self._shares: deque[BatchShard] = deque()
+        self._shards: deque[BatchShard] = deque()
         self.first: list[GlobalBatch] | None = None
         """The first block of global micro-batches that was drawn."""
 
     def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
-        self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
-        return chain(drain(self._shares), _raise_surplus())
+        self._epoch, self._start, self._origin, self._shards = epoch, start, origin, deque()
+        return chain(drain(self._shards), _raise_surplus())
 
     def count(self, epoch: int) -> int | None:
         if self._rng_for_epoch is None:
@@ -187,7 +187,7 @@ class ShardedCustomSampler(RankSampler):
         return sum(len(groups) for groups in self._read_groups(epoch, 0))
 
     def _blocks(self) -> Iterator[list[Any]]:
-        return self._blocks_from(self._epoch, self._start, self._origin, self._shares)
+        return self._blocks_from(self._epoch, self._start, self._origin, self._shards)
 
     def _blocks_from(
         self, epoch: int, start: int, origin: ShardingOrigin, shards: deque[BatchShard]

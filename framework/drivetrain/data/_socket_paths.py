@@ -12,12 +12,10 @@ import torch.multiprocessing
 
 from drivetrain.errors import ConfigurationError
 
-_MAX_SOCKET_PATH = (
-    107 if sys.platform == "linux" else 103
-)  # bytes of a socket's path: `sun_path` without its final zero
-_SUFFIX_LENGTH = len("/pymp-xxxxxxxx") + len(
-    "/listener-xxxxxxxx"
-)  # what multiprocessing appends to the temporary folder
+# Bytes of a socket's path: `sun_path` without its final zero.
+_MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+# What multiprocessing appends to the temporary folder's path.
+_SUFFIX_LENGTH = len("/pymp-xxxxxxxx") + len("/listener-xxxxxxxx")
 
 
 def check_temporary_folder(num_workers: int) -> None:

@@ -47,18 +47,18 @@ class RunHandle:
             )
         self.__dict__["_last_trainer"] = trainer
 
-    def _require_run(self, what: str) -> RunContext:
+    def _require_run(self, operation: str) -> RunContext:
         """Return the trainer of the current run.
 
         Args:
-            what: the operation that needs it, for the error.
+            operation: the operation that needs it, for the error.
 
         Raises:
             ConfigurationError: there is no current run.
         """
         if self._trainer is None:
             raise ConfigurationError(
-                f"{type(self).__name__} is not in a run, which {what} needs.",
+                f"{type(self).__name__} is not in a run, which {operation} needs.",
                 "metrics and collectives are available only while fit, validate, test or predict runs.",
                 "call it from a step or a hook; to try a step by hand, run it with Fit(fast_dev_run=True).",
             )
