@@ -2,9 +2,9 @@
 
     pytest examples/cookbook/test_a_module.py
 
-Common mistake: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is per rank: two ranks
-with 8 make the same steps as one process with 16. Also, ranks are separate processes, which import the function that
-they run: define it at the top level of a file, with arguments and results that can be pickled.
+Common mistake: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is per rank: two
+ranks with 8 make the same steps as one process with 16. Also, ranks are separate processes, which import the function
+that they run: define it at the top level of a file, with arguments and results that can be pickled.
 """
 
 import pytest

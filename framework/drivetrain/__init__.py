@@ -1,6 +1,6 @@
-"""drivetrain: train PyTorch models the same way on one device and on many.
+"""drivetrain: train PyTorch models with the same code on one device and on many.
 
-The public names are imported on first use, so that ``import drivetrain`` costs what ``import torch`` costs.
+The public names are imported on first use, so that ``import drivetrain`` is as fast as ``import torch``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
         value = import_module(f"drivetrain.{name}")
     else:
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    globals()[name] = value  # the next look-up no longer comes here
+    globals()[name] = value  # Later look-ups do not call `__getattr__`.
     return value
 
 

@@ -232,9 +232,9 @@ class Fit(SessionContext):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._profiler_names import profiler_of  # only needed where a profiler is named
+            from drivetrain.profilers._profiler_names import resolve_profiler  # only needed where a profiler is named
 
-            self.given_profiler = profiler_of(profiler)
+            self.given_profiler = resolve_profiler(profiler)
         self.state = "idle"
         self.session = None
         self.searched = set()

@@ -1,4 +1,4 @@
-"""Loggers on several ranks: what hooks log by hand is kept once, and histograms of sharded weights are of the whole."""
+"""Loggers on several ranks: hooks log once, and histograms of sharded weights are those of the whole tensors."""
 
 from __future__ import annotations
 

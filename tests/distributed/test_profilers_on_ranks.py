@@ -1,4 +1,4 @@
-"""Profilers where several ranks run, and on a device: each rank's file, the ranks' extremes, a device's time (L-05)."""
+"""Profilers on several ranks and on a device: each rank's file, the ranks' extremes, and device times (L-05)."""
 
 from __future__ import annotations
 
@@ -167,5 +167,5 @@ def test_on_a_device_events_time_what_the_host_does_not_wait_for(tmp_path: Path)
     assert timed["other"] is None
     assert "device s" in summary.splitlines()[1]
     assert "The host does not wait for cuda:0" in summary
-    assert "Device work is waited for in: logging, checkpoint" in summary
+    assert "The host waits for the device in: logging, checkpoint" in summary
     assert not seen.races, seen.report

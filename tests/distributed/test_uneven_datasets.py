@@ -220,8 +220,8 @@ def test_windows_are_weighted_over_uneven_ranks() -> None:  # B-02, B-03, B-04, 
             trained, *counted = found[name]
             torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
             assert counted == [steps, samples, micro_batches], name
-        assert "gave no batch" in found["none"]["text"], found["none"]
-        assert "gave no batch" in found["none at all"]["text"]
+        assert "yielded no batch" in found["none"]["text"], found["none"]
+        assert "yielded no batch" in found["none at all"]["text"]
         torch.testing.assert_close(
             found["afterwards"], weights(train_by_hand(Regression(), global_batches(16, 8))), **TIGHT
         )

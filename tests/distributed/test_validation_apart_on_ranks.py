@@ -1,4 +1,4 @@
-"""Validation leaves training alone on several ranks as well. Row I-13."""
+"""Validation does not influence training on several ranks either. Row I-13."""
 
 from __future__ import annotations
 

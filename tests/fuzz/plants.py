@@ -125,7 +125,7 @@ def joiners_leave_buffers() -> Iterator[None]:
 
 def joiners_share_containers() -> Plant:
     """8: who joins gets the batch that a step has taken to pieces before."""
-    return replaced(windows, "own_containers", _as_it_is)
+    return replaced(windows, "copy_containers", _as_it_is)
 
 
 def validation_draws() -> Plant:

@@ -1,4 +1,4 @@
-"""``python -m drivetrain.migrate``: names are changed, nothing else is, and what is left to do is listed by line."""
+"""``python -m drivetrain.migrate`` changes only names, and lists by line what remains to be done."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ tell(trainer.global_step)
 def test_a_script_runs_as_it_comes_back(tmp_path: Path) -> None:
     # L-10
     migrated = migrate(SCRIPT)
-    assert migrated.left == []
+    assert migrated.remaining == []
     assert "lightning" not in migrated.source
     assert 'class Model(L.TrainModule):  # a LightningModule of "Trainer"s' in migrated.source
     assert 'self.log("Trainer_loss", loss' in migrated.source
@@ -97,7 +97,7 @@ def test_a_script_runs_as_it_comes_back(tmp_path: Path) -> None:
 )
 def test_names_are_changed_where_they_are_lightnings(before: str, after: str) -> None:
     migrated = migrate(before)
-    assert (migrated.source, migrated.left) == (after, [])
+    assert (migrated.source, migrated.remaining) == (after, [])
 
 
 @pytest.mark.parametrize(
@@ -166,26 +166,26 @@ def test_names_are_changed_where_they_are_lightnings(before: str, after: str) ->
 def test_nothing_else_is_changed(before: str, after: str) -> None:
     # L-10
     migrated = migrate(before)
-    assert (migrated.source, migrated.left) == (after, [])
+    assert (migrated.source, migrated.remaining) == (after, [])
 
 
 @pytest.mark.parametrize(
     ("source", "line", "what"),
     [
         ("from lightning import Trainer as T\nT(gpus=2)\n", 2, "gpus="),
-        ("from lightning.pytorch import *\n", 1, "write the names that are used"),
-        ("from pytorch_lightning import Trainer\nTrainer.from_argparse_args(a)\n", 2, "is not here"),
+        ("from lightning.pytorch import *\n", 1, "import the names that are used"),
+        ("from pytorch_lightning import Trainer\nTrainer.from_argparse_args(a)\n", 2, "does not exist in drivetrain"),
         ("x.patch('lightning.pytorch.Trainer')\n", 1, "in a string"),
     ],
 )
 def test_ways_round_an_import_are_listed(source: str, line: int, what: str) -> None:
-    [(at, text)] = migrate(source).left
+    [(at, text)] = migrate(source).remaining
     assert at == line
     assert what in text
 
 
 def test_a_logarithm_is_no_logging() -> None:
-    assert migrate("from lightning import Trainer\nnp.log(1, 2, 3)\nlogging.log(1, 'a', 2)\n").left == []
+    assert migrate("from lightning import Trainer\nnp.log(1, 2, 3)\nlogging.log(1, 'a', 2)\n").remaining == []
 
 
 def test_a_file_keeps_its_bytes_and_its_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,11 +240,11 @@ trainer = Trainer(gpus=2, plugins=[])
 trainer.strategy.model
 pl.strategies.DDPStrategy
 """
-    left = migrate(source).left
+    left = migrate(source).remaining
     assert [line for line, _ in left] == [2, 6, 7, 8, 9, 11, 13, 13, 14, 15]
     told = dict(left)
-    assert "ModelPruning of lightning.pytorch.callbacks has no counterpart" in told[2]
-    assert "no dataloader_iter" in told[6]
+    assert "ModelPruning of lightning.pytorch.callbacks has no known counterpart" in told[2]
+    assert "instead of dataloader_iter" in told[6]
     assert "prog_bar=True" in told[7]
     assert "trainer.current_epoch" in told[9]
     assert "read trainer.model" in told[14]

@@ -10,7 +10,7 @@ import torch
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.windows import MicroBatch
 from drivetrain.data import DataModule
-from drivetrain.data._batch_copies import own_pinned_memory
+from drivetrain.data._batch_copies import copy_pinned_tensors
 from drivetrain.data._prefetcher import Prefetcher
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
@@ -93,7 +93,7 @@ def move_micro_batches(
     micro_batches: Iterator[MicroBatch],
     move: BatchMover | None,
     ahead: bool = True,
-    lasting: bool = True,
+    fresh_memory: bool = True,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches on the device; on CUDA the next one is copied on another stream while one is trained on.
 
@@ -101,19 +101,19 @@ def move_micro_batches(
         micro_batches: the micro-batches of an epoch.
         move: moves a batch; None if nothing needs to be done.
         ahead: whether the next batch may be read before the current one is trained on.
-        lasting: whether a batch stays unchanged while the next one is read.
+        fresh_memory: whether a batch stays unchanged while the next one is read.
     """
     if move is None:
         return micro_batches
     prefetcher = move.prefetcher
     if prefetcher is not None and ahead:
-        return _prefetch(micro_batches, move, prefetcher, lasting)
-    return _move_in_order(micro_batches, move if prefetcher is None else safe_move(move, lasting))
+        return _prefetch(micro_batches, move, prefetcher, fresh_memory)
+    return _move_in_order(micro_batches, move if prefetcher is None else safe_move(move, fresh_memory))
 
 
-def safe_move(move: Move, lasting: bool) -> Move:
+def safe_move(move: Move, fresh_memory: bool) -> Move:
     """Return ``move``, copying the batch first if the loader may reuse its memory during an asynchronous copy."""
-    return move if lasting else lambda batch, dataloader_idx: move(own_pinned_memory(batch), dataloader_idx)
+    return move if fresh_memory else lambda batch, dataloader_idx: move(copy_pinned_tensors(batch), dataloader_idx)
 
 
 def _move_in_order(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[MicroBatch]:
@@ -123,11 +123,11 @@ def _move_in_order(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[
 
 
 def _prefetch(
-    micro_batches: Iterator[MicroBatch], move: BatchMover, prefetcher: Prefetcher, lasting: bool
+    micro_batches: Iterator[MicroBatch], move: BatchMover, prefetcher: Prefetcher, fresh_memory: bool
 ) -> Iterator[MicroBatch]:
     pending: MicroBatch | None = None
     for micro in micro_batches:
-        batch = micro.batch if lasting else own_pinned_memory(micro.batch)
+        batch = micro.batch if fresh_memory else copy_pinned_tensors(micro.batch)
         copying = micro.with_batch(prefetcher.send(move.prepare(batch, 0)))
         if pending is not None:
             pending.batch = move.finish(prefetcher.receive(pending.batch), 0)

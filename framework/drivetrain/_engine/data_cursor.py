@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain._loops.progress import Progress
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._sharding import START, Origin
+from drivetrain.data._sharding import EPOCH_START, ShardingOrigin
 
 
 @dataclass(slots=True)
@@ -23,11 +23,11 @@ class Cursor:
 
     world_size: int = 1
     epoch: int = -1
-    begins: Origin = START
+    begins: ShardingOrigin = EPOCH_START
 
-    def origin(self, epoch: int) -> Origin:
+    def origin(self, epoch: int) -> ShardingOrigin:
         """Return the position from which ``epoch`` is sharded."""
-        return self.begins if epoch == self.epoch else START
+        return self.begins if epoch == self.epoch else EPOCH_START
 
     def state_dict(self, source: BatchSource | None) -> dict[str, Any]:
         """Return how the data is sharded. The counters are in `Progress`."""
@@ -54,12 +54,12 @@ class Cursor:
         """
         same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if same_sharding:
-            self.epoch, self.begins = state["epoch"], Origin(*state["begins"])
+            self.epoch, self.begins = state["epoch"], ShardingOrigin(*state["begins"])
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
             # The number of micro-batches of the new size that the used samples fill.
             stride = source.stride
             number = -(-done // stride) if stride else -(-before * state["world_size"] // self.world_size)
-            self.epoch, self.begins = progress.epoch, Origin(done, number)
+            self.epoch, self.begins = progress.epoch, ShardingOrigin(done, number)
             progress.batch_idx = number
         return same_sharding

@@ -156,16 +156,16 @@ def _without_overwrites(core: RunCore, data: RunData, stage: str, move: Move | N
     """Return ``move``, made safe against loaders that reuse a batch's memory while it is copied to a GPU."""
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(source.lasting for source in data.loaded.sources[stage]))
+    return safe_move(move, all(source.fresh_memory for source in data.loaded.sources[stage]))
 
 
 def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager[None]:
     """Return a context in which random draws of loaders, steps and hooks do not advance training's generators."""
-    from drivetrain.data._loader_generators import own_generators  # only runs that validate need it
+    from drivetrain.data._loader_generators import collect_generators  # only runs that validate need it
 
     datamodule = [] if core.datamodule is None else [core.datamodule]
     holders = [*data.loaded.loaders, *core.module.modules(), *core.callbacks, *datamodule]
-    return data.rng_replay.aside(own_generators(*holders))
+    return data.rng_replay.aside(collect_generators(*holders))
 
 
 def _inference_mode(core: RunCore) -> bool:

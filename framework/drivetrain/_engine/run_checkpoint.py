@@ -26,7 +26,7 @@ from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Conten
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.errors import listed
-from drivetrain.module._hyper_parameters import argument_of
+from drivetrain.module._hyper_parameters import hyper_parameters_argument
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regroup_parameters
 
 logger = logging.getLogger("drivetrain")
@@ -79,9 +79,9 @@ class RunCheckpoint:
                 progress=core.progress.state_dict(),
                 hyper_parameters=hyper_parameters,
                 left_out=tuple(left_out),
-                argument=argument_of(module),
+                argument=hyper_parameters_argument(module),
                 data_hyper_parameters=of_data,
-                data_argument="" if datamodule is None else argument_of(datamodule),
+                data_argument="" if datamodule is None else hyper_parameters_argument(datamodule),
                 weights_only=weights_only,
                 pretrained=pretrained_models(module),
             ),

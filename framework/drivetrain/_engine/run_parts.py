@@ -33,7 +33,7 @@ from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
 from drivetrain.data import DataModule
-from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -259,7 +259,7 @@ class RunData:
 
     given: DataArguments
     lengths: Lengths
-    rng_replay: ReadAhead
+    rng_replay: RngReplay
     cursor: Cursor = field(default_factory=Cursor)
     stage_data: StageData | None = None
     seed: int = 0

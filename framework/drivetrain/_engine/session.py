@@ -67,7 +67,7 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -135,7 +135,7 @@ class Session:
             folder,
             profiling,
         )
-        self.data = RunData(request.given, Lengths(control), ReadAhead(strategy.device))
+        self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.optimization = Optimization()
         self.stopping = Stopping(StopRequest(control, None, None, None))
         self.training: Training | None = None
@@ -241,9 +241,9 @@ class Session:
         with profiling.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
-            from drivetrain.loggers._other_ranks import quieten  # only runs that log need it
+            from drivetrain.loggers._other_ranks import silence_loggers  # only runs that log need it
 
-            quieten(trainer.loggers, strategy.rank > 0)
+            silence_loggers(trainer.loggers, strategy.rank > 0)
         self._connect_ranks()
         self._attach()
         if core.datamodule is not None:

@@ -109,11 +109,11 @@ class StageData:
         """Return the facts that must be the same on every rank, for the handshake."""
         facts: dict[str, Any] = {}
         if self.train is not None:
-            facts["training micro-batches"] = self.train.length if self.train.static else None
+            facts["training micro-batches"] = self.train.length if self.train.shards_known else None
             facts["training samples"] = self.train.samples
             facts["training subset"] = self.train.subset
         for stage, sources in self.sources.items():
-            facts[f"{stage} micro-batches"] = [source.length if source.static else None for source in sources]
+            facts[f"{stage} micro-batches"] = [source.length if source.shards_known else None for source in sources]
             facts[f"{stage} samples"] = [source.samples for source in sources]
             facts[f"{stage} subset"] = [source.subset for source in sources]
         return facts
@@ -136,12 +136,12 @@ class StageData:
         if trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
         length = self.train.length
-        if not self.train.static:  # each rank knows only its own length; the longest ends the epoch
+        if not self.train.shards_known:  # each rank knows only its own length; the longest ends the epoch
             lengths = self._control.gather_objects(length)
             length = None if None in lengths else max(lengths)
         self.train_limit = limit = limit_of(setting, length, name)
         self.train_length = shorter(limit, length)
-        sure = self.train.static and self.train.certain
+        sure = self.train.shards_known and self.train.length_is_exact
         self.train_certain = sure or (limit is not None and limit == self.train_length)
 
     def _find_evaluation(self, stage: str, within_fit: bool) -> None:

@@ -38,7 +38,7 @@ from drivetrain._loops.windows import (
     single_windows,
     weighted_windows,
 )
-from drivetrain.data._batch_copies import own_memory
+from drivetrain.data._batch_copies import copy_batch
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -111,13 +111,13 @@ def build_training(
 def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
     """Return the training data of an epoch, from the loaders as they are now."""
     source = data.train
-    count = BatchCount("training loader", source.length, not source.static, data.lengths)
+    count = BatchCount("training loader", source.length, not source.shards_known, data.lengths)
     end = _EndOfData()
     return EpochData(
         micro_batches=core.profiling.windows(_micro_batches(core, data, move, count, end)),
         exhausted=lambda: end.reached,
         length=data.train_length,
-        certain=data.loaded.train_certain or source.stateful,
+        length_is_exact=data.loaded.train_certain or source.stateful,
         count=count,
     )
 
@@ -255,7 +255,7 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
             "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
             "use precision='bf16-mixed' or '32-true'.",
         )
-    return ClosureStep(*step_parts, keeps_batches=data.train.lasting and data.reload is None)
+    return ClosureStep(*step_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
 
 
 def _check_manual(core: RunCore) -> None:
@@ -328,7 +328,7 @@ def _micro_batches(
     if not module.automatic_optimization:
         weigh = None
     ranks = strategy.data_world_size
-    exchanged = ranks > 1 and (weigh is not None or not source.static)
+    exchanged = ranks > 1 and (weigh is not None or not source.shards_known)
     read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
     trained = (lambda: core.progress.batch_idx) if read_ahead else None
 
@@ -346,19 +346,19 @@ def _micro_batches(
         if not origin.samples:
             batches = count.follow(batches, first)
         batches = data.rng_replay.follow(batches, first, trained)
-        if source.to_compare:
+        if source.needs_order_check:
             from drivetrain._loops.data_order_checks import compare_ranks
 
             batches = compare_ranks(batches, source, "training loader", strategy)
-        shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
-        lasting = source.lasting
-        if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):
+        shards = None if exchanged or weigh is not None else source.shards(order, first, origin)
+        fresh_memory = source.fresh_memory
+        if not fresh_memory and shards is None and (size > 1 or (exchanged and not source.stateful)):
             # A window is read before it is trained on, and the loader may overwrite batches meanwhile.
-            batches = ((own_memory(batch), share) for batch, share in batches)
-            lasting = True
+            batches = ((copy_batch(batch), shard) for batch, shard in batches)
+            fresh_memory = True
         if room is not None:
             batches = islice(batches, room)
-            shares = shares and islice(shares, room)
+            shards = shards and islice(shards, room)
         if exchanged:
             micro_batches = exchanged_windows(
                 batches,
@@ -376,7 +376,7 @@ def _micro_batches(
         elif weigh is not None:
             micro_batches = weighted_windows(batches, size, weigh)
         else:
-            micro_batches = sharded_windows(batches, size, ranks, shares)
-        return move_micro_batches(micro_batches, move, ahead=not source.stateful, lasting=lasting)
+            micro_batches = sharded_windows(batches, size, ranks, shards)
+        return move_micro_batches(micro_batches, move, ahead=not source.stateful, fresh_memory=fresh_memory)
 
     return begin

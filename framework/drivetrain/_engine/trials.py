@@ -24,9 +24,9 @@ from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
-from drivetrain.data._loader_generators import own_generators
+from drivetrain.data._loader_generators import collect_generators
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers._null_logger import SilentLogger
+from drivetrain.loggers._null_logger import NullLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 
@@ -120,7 +120,7 @@ class EngineTrials:
         # A device's generators are created at its first use, which may be the trial's.
         cuda = torch.cuda.is_initialized() or resolve_devices(trainer.accelerator, trainer.devices).type == "cuda"  # type: ignore[no-untyped-call]
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
-        with process, kept_generators(_HOST, own_generators(*shared)), _restored_states(shared):
+        with process, kept_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
             yield
 
 
@@ -154,7 +154,7 @@ def _copied_data(datamodule: Any) -> Any:
 def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit` that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
-    trial.callbacks, trial.loggers = [callback], [SilentLogger() for _ in trainer.loggers]
+    trial.callbacks, trial.loggers = [callback], [NullLogger() for _ in trainer.loggers]
     trial.session, trial.state = None, "idle"
     trial._log_queue, trial._collective_calls = None, CollectiveCalls()
     trial.given_profiler = None

@@ -15,7 +15,7 @@ from drivetrain._engine.evaluation_buffers import has_local_values
 from drivetrain._loops.progress import Progress
 from drivetrain._metrics import MetricStore
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._rng_replay import RngReplay
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class WindowSnapshot:
         self,
         module: nn.Module,
         source: BatchSource,
-        draws: ReadAhead,
+        draws: RngReplay,
         metrics: MetricStore,
         progress: Progress,
         size: Callable[[], int],

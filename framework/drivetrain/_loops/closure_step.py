@@ -19,7 +19,7 @@ from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
-from drivetrain.data._batch_copies import own_containers, own_memory
+from drivetrain.data._batch_copies import copy_batch, copy_containers
 
 
 class ClosureStep(AutomaticStep):
@@ -63,7 +63,7 @@ class ClosureStep(AutomaticStep):
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
         # The closure may run it again after `training_step` has modified the batch, and after the loader has written
         # the next one into the same memory.
-        copy = own_containers if micro_batch.closes or self._keeps_batches else own_memory
+        copy = copy_containers if micro_batch.closes or self._keeps_batches else copy_batch
         self._window.append((micro_batch.with_batch(copy(micro_batch.batch)), batch_idx))
         return self._run(micro_batch, batch_idx)
 
@@ -133,7 +133,7 @@ class ClosureStep(AutomaticStep):
         try:
             with torch.enable_grad():
                 for micro_batch, batch_idx in window:
-                    self._run(replace(micro_batch, batch=own_containers(micro_batch.batch)), batch_idx)
+                    self._run(replace(micro_batch, batch=copy_containers(micro_batch.batch)), batch_idx)
         finally:
             paused.end()
 

@@ -9,7 +9,7 @@ from itertools import chain
 from drivetrain._distributed.control_plane import spread
 from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._order_fingerprint import FirstSight
+from drivetrain.data._order_fingerprint import OrderFingerprint
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
@@ -23,7 +23,7 @@ def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: St
 
     Args:
         batches: this rank's batches of an epoch.
-        source: their source, while its ``to_compare`` is true.
+        source: their source, while its ``needs_order_check`` is true.
         name: the loader's name.
         strategy: the strategy.
 
@@ -35,10 +35,12 @@ def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: St
 
 def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
     pair = next(batches, None)
-    by_rank = strategy.control.gather_objects((strategy.data_rank, [tuple(sight) for sight in source.seen_first()]))
+    by_rank = strategy.control.gather_objects(
+        (strategy.data_rank, [tuple(sight) for sight in source.order_fingerprints()])
+    )
     data_ranks = [data_rank for data_rank, _ in by_rank]
     for of_ranks in zip(*(seen for _, seen in by_rank), strict=True):
-        sights = [FirstSight(*sight) for sight in of_ranks]
+        sights = [OrderFingerprint(*sight) for sight in of_ranks]
         if sights[0].common:
             _check_order(sights, name)
         elif strategy.rank == 0:
@@ -47,7 +49,7 @@ def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: S
         yield pair
 
 
-def _check_order(sights: Sequence[FirstSight], name: str) -> None:
+def _check_order(sights: Sequence[OrderFingerprint], name: str) -> None:
     by_digest = spread([sight.digest for sight in sights])
     if None in by_digest or len(by_digest) == 1:
         return
@@ -63,7 +65,7 @@ def _check_order(sights: Sequence[FirstSight], name: str) -> None:
     )
 
 
-def _warn_of_equal_batches(sights: Sequence[FirstSight], data_ranks: Sequence[int], name: str) -> None:
+def _warn_of_equal_batches(sights: Sequence[OrderFingerprint], data_ranks: Sequence[int], name: str) -> None:
     ranks = len(set(data_ranks))
     if ranks == 1 or sights[0].digest is None or len({sight.digest for sight in sights}) > 1:
         return

@@ -78,11 +78,11 @@ def evaluation_batches(source: BatchSource, strategy: Strategy, name: str, first
     If a forward is collective and ranks may have different numbers of batches, this rank joins until all have finished.
     """
     batches = source.epoch(0, first)
-    if source.to_compare:
+    if source.needs_order_check:
         from drivetrain._loops.data_order_checks import compare_ranks
 
         batches = compare_ranks(batches, source, name, strategy)
-    if source.static or not strategy.collective_forward or strategy.world_size == 1:
+    if source.shards_known or not strategy.collective_forward or strategy.world_size == 1:
         return batches
     from drivetrain._loops.uneven_evaluation import until_all_ranks_finish
 
@@ -188,10 +188,10 @@ class EvaluateLoop:
         several, count, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         before = position.enter("evaluation")
-        for batch_idx, (host_batch, share) in enumerate(self._batches(source, limit, name)):
+        for batch_idx, (host_batch, shard) in enumerate(self._batches(source, limit, name)):
             position.batch_idx = batch_idx
-            if share.joins:
-                count += share.start >= 0  # a batch of the loader, not the last one repeated
+            if shard.joins:
+                count += shard.start >= 0  # a batch of the loader, not the last one repeated
                 self._join(host_batch, batch_idx, index)
                 if exits is not None and exits():
                     break
@@ -199,7 +199,7 @@ class EvaluateLoop:
             count += 1
             batch = host_batch if self._move is None else self._move(host_batch, index)
             metrics.batch = batch
-            metrics.samples = share.samples
+            metrics.samples = shard.samples
             metrics.had_data = True
             hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
             for hook in self._batch_start:
@@ -211,7 +211,7 @@ class EvaluateLoop:
                 break
         metrics.batch = None
         position.leave(before)
-        if early_exit is not None and early_exit.has_exited(source.static):
+        if early_exit is not None and early_exit.has_exited(source.shards_known):
             early_exit.undo()
             early_exit.end()
             return False

@@ -13,21 +13,21 @@ from torch.nn.utils.rnn import PackedSequence
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._batch_copies import own_memory
+from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 
 _HOST = torch.device("cpu")
 
 
-def on_host(output: Any, lasting: bool) -> Any:
+def on_host(output: Any, fresh_memory: bool) -> Any:
     """Return ``output`` with its tensors on the CPU, so that it takes no device memory.
 
     Args:
         output: the output of a step: tensors in collections of any depth, and other objects.
-        lasting: the loader does not overwrite the batch, of which ``output`` may be a part.
+        fresh_memory: the loader does not overwrite the batch, of which ``output`` may be a part.
     """
     moved = map_tensors(output, _to_host)
-    return moved if lasting else own_memory(moved)
+    return moved if fresh_memory else copy_batch(moved)
 
 
 def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
@@ -61,7 +61,7 @@ def _to_host(value: Any) -> Any:
     with contextlib.suppress(Exception):  # `to` may be an unrelated method
         moved = value.to(_HOST)
         if isinstance(value, PackedSequence) or isinstance(getattr(value, "batch_size", None), torch.Size):
-            return own_memory(moved)  # if it was on the CPU, it may still be a view
+            return copy_batch(moved)  # if it was on the CPU, it may still be a view
         return value if moved is None else moved
     return value
 

@@ -104,25 +104,25 @@ class PredictLoop:
         name = f"prediction loader {index}" if several else "prediction loader"
         before = position.enter("prediction")
         count = first = self._first_to_predict(index, source, limit) if self._predicted_checks else 0
-        indices_of_batches = source.tell_indices()
+        indices_of_batches = source.requested_indices()
         batches = evaluation_batches(source, self._strategy, name, first)
         batches = islice(batches, None if limit is None else limit - first)
         if self._pacing is not None:
             self._pacing.before += first
             batches = self._pacing.follow(batches)
-        for batch_idx, (host_batch, share) in enumerate(batches, first):
+        for batch_idx, (host_batch, shard) in enumerate(batches, first):
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
-            position.indices = None if share.joins else indices
-            count += not share.joins or share.start >= 0  # a batch of the loader, not the last one repeated
-            predicted = bool(self._predicted_checks) and (share.joins or self._is_predicted(indices, batch_idx, index))
+            position.indices = None if shard.joins else indices
+            count += not shard.joins or shard.start >= 0  # a batch of the loader, not the last one repeated
+            predicted = bool(self._predicted_checks) and (shard.joins or self._is_predicted(indices, batch_idx, index))
             if self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted):
                 continue
-            if (share.joins or predicted) and not self._collective:
+            if (shard.joins or predicted) and not self._collective:
                 continue
             batch = host_batch if self._move is None else self._move(host_batch, index)
             arguments = self._arguments(batch, batch_idx, index)
-            if share.joins or predicted:
+            if shard.joins or predicted:
                 with without_side_effects(self._module, self._metrics):
                     self._run(self._module.predict_step, *arguments)
                 continue
@@ -133,8 +133,8 @@ class PredictLoop:
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *hook_arguments)
             if self._keeps:
-                start = share.start if source.static else batch_idx
-                kept.append((start, batch_idx, on_host(output, source.lasting)))
+                start = shard.start if source.shards_known else batch_idx
+                kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees its memory before the next step
         position.leave(before)
         position.indices = None
@@ -150,10 +150,10 @@ class PredictLoop:
 
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:
         """Return the first micro-batch that was not predicted; without reading data, so 0 if indices are unknown."""
-        first, shares, indices = 0, source.shares(0), source.indices(0)
-        if shares is not None and indices is not None:
-            for share, batch_indices in islice(zip(shares, indices, strict=False), limit):
-                if not share.joins and not self._is_predicted(batch_indices, first, index):
+        first, shards, indices = 0, source.shards(0), source.indices(0)
+        if shards is not None and indices is not None:
+            for shard, batch_indices in islice(zip(shards, indices, strict=False), limit):
+                if not shard.joins and not self._is_predicted(batch_indices, first, index):
                     break
                 first += 1
         return min(self._strategy.control.gather_objects(first)) if self._collective else first

@@ -39,11 +39,11 @@ def pass_over_training_data(
     try:
         with torch.no_grad():
             batches = islice(evaluation_batches(source, strategy, "training loader"), limit)
-            for batch_idx, (host_batch, share) in enumerate(batches):
-                if share.joins and not strategy.collective_forward:
+            for batch_idx, (host_batch, shard) in enumerate(batches):
+                if shard.joins and not strategy.collective_forward:
                     continue
                 batch = host_batch if move is None else move(host_batch, 0)
-                if share.joins:
+                if shard.joins:
                     with without_side_effects(module, metrics):
                         runner(step, *arguments(batch, batch_idx))
                 else:

@@ -25,7 +25,7 @@ from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._rng_replay import RngReplay
 
 logger = logging.getLogger("drivetrain")
 
@@ -55,14 +55,14 @@ class EpochData:
         micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
         exhausted: returns whether the epoch's data has ended. A loader that saves its own position may be past it.
         length: micro-batches of an epoch by the loader's length; None if that is unknown.
-        certain: whether an epoch has exactly ``length`` micro-batches.
+        length_is_exact: whether an epoch has exactly ``length`` micro-batches.
         count: counts the micro-batches that the loader yields.
     """
 
     micro_batches: Callable[[int, int], Iterator[MicroBatch]]
     exhausted: Callable[[], bool]
     length: int | None
-    certain: bool
+    length_is_exact: bool
     count: BatchCount
 
 
@@ -118,7 +118,7 @@ class Checkpointing:
     requests: SaveRequests
     save: Callable[[], None]
     snapshot: Snapshot | None
-    rng_replay: ReadAhead
+    rng_replay: RngReplay
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class TrainLoop:
         self._micro_batches = data.micro_batches
         self._exhausted = data.exhausted
         self._length = data.length
-        self._certain = data.certain
+        self._certain = data.length_is_exact
         self._count = data.count
 
     def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
@@ -453,7 +453,7 @@ class TrainLoop:
     def _resume_with_validation(self, over: bool) -> EpochEnd | None:
         """Run the validation that was due when the run was saved; return why the epoch ends, None if it continues."""
         progress, stop = self._progress, self._stop
-        self._checkpointing.rng_replay.before_reading(self._validation.run)
+        self._checkpointing.rng_replay.call_before_replay(self._validation.run)
         if not stop.leaving:
             if self._save_or_roll_back():
                 return EpochEnd.ROLLBACK

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from drivetrain._loops.windows import Batches
-from drivetrain.data._batch_copies import own_containers
+from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
@@ -21,10 +21,10 @@ def until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
         if not ranks:
             return
         if pair is not None:
-            last = own_containers(pair[0])  # before the step modifies it
+            last = copy_containers(pair[0])  # before the step modifies it
             yield pair
         elif last is not NO_BATCH:
-            yield own_containers(last), Share(0, None, True, start=-1)  # -1: not a batch of the loader
+            yield copy_containers(last), BatchShard(0, None, True, start=-1)  # -1: not a batch of the loader
         else:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch at all from a loader of which other ranks have some.",

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.control_plane import ControlPlane, Pending
-from drivetrain.data._batch_copies import own_containers
+from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 
 BatchWeight = Callable[[Any], int | float | torch.Tensor]
 """The module's ``batch_weight``: returns the number of items that the loss of a batch is a mean of."""
 
-Batches = Iterator[tuple[Any, Share]]
+Batches = Iterator[tuple[Any, BatchShard]]
 """This rank's batches, each with its share of the global micro-batch."""
 
 
@@ -75,14 +75,14 @@ class MicroBatch:
 def single_windows(batches: Batches) -> Iterator[MicroBatch]:
     """Yield windows of one micro-batch each, for a single process without ``batch_weight``: the loss is not scaled."""
     micro_batch = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # reused, since creating one costs more
-    for batch, share in batches:
+    for batch, shard in batches:
         micro_batch.batch = batch
-        micro_batch.samples = micro_batch.total = micro_batch.weight = micro_batch.window_weight = share.samples
+        micro_batch.samples = micro_batch.total = micro_batch.weight = micro_batch.window_weight = shard.samples
         yield micro_batch
 
 
 def sharded_windows(
-    batches: Batches, size: int, world_size: int, shares: Iterator[Share] | None = None
+    batches: Batches, size: int, world_size: int, shards: Iterator[BatchShard] | None = None
 ) -> Iterator[MicroBatch]:
     """Yield windows weighted by samples, whose split over ranks is known to every rank without communication.
 
@@ -90,24 +90,24 @@ def sharded_windows(
         batches: this rank's batches.
         size: micro-batches of a window.
         world_size: the number of ranks that the data is split over.
-        shares: the shares of ``batches``, if they are known in advance: a batch is then read only when it is trained
+        shards: the shares of ``batches``, if they are known in advance: a batch is then read only when it is trained
             on. With None a whole window is read to learn them.
     """
     while True:
-        if shares is None:
+        if shards is None:
             read = list(islice(batches, size))
-            window, window_shares = iter(read), [share for _, share in read]
+            window, window_shares = iter(read), [shard for _, shard in read]
         else:
-            window_shares = list(islice(shares, size))
+            window_shares = list(islice(shards, size))
             window = islice(batches, len(window_shares))
         if not window_shares:
-            if shares is not None:
+            if shards is not None:
                 next(batches, None)  # raises an error if the loader yields more batches than expected
             return
         total = sum(map(_total_samples, window_shares))
         last = len(window_shares) - 1
-        for position, (batch, share) in enumerate(window):
-            samples, all_samples = share.samples, _total_samples(share)
+        for position, (batch, shard) in enumerate(window):
+            samples, all_samples = shard.samples, _total_samples(shard)
             scale = world_size * samples / total if total else 0.0
             ranks = min(world_size, all_samples)
             yield MicroBatch(batch, samples, all_samples, scale, samples, total, ranks, position == 0, position == last)
@@ -121,10 +121,10 @@ def weighted_windows(batches: Batches, size: int, weigh: BatchWeight) -> Iterato
         number += len(window)
         total = sum(weights)
         last = len(window) - 1
-        for position, ((batch, share), weight) in enumerate(zip(window, weights, strict=True)):
+        for position, ((batch, shard), weight) in enumerate(zip(window, weights, strict=True)):
             scale = weight / total if total else 0.0
             yield MicroBatch(
-                batch, share.samples, share.samples, scale, weight, total, 1, position == 0, position == last
+                batch, shard.samples, shard.samples, scale, weight, total, 1, position == 0, position == last
             )
 
 
@@ -158,26 +158,26 @@ def exchanged_windows(
     world_size = data_world_size or control.world_size
     number = 0
 
-    def read() -> tuple[list[tuple[Any, Share, float]], Pending]:
+    def read() -> tuple[list[tuple[Any, BatchShard, float]], Pending]:
         nonlocal last, number
         room = size if limit is None else max(0, min(size, limit - number))
-        window: list[tuple[Any, Share, float]] = []
-        for batch, share in islice(batches, room):
+        window: list[tuple[Any, BatchShard, float]] = []
+        for batch, shard in islice(batches, room):
             last = batch
-            weight = 0.0 if share.joins else float(share.samples)
-            if weigh is not None and not share.joins:
+            weight = 0.0 if shard.joins else float(shard.samples)
+            if weigh is not None and not shard.joins:
                 weight = validate_weight(weigh(batch), control.rank, number + len(window))
-            window.append((batch, share, weight))
+            window.append((batch, shard, weight))
         if last is not NO_BATCH and (len(window) < room or not read_ahead):
             # Copied before a step modifies it, since this rank may have to join with it. Without read-ahead the end of
             # the data is not known yet.
-            last = own_containers(last)
+            last = copy_containers(last)
         number += size
         report = torch.zeros(1 + 2 * size, dtype=torch.float64)
         report[0] = sum(weight for _, _, weight in window)
-        for position, (_, share, _) in enumerate(window):
-            report[1 + position] = share.samples
-            report[1 + size + position] = not share.joins
+        for position, (_, shard, _) in enumerate(window):
+            report[1 + position] = shard.samples
+            report[1 + size + position] = not shard.joins
         if not counts:
             report.zero_()
         return window, control.all_reduce_async(report)
@@ -200,10 +200,10 @@ def exchanged_windows(
         if read_ahead:
             next_window, pending = read()
         for position in range(length):
-            batch, share, weight = window[position] if position < len(window) else (own_containers(last), None, 0.0)
+            batch, shard, weight = window[position] if position < len(window) else (copy_containers(last), None, 0.0)
             yield MicroBatch(
                 batch,
-                share.samples if share is not None else 0,
+                shard.samples if shard is not None else 0,
                 int(samples[position]),
                 world_size * weight / total if total else 0.0,
                 weight,
@@ -232,6 +232,6 @@ def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
     return number
 
 
-def _total_samples(share: Share) -> int:
-    assert share.total is not None  # a static source knows it
-    return share.total
+def _total_samples(shard: BatchShard) -> int:
+    assert shard.total is not None  # a static source knows it
+    return shard.total

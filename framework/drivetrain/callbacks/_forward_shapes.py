@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain._runtime.generators import is_generator, kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
-from drivetrain.module._example_inputs import as_call, has_forward
+from drivetrain.module._example_inputs import example_arguments, has_forward
 from drivetrain.module._run_handle import RunHandle
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -88,7 +88,7 @@ def _run_forward(module: nn.Module, example: Any, device: torch.device) -> Forwa
         fakes = _FakeTensors(device)
         with fakes.installed_in(module):
             _record_shapes(module, result, counter)
-            args, named = as_call(fakes.convert(example))
+            args, named = example_arguments(fakes.convert(example))
             module(*args, **named)
     return result
 

@@ -96,7 +96,7 @@ class BasePredictionWriter(Callback):
         if self.write_interval != "batch":
             from drivetrain._loops.outputs import on_host  # imported only if needed
 
-            for kept, value in ((self._predictions, on_host(outputs, lasting=False)), (self._indices, indices)):
+            for kept, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
                 kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # if on_predict_start is overridden
                 kept[dataloader_idx].append(value)
 

@@ -1,4 +1,4 @@
-"""Data: the order of samples, how they are dealt to ranks, and how batches reach the device."""
+"""Data loading: sample order, sharding over ranks, and transfer of batches to the device."""
 
 from __future__ import annotations
 

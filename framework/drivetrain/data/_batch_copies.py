@@ -1,4 +1,7 @@
-"""Copies of batches that are kept for later: a step may take a batch apart, a loader write the next one over it."""
+"""Copy batches that are kept beyond their step, which may modify them, or beyond the loader's next batch.
+
+A step may take its batch apart (``batch.pop("y")``), and a loader may write the next batch into the same memory.
+"""
 
 from __future__ import annotations
 
@@ -12,86 +15,92 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Values = Callable[[Any], Any]
+CopyLeaf = Callable[[Any], Any]
 
 
-def own_containers(batch: Any) -> Any:
-    """A batch of the same tensors in containers of its own, which may be spoiled (``batch.pop("y")``)."""
-    return _rebuilt(batch, _same)
+def copy_containers(batch: Any) -> Any:
+    """Return the batch with its containers copied and its tensors shared."""
+    return _rebuild(batch, _keep)
 
 
-def own_memory(batch: Any) -> Any:
-    """A batch that stays as it is whatever is written to the memory of this one: tensors and arrays are copied."""
-    return _rebuilt(batch, _copied)
+def copy_batch(batch: Any) -> Any:
+    """Return the batch with its containers, tensors and arrays copied."""
+    return _rebuild(batch, _copy)
 
 
-def own_pinned_memory(batch: Any) -> Any:
-    """`own_memory` for those tensors alone that a device may still read when a copy to it has been started."""
-    return _rebuilt(batch, _copied_where_read_later)
+def copy_pinned_tensors(batch: Any) -> Any:
+    """Return the batch with only those tensors copied that a device may still be reading.
+
+    These are pinned CPU tensors, which an asynchronous copy reads, and tensors on a device.
+    """
+    return _rebuild(batch, _copy_if_pinned_or_on_device)
 
 
-def _same(value: Any) -> Any:
+def _keep(value: Any) -> Any:
     return value
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value.copy()
 
 
-def _copied_where_read_later(value: Any) -> Any:
+def _copy_if_pinned_or_on_device(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu" and value.layout == torch.strided and value.is_pinned():
         return torch.empty_like(value, pin_memory=True).copy_(value)
-    return _copied(value) if value.device.type != "cpu" else value
+    return _copy(value) if value.device.type != "cpu" else value
 
 
-def _rebuilt(batch: Any, values: Values) -> Any:
+def _rebuild(batch: Any, copy_leaf: CopyLeaf) -> Any:
     kind = type(batch)
     if kind is dict:
-        return {key: _rebuilt(value, values) for key, value in batch.items()}
+        return {key: _rebuild(value, copy_leaf) for key, value in batch.items()}
     if kind is list:
-        return [_rebuilt(value, values) for value in batch]
+        return [_rebuild(value, copy_leaf) for value in batch]
     if kind is tuple:
-        return tuple(_rebuilt(value, values) for value in batch)
+        return tuple(_rebuild(value, copy_leaf) for value in batch)
     if kind in (str, bytes, int, float, bool, type(None)):
         return batch
     if isinstance(batch, Tensor) or _is_array(batch):
-        return values(batch)
+        return copy_leaf(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return kind(*(_rebuilt(value, values) for value in batch))
-    return _rebuilt_object(batch, values)
+        return kind(*(_rebuild(value, copy_leaf) for value in batch))
+    return _rebuild_object(batch, copy_leaf)
 
 
-def _rebuilt_object(batch: Any, values: Values) -> Any:
-    """Copy an object as its class wants it, and then what it holds: a dataclass, a Hugging Face ``BatchEncoding``."""
+def _rebuild_object(batch: Any, copy_leaf: CopyLeaf) -> Any:
+    """Copy an object, then its values: a dataclass or a Hugging Face ``BatchEncoding``, for example."""
     try:
-        if callable(getattr(batch, "clone", None)):  # a TensorDict, a graph: whole, tensors included
+        if callable(getattr(batch, "clone", None)):  # A TensorDict or a graph copies its tensors itself.
             return batch.clone()
         result = copy.copy(batch)
-    except Exception:  # a class that refuses: it is handed on as it is
+    except Exception:  # The class does not support copying.
         return batch
     if result is batch:
         return batch
     if isinstance(result, MutableMapping):
         for key in [*result]:
-            result[key] = _rebuilt(result[key], values)
+            result[key] = _rebuild(result[key], copy_leaf)
     elif isinstance(result, list):
-        result[:] = [_rebuilt(value, values) for value in result]
+        result[:] = [_rebuild(value, copy_leaf) for value in result]
     else:
         for name, value in getattr(result, "__dict__", {}).items():
-            # Past the class's own `__setattr__`: a frozen dataclass is copied, not changed.
-            object.__setattr__(result, name, _rebuilt(value, values))
+            # `object.__setattr__` also works on the copy of a frozen dataclass.
+            object.__setattr__(result, name, _rebuild(value, copy_leaf))
         for slot in _slots(type(result)):
-            with contextlib.suppress(AttributeError):  # one that is empty
-                slot.__set__(result, _rebuilt(slot.__get__(result), values))
+            with contextlib.suppress(AttributeError):  # The slot is unset.
+                slot.__set__(result, _rebuild(slot.__get__(result), copy_leaf))
     return result
 
 
 def _slots(kind: type) -> list[MemberDescriptorType]:
-    """The slots of a class and its bases, past properties of the same names: Python 3.13's paths have one."""
+    """Return the slot descriptors of a class and its bases.
+
+    Reads ``vars`` because a property may shadow a slot, as in ``pathlib`` of Python 3.13.
+    """
     classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [slot for names in classes for slot in names.values() if isinstance(slot, MemberDescriptorType)]
 

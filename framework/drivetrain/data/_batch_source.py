@@ -1,48 +1,51 @@
-"""BatchSource: what the loops read batches from."""
+"""BatchSource: the interface through which the loops read batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drivetrain.data._sharding import START, Origin, Share
+from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 NO_BATCH: Any = object()
-"""Stands where no batch has come yet; None may be one."""
+"""Marks the absence of a batch, since None may be a batch."""
 
 
 class BatchSource(Protocol):
-    """What the loops read batches from.
+    """Yields one rank's batches of an epoch, each with the `BatchShard` that describes it.
 
     Attributes:
-        length: micro-batches that an epoch is said to have, the same on every rank; None where nothing says.
-        certain: ``length`` is not only said: an epoch has no more and no fewer.
-        samples: of the data set, the same on every rank; None where it is not known, or each rank's own.
-        static: the shares of all ranks, and when the epoch ends, are known without talking.
-        in_process: batches are read in this process, and what reading them draws comes from its generators.
-        stateful: where reading stands is in an object that a checkpoint keeps: nothing may be read ahead of training.
-        stride: samples in a whole global micro-batch; None where that is not known.
-        lasting: a batch stays as it is while later ones are read: none of them can come in the same memory.
-        subset: which samples of a larger data set it reads, in JSON-able values that must be alike on every rank; None
-            where it reads all, or each rank its own.
-        to_compare: ranks might go through different orders, or read the same where each should read its own: what
-            they have read first is to be compared. `seen_first` ends it.
+        length: the number of micro-batches that the loader declares for an epoch, the same on every rank; None if it
+            declares none.
+        length_is_exact: whether every epoch has exactly ``length`` micro-batches.
+        samples: the number of samples in the data set, the same on every rank; None if it is unknown or differs
+            between ranks.
+        shards_known: whether every rank knows the shards of all ranks, and the epoch's end, without communication.
+        in_process: whether batches are read in this process and draw from its random generators.
+        stateful: whether the read position is in an object that checkpoints save, so that nothing may be read ahead
+            of training.
+        stride: the number of samples in a whole global micro-batch; None if it is unknown.
+        fresh_memory: whether every batch has memory of its own, which no later batch overwrites.
+        subset: a JSON-able description of the samples that are read of a larger data set, which must be equal on every
+            rank; None if all samples are read, or if each rank reads its own.
+        needs_order_check: whether ranks have to compare what they read first, because they might use different orders,
+            or read the same data where each should read its own. `order_fingerprints` resets it.
     """
 
     @property
     def length(self) -> int | None: ...
 
     @property
-    def certain(self) -> bool: ...
+    def length_is_exact(self) -> bool: ...
 
     @property
     def samples(self) -> int | None: ...
 
     @property
-    def static(self) -> bool: ...
+    def shards_known(self) -> bool: ...
 
     @property
     def in_process(self) -> bool: ...
@@ -54,59 +57,62 @@ class BatchSource(Protocol):
     def stride(self) -> int | None: ...
 
     @property
-    def lasting(self) -> bool: ...
+    def fresh_memory(self) -> bool: ...
 
     @property
     def subset(self) -> list[Any] | None: ...
 
     @property
-    def to_compare(self) -> bool: ...
+    def needs_order_check(self) -> bool: ...
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
-        """Return the shares that `epoch` gives with its batches, without reading any; None where only reading tells."""
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
+        """Return the shards that `epoch` yields, without reading a batch; None if that needs the batches."""
         ...
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
-        """Return the data-set indices of this rank's batches without reading any; None where only reading tells."""
+        """Return the data-set indices of this rank's batches, without reading one; None if that needs the batches."""
         ...
 
-    def tell_indices(self) -> Iterator[list[Any]] | None:
-        """Return the data-set indices of the batches that `epoch`, called next, gives: with each batch, the next ones.
+    def requested_indices(self) -> Iterator[list[Any]] | None:
+        """Return an iterator over the indices that the next call of `epoch` requests; advance it once per batch.
 
-        None where the samples of a batch have no indices, or they are not known.
+        Returns:
+            The data-set indices of each batch; None if samples have no indices or they are unknown.
         """
         ...
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
-        """Start an epoch and return its batches with this rank's shares of them.
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
+        """Start an epoch and return its batches with their shards.
 
         Args:
-            epoch: which one; it decides the order.
-            start: the micro-batch to begin with.
-            origin: what of the epoch was trained on under another dealing; the rest is dealt as an epoch of its own,
-                its micro-batches numbered from ``origin.number`` on.
+            epoch: the epoch's number, which determines the order.
+            start: the number of the first micro-batch to return.
+            origin: the part of the epoch that was trained on with another sharding. The rest is sharded like an epoch
+                of its own, and its micro-batches are numbered from ``origin.number`` on.
 
         Raises:
-            ConfigurationError: the source cannot deal the rest of an epoch anew.
+            ConfigurationError: the source cannot re-shard the rest of an epoch.
         """
         ...
 
     def count(self, epoch: int) -> int | None:
-        """Return how many micro-batches an epoch has, where that can be told for sure without reading them."""
+        """Return the exact number of micro-batches of an epoch; None if that needs the batches."""
         ...
 
-    def seen_first(self) -> list[FirstSight]:
-        """Return what was read first, once a batch has come; where ``to_compare``, as many entries on every rank."""
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        """Return fingerprints of what was read first, once a batch was read; the same number on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs, besides the number of micro-batches, to go on within the epoch under way."""
+        """Return the state that this rank needs, besides the micro-batch number, to resume within the epoch."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, before `epoch` is called with a start within that epoch."""
+        """Restore what `state_dict` returned. Call it before `epoch` with a start within that epoch."""
         ...
 
     def close(self) -> None:
-        """Let go of workers. The source can be started again."""
+        """Shut down the workers. Another `epoch` may start afterwards."""
         ...

@@ -1,4 +1,7 @@
-"""`DataLoader`s that iterate in a way of their own, and may give more or fewer batches than their sampler asks for."""
+"""Support `DataLoader` subclasses with custom iteration.
+
+They may yield more or fewer batches than their sampler requests.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +11,53 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from drivetrain._runtime.transfer import samples_in
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 
-# Their loaders give a batch for each request.
-_TRUSTED = ("torch", "torchdata")
+# Loaders of these packages yield one batch per request.
+_TRUSTED_PACKAGES = ("torch", "torchdata")
 
 
-def has_own_way(loader: DataLoader[Any]) -> bool:
-    """Tell whether a subclass says itself how it is iterated, so that only its batches tell how many there are."""
+def has_custom_iteration(loader: DataLoader[Any]) -> bool:
+    """Return whether a `DataLoader` subclass overrides iteration, so that its batches may not match its sampler."""
     for name in ("__iter__", "_get_iterator"):
         owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
-        if owner.__module__.partition(".")[0] not in _TRUSTED:
+        if owner.__module__.partition(".")[0] not in _TRUSTED_PACKAGES:
             return True
     return False
 
 
-def in_its_own_way(batches: Iterator[Any], shares: Iterator[Share], alone: bool) -> Iterator[tuple[Any, Share]]:
-    """Pair batches with the shares that the sampler dealt, as far as they fit; others are measured.
+def pair_with_shards(
+    batches: Iterator[Any], shards: Iterator[BatchShard], rank_local: bool
+) -> Iterator[tuple[Any, BatchShard]]:
+    """Pair each batch with the sampler's shard if their sizes agree, else with a shard of the batch's measured size.
 
-    What the first batch's first tensor holds tells whether measuring agrees with the sampler at all: it does not where
-    that dimension is no number of samples.
+    Batches are measured by the first dimension of their first tensor. If that disagrees with the sampler for the first
+    batch already, the dimension does not count samples and measuring is disabled.
 
     Args:
-        batches: as they come.
-        shares: what was asked for.
-        alone: what other ranks get is not known.
+        batches: the loader's batches.
+        shards: the shards that the sampler requested.
+        rank_local: whether the shards of other ranks are unknown.
     """
     position, measurable = 0, None
     for batch in batches:
-        share, size = _next(shares), samples_in(batch)
+        shard, size = _next_or_none(shards), samples_in(batch)
         if measurable is None:
-            measurable = share is None or size == _asked(share)
-        if share is None or (measurable and size is not None and size != _asked(share)):
+            measurable = shard is None or size == _requested(shard)
+        if shard is None or (measurable and size is not None and size != _requested(shard)):
             samples = 1 if size is None else size
-            share = Share(samples, samples, False, position)
-        position = share.start + share.samples
-        yield batch, share._replace(total=None) if alone else share
+            shard = BatchShard(samples, samples, False, position)
+        position = shard.start + shard.samples
+        yield batch, shard._replace(total=None) if rank_local else shard
 
 
-def _asked(share: Share) -> int:
-    return max(share.samples, 1)  # who joins asks for one
+def _requested(shard: BatchShard) -> int:
+    return max(shard.samples, 1)  # A joining rank requests one sample.
 
 
-def _next(shares: Iterator[Share]) -> Share | None:
+def _next_or_none(shards: Iterator[BatchShard]) -> BatchShard | None:
     try:
-        return next(shares, None)
-    except ConfigurationError:  # more came than was asked for
+        return next(shards, None)
+    except ConfigurationError:  # The loader yielded more batches than were requested.
         return None

@@ -1,4 +1,4 @@
-"""Dealing a user's own sampler: its order is kept, and W of its batches make a global one."""
+"""Shard a custom sampler: its order is kept, and W of its batches form a global micro-batch."""
 
 from __future__ import annotations
 
@@ -11,80 +11,89 @@ from typing import Any, NamedTuple
 import torch
 
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.data._sharding import halves, share_of, splits
+from drivetrain.data._sharding import compute_shard, should_rebalance, split_in_half
 from drivetrain.data._worker_seeding import seed_generators
 
-_SAMPLER_DRAWS = 0x73616D70
+_SAMPLER_SEED = 0x73616D70
 
 
-class Group(NamedTuple):
-    """A global micro-batch: rank r's indices are ``indices[bounds[r]:bounds[r + 1]]``."""
+class GlobalBatch(NamedTuple):
+    """The indices of a global micro-batch, of which rank r reads ``indices[bounds[r]:bounds[r + 1]]``.
+
+    Attributes:
+        indices: the indices of all ranks.
+        bounds: where each rank's slice begins, and where the last one ends.
+        is_whole: whether every rank has a whole batch.
+    """
 
     indices: list[Any]
     bounds: list[int]
-    whole: bool
+    is_whole: bool
 
 
-def evenly(indices: list[Any], world_size: int) -> Group:
-    """Deal what is not a whole global micro-batch."""
-    sizes = [share_of(0, len(indices), rank, world_size).samples for rank in range(world_size)]
-    return Group(indices, _bounds(sizes), whole=False)
+def split_evenly(indices: list[Any], world_size: int) -> GlobalBatch:
+    """Return a partial global micro-batch whose slices differ in size by at most one."""
+    sizes = [compute_shard(0, len(indices), rank, world_size).samples for rank in range(world_size)]
+    return GlobalBatch(indices, _bounds(sizes), is_whole=False)
 
 
-def groups_of_indices(
-    stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool, done: int = 0
-) -> Iterator[Group]:
-    """Deal a stream of single indices, without its first ``done``."""
-    indices = islice(stream, done, None)
+def group_indices(
+    stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool, skip: int = 0
+) -> Iterator[GlobalBatch]:
+    """Yield global micro-batches from a stream of single indices, after skipping the first ``skip``."""
+    indices = islice(stream, skip, None)
     stride = batch_size * world_size
     bounds = _bounds([batch_size] * world_size)
     while len(taken := list(islice(indices, stride))) == stride:
-        yield Group(taken, bounds, whole=True)
+        yield GlobalBatch(taken, bounds, is_whole=True)
     if taken and not drop_last:
-        yield evenly(taken, world_size)
+        yield split_evenly(taken, world_size)
 
 
-def groups_of_batches(
-    stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool, done: int = 0
-) -> Iterator[Group]:
-    """Deal a stream of batches of indices, of any size each, without its first ``done`` indices."""
-    # A batch of nothing is no batch: it would make a joiner of a rank for no reason.
+def group_batches(
+    stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool, skip: int = 0
+) -> Iterator[GlobalBatch]:
+    """Yield global micro-batches from a stream of batches of any size, after skipping the first ``skip`` indices."""
+    # An empty batch would make a rank join for no reason.
     batches = filter(None, map(list, stream))
-    if done:
-        batches = filter(None, _after(batches, done))
+    if skip:
+        batches = filter(None, _skip_samples(batches, skip))
     if world_size == 1:
         for batch in batches:
-            yield Group(batch, [0, len(batch)], whole=True)
+            yield GlobalBatch(batch, [0, len(batch)], is_whole=True)
         return
     while len(taken := list(islice(batches, world_size))) == world_size:
-        yield Group(_flat(taken), _bounds([len(batch) for batch in taken]), whole=True)
+        yield GlobalBatch(_flatten(taken), _bounds([len(batch) for batch in taken]), is_whole=True)
     if taken and not drop_last:
-        yield evenly(_flat(taken), world_size)
+        yield split_evenly(_flatten(taken), world_size)
 
 
-def without_joiners(groups: Iterator[Group], world_size: int) -> Iterator[Group]:
-    """Deal for evaluation: a last group of fewer than W samples is dealt with the one before, as two."""
-    held: Group | None = None
+def rebalance_tail(groups: Iterator[GlobalBatch], world_size: int) -> Iterator[GlobalBatch]:
+    """Split a last partial global micro-batch of fewer than W samples together with the one before it.
+
+    The two that result are nearly equal, so that no rank has to join during evaluation.
+    """
+    pending: GlobalBatch | None = None
     for group in groups:
-        if held is None:
-            held = group
-        elif not group.whole and splits(len(held.indices), len(group.indices), world_size):
-            indices = held.indices + group.indices
-            first, _ = halves(len(indices))
-            yield evenly(indices[:first], world_size)
-            held = evenly(indices[first:], world_size)
+        if pending is None:
+            pending = group
+        elif not group.is_whole and should_rebalance(len(pending.indices), len(group.indices), world_size):
+            indices = pending.indices + group.indices
+            first, _ = split_in_half(len(indices))
+            yield split_evenly(indices[:first], world_size)
+            pending = split_evenly(indices[first:], world_size)
         else:
-            yield held
-            held = group
-    if held is not None:
-        yield held
+            yield pending
+            pending = group
+    if pending is not None:
+        yield pending
 
 
-class SamplerDraws:
-    """The generators that a sampler draws from, alike on every rank; used as a context around its draws.
+class SamplerRng:
+    """Context manager that gives a sampler the same random generators on every rank.
 
-    The process's own generators, and those given to the sampler, are put back afterwards: what a sampler draws
-    changes nothing for the model, and the other way round.
+    The process's generators and the sampler's own are restored on exit, so that the sampler and the model do not
+    influence each other's random numbers. A later entry continues where the previous one ended.
 
     Args:
         seed: the seed of the run.
@@ -93,28 +102,28 @@ class SamplerDraws:
     """
 
     def __init__(self, seed: int, epoch: int, generators: Iterable[torch.Generator]) -> None:
-        self._seed = derive_seed(_SAMPLER_DRAWS, seed, epoch)
+        self._seed = derive_seed(_SAMPLER_SEED, seed, epoch)
         self._generators = (torch.default_generator, *generators)
-        self._inside: _States | None = None
-        self._outside: _States | None = None
+        self._sampler_states: _RngStates | None = None
+        self._process_states: _RngStates | None = None
 
     def __enter__(self) -> None:
-        self._outside = _States(self._generators)
-        if self._inside is not None:
-            self._inside.restore()
+        self._process_states = _RngStates(self._generators)
+        if self._sampler_states is not None:
+            self._sampler_states.restore()
             return
         seed_generators(self._seed)
         for generator in self._generators:
             generator.manual_seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = _States(self._generators)
-        if self._outside is not None:
-            self._outside.restore()
+        self._sampler_states = _RngStates(self._generators)
+        if self._process_states is not None:
+            self._process_states.restore()
 
 
-class _States:
-    """Where the generators stand."""
+class _RngStates:
+    """The states of Python's, NumPy's and the given torch generators."""
 
     def __init__(self, generators: tuple[torch.Generator, ...]) -> None:
         self._python = random.getstate()
@@ -137,11 +146,11 @@ def _bounds(sizes: list[int]) -> list[int]:
     return bounds
 
 
-def _after(batches: Iterator[list[Any]], done: int) -> Iterator[list[Any]]:
+def _skip_samples(batches: Iterator[list[Any]], skip: int) -> Iterator[list[Any]]:
     for batch in batches:
-        yield batch[min(done, len(batch)) :]
-        done = max(0, done - len(batch))
+        yield batch[min(skip, len(batch)) :]
+        skip = max(0, skip - len(batch))
 
 
-def _flat(batches: list[list[Any]]) -> list[Any]:
+def _flatten(batches: list[list[Any]]) -> list[Any]:
     return [index for batch in batches for index in batch]

@@ -1,4 +1,7 @@
-"""The one place that reaches into `torch.utils.data.DataLoader`: a private copy with other parts, and its workers."""
+"""Copies of a `torch.utils.data.DataLoader` with some attributes replaced.
+
+This is the only module that uses `DataLoader`'s private attributes.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,21 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 
 class LoaderClone:
-    """A copy of a user's `DataLoader` with some attributes exchanged; the user's own object stays as it is.
+    """A copy of a user's `DataLoader` with some attributes replaced; the user's object is not changed.
 
-    The copy is not constructed anew: a subclass may take other arguments, and overrides of ``__iter__`` go on working.
+    The copy is made by `copy.copy` and not by the constructor, because a subclass may take other arguments. Its
+    overrides, such as ``__iter__``, keep working.
 
     Args:
-        loader: the user's.
-        **attributes: what to exchange.
+        loader: the user's loader.
+        **attributes: the attributes to replace.
     """
 
     def __init__(self, loader: DataLoader[Any], **attributes: Any) -> None:
         self._loader = copy.copy(loader)
-        self._running = _Running(self._loader)
-        # Past `DataLoader.__setattr__`, which refuses these once it is constructed.
-        vars(self._loader).update(attributes, _iterator=None, _get_iterator=self._running)
+        self._tracker = _IteratorTracker(self._loader)
+        # `DataLoader.__setattr__` refuses to change these after construction.
+        vars(self._loader).update(attributes, _iterator=None, _get_iterator=self._tracker)
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -32,37 +36,37 @@ class LoaderClone:
         return self._loader
 
     def iterate(self) -> Iterator[Any]:
-        """Start an epoch; workers, if any, begin to read at once."""
+        """Start an epoch and return its iterator. Workers begin to read immediately."""
         if not self._loader.persistent_workers:
-            self._running.stop()
+            self._tracker.stop()
         return iter(self._loader)
 
     def close(self) -> None:
-        """Shut the workers down, persistent ones too. Another epoch starts new ones."""
-        self._running.stop()
+        """Shut down the workers, including persistent ones. The next epoch starts new ones."""
+        self._tracker.stop()
         self._loader._iterator = None
 
 
 def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a copy of a loader with another batch size. The data set and the sampler are the same objects."""
+    """Return a copy of a loader with another batch size, which shares its data set and sampler."""
     apart = copy.copy(loader)
     batches = BatchSampler(loader.sampler, size, bool(loader.drop_last))
-    # Past `DataLoader.__setattr__`, as above.
+    # `DataLoader.__setattr__` refuses to change these after construction.
     vars(apart).update(batch_size=size, batch_sampler=batches, _iterator=None)
     return apart
 
 
-def gives_new_memory(loader: DataLoader[Any]) -> bool:
-    """Whether every batch comes in memory of its own: put together by torch's own collation, or sent by a worker."""
+def allocates_each_batch(loader: DataLoader[Any]) -> bool:
+    """Return whether every batch has memory of its own: torch's default collation made it, or a worker sent it."""
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return False  # which may do anything with what torch's gives
+        return False  # A custom `__iter__` may reuse memory.
     return loader.num_workers > 0 or loader.collate_fn is default_collate
 
 
-class _Running:
-    """Makes torch's iterator for a loader and knows it, whatever a subclass's ``__iter__`` wraps around it.
+class _IteratorTracker:
+    """Replaces ``DataLoader._get_iterator`` and remembers torch's iterator, which a subclass's ``__iter__`` may wrap.
 
-    Both are held weakly: an epoch that the loop leaves early lets go of its workers then and there.
+    It holds weak references, so that an epoch that the loop leaves early releases its workers immediately.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -71,7 +75,7 @@ class _Running:
 
     def __call__(self) -> Any:
         loader = self._loader()
-        assert loader is not None, "a loader calls this on itself"
+        assert loader is not None, "the loader itself makes this call"
         iterator = type(loader)._get_iterator(loader)
         self._iterator = weakref.ref(iterator)
         return iterator

@@ -1,4 +1,4 @@
-"""Preparing a user's loader: from whatever yields batches to a `BatchSource` of this rank's part."""
+"""prepare_loader: make the `BatchSource` of this rank's part from a user's loader."""
 
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ from torch.utils.data import (
 
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._custom_samplers import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
-from drivetrain.data._iterable_source import IterableSource, count_samples, empty, set_epoch
-from drivetrain.data._loader_copy import LoaderClone, gives_new_memory
-from drivetrain.data._samplers import DealtFeed, Feed, StreamFeed, complete, drained, sized
-from drivetrain.data._sharding import START, Deal, Origin, Share
-from drivetrain.data._worker_seeding import SeededDataset, WorkerStart
+from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng, group_batches, group_indices, rebalance_tail
+from drivetrain.data._iterable_source import IterableSource, count_samples, no_batches_error, set_epoch
+from drivetrain.data._loader_copy import LoaderClone, allocates_each_batch
+from drivetrain.data._samplers import (
+    RankSampler,
+    ShardedCustomSampler,
+    ShardedSampler,
+    check_exhausted,
+    drain,
+    len_or_none,
+)
+from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
+from drivetrain.data._worker_seeding import SeededDataset, WorkerInit
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 logger = logging.getLogger("drivetrain")
 
@@ -47,26 +54,26 @@ def prepare_loader(
     seed: int = 0,
     replace_sampler: bool = True,
 ) -> BatchSource:
-    """Deal what ``loader`` yields to the ranks.
+    """Return a `BatchSource` that yields this rank's shards of what ``loader`` yields.
 
     Args:
-        loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (for training
-            ``"max_size_cycle"``, else ``"sequential"``). It is left as it is.
-        training: deal for training (a rank without a sample joins) rather than evaluation.
-        predicting: keep to the order of the data set, and drop nothing.
-        rank: this rank among those that get different data.
-        world_size: how many those are.
+        loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by
+            ``"max_size_cycle"`` for training, else by ``"sequential"``). It is not modified.
+        training: shard for training, where a rank without a sample joins, rather than for evaluation.
+        predicting: keep the order of the data set and drop no sample.
+        rank: this process's data rank.
+        world_size: the number of data ranks.
         seed: the seed of the order, the same on every rank.
-        replace_sampler: False leaves the loader's sampler alone: each rank reads what its own loader gives.
+        replace_sampler: shard the loader's sampler. If False, each rank reads what its own loader yields.
 
     Raises:
-        ConfigurationError: there is no batch in it, it is not an iterable of batches, or its workers could hand none
-            over.
+        ConfigurationError: the loader has no batch or is not an iterable of batches, or the path of the temporary
+            folder is too long for its workers' sockets.
     """
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"rank={rank} is none of the {world_size} ranks that share the data",
-            f"ranks go from 0 to {world_size - 1}",
+            f"rank={rank} is not one of the {world_size} data ranks",
+            f"data ranks go from 0 to {world_size - 1}",
             "check the strategy's `data_rank` and `data_world_size`",
         )
     if is_collection(loader):
@@ -79,7 +86,7 @@ def prepare_loader(
                 predicting=predicting,
                 rank=rank,
                 world_size=world_size,
-                # Two loaders of one length are not to be shuffled alike.
+                # Two loaders of the same length must not be shuffled in the same order.
                 seed=derive_seed(seed, index) if index else seed,
                 replace_sampler=replace_sampler,
             )
@@ -87,15 +94,15 @@ def prepare_loader(
         ]
         return CombinedSource(loader, sources)
     if isinstance(loader, DataLoader) and loader.num_workers > 0:
-        from drivetrain.data._socket_paths import check_temporary_folder  # for whoever has workers
+        from drivetrain.data._socket_paths import check_temporary_folder  # imported only if there are workers
 
         check_temporary_folder(loader.num_workers)
-    plan = _Plan(training, predicting, rank, world_size, seed, replace_sampler)
+    planner = _MapStylePlanner(training, predicting, rank, world_size, seed, replace_sampler)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return plan.of_map_style(loader)
+        return planner.plan(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
-            f"{type(loader).__name__} is no loader",
+            f"{type(loader).__name__} is not a loader",
             "batches come from a DataLoader or another iterable of batches",
             "pass a torch.utils.data.DataLoader, a CombinedLoader, or an object with `__iter__`",
         )
@@ -103,140 +110,142 @@ def prepare_loader(
 
 
 class MapSource:
-    """Batches of a map-style data set, dealt by index.
+    """`BatchSource` over a `DataLoader` with a map-style data set, sharded by index.
 
     Args:
-        clone: the loader with ``feed`` in place of its sampler.
-        feed: says which samples to read.
-        static: see `BatchSource`.
+        clone: a copy of the loader with ``rank_sampler`` in place of its sampler.
+        rank_sampler: the sampler of this rank's shards.
+        shards_known: see `BatchSource`.
         samples: see `BatchSource`.
-        items: the data set holds whole batches, whose sizes show only when they are there.
-        own_way: the loader may give another number of batches than it is asked for.
-        alone: how much other ranks hold is not known.
-        begins: called with the epoch as it begins.
+        prebatched: automatic batching is off: each item of the data set is a whole batch of unknown size.
+        custom_iteration: the loader may yield more or fewer batches than are requested.
+        rank_local: the shards of other ranks are unknown.
+        on_epoch_start: called with the epoch's number when it begins.
         in_process: see `BatchSource`.
         stride: see `BatchSource`.
         subset: see `BatchSource`.
-        sampler: the user's own, whose order every rank goes through: what they draw is compared; None where the order
-            is ours, or each rank's own.
+        sampler: the class name of a custom sampler that every rank iterates, so that its order has to be compared; None
+            for our own order and for samplers that are local to a rank.
     """
 
     def __init__(
         self,
         clone: LoaderClone,
-        feed: Feed,
-        static: bool,
+        rank_sampler: RankSampler,
+        shards_known: bool,
         samples: int | None,
-        items: bool,
-        own_way: bool,
-        alone: bool,
-        begins: Callable[[int], None],
+        prebatched: bool,
+        custom_iteration: bool,
+        rank_local: bool,
+        on_epoch_start: Callable[[int], None],
         in_process: bool,
         stride: int | None,
         subset: list[Any] | None,
         sampler: str | None,
     ) -> None:
         self._clone = clone
-        self._feed = feed
-        self._items = items
-        self._own_way = own_way
-        self._alone = alone
-        self._begins = begins
-        self.static = static
+        self._rank_sampler = rank_sampler
+        self._prebatched = prebatched
+        self._custom_iteration = custom_iteration
+        self._rank_local = rank_local
+        self._on_epoch_start = on_epoch_start
+        self.shards_known = shards_known
         self.samples = samples
         self.in_process = in_process
         self.stateful = False
         self.stride = stride
         self.subset = subset
         self._sampler = sampler
-        self.to_compare = sampler is not None
-        self.lasting = gives_new_memory(clone.loader)
+        self.needs_order_check = sampler is not None
+        self.fresh_memory = allocates_each_batch(clone.loader)
 
     @property
     def length(self) -> int | None:
-        return self._feed.length
+        return self._rank_sampler.length
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
-        # What a loader gives that iterates in a way of its own shows only when it is there.
-        return None if self._items or self._own_way else self._feed.shares(start, origin)
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
+        # The batches of a loader with custom iteration are unknown until they are read.
+        return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
-        return None if self._items or self._own_way else self._feed.indices(epoch)
+        return None if self._prebatched or self._custom_iteration else self._rank_sampler.indices(epoch)
 
-    def tell_indices(self) -> Iterator[list[Any]] | None:
-        # An index is a whole batch there, or the batches may be others than were asked for.
-        if self._items or self._own_way:
+    def requested_indices(self) -> Iterator[list[Any]] | None:
+        # An index is a whole batch, or the batches may differ from the requests.
+        if self._prebatched or self._custom_iteration:
             return None
-        told = self._feed.told = deque()
-        return drained(told)
+        requested = self._rank_sampler.requested = deque()
+        return drain(requested)
 
     @property
-    def certain(self) -> bool:
-        return self._feed.certain and not self._own_way
+    def length_is_exact(self) -> bool:
+        return self._rank_sampler.length_is_exact and not self._custom_iteration
 
     def count(self, epoch: int) -> int | None:
-        if self._own_way:
+        if self._custom_iteration:
             return None
-        self._begins(epoch)
-        return self._feed.count(epoch)
+        self._on_epoch_start(epoch)
+        return self._rank_sampler.count(epoch)
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
-        if origin.samples and self._alone:
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
+        if origin.samples and self._rank_local:
             raise ConfigurationError(
-                "a loader whose sampler is each rank's own cannot go on within an epoch at another world size",
-                "nobody knows what the other ranks' parts would become",
-                "resume on as many ranks, from a checkpoint at an epoch's end, or let Fit deal the data",
+                "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
+                "the parts that its samplers select cannot be re-sharded",
+                "resume on as many ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
             )
-        self._begins(epoch)
-        shares = self._feed.begin(epoch, start, origin)
-        if self._own_way:
-            return self._as_they_come(shares, start)
-        # Nothing of this is a Python call for each batch, but where batches have to be measured.
-        pairs = zip(self._clone.iterate(), shares, strict=False)
-        return chain(self._measured(pairs) if self._items else pairs, complete(shares))
+        self._on_epoch_start(epoch)
+        shards = self._rank_sampler.begin(epoch, start, origin)
+        if self._custom_iteration:
+            return self._pair_custom_iteration(shards, start)
+        # These iterators run in C, so that a batch costs no Python call unless it has to be measured.
+        pairs = zip(self._clone.iterate(), shards, strict=False)
+        return chain(self._measure(pairs) if self._prebatched else pairs, check_exhausted(shards))
 
-    def seen_first(self) -> list[FirstSight]:
-        from drivetrain.data._order_fingerprint import FirstSight, digest_of_indices
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        from drivetrain.data._order_fingerprint import OrderFingerprint, digest_of_indices
 
-        self.to_compare = False
-        drawn = getattr(self._feed, "first", None)
+        self.needs_order_check = False
+        drawn = getattr(self._rank_sampler, "first", None)
         digest = None if drawn is None else digest_of_indices([group.indices for group in drawn])
-        return [FirstSight(self._sampler or "", digest, common=True)]
+        return [OrderFingerprint(self._sampler or "", digest, common=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._feed.state_dict()
+        return self._rank_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._feed.load_state_dict(state)
+        self._rank_sampler.load_state_dict(state)
 
     def close(self) -> None:
         self._clone.close()
 
-    def _as_they_come(self, shares: Iterator[Share], start: int) -> Iterator[tuple[Any, Share]]:
-        from drivetrain.data._custom_loaders import in_its_own_way
+    def _pair_custom_iteration(self, shards: Iterator[BatchShard], start: int) -> Iterator[tuple[Any, BatchShard]]:
+        from drivetrain.data._custom_loaders import pair_with_shards
 
         name = type(self._clone.loader).__name__
         if start:
             logger.warning(
-                "%s says itself how it is iterated: that it goes on at batch %d of the epoch holds where it has given "
-                "one batch for each that its sampler asked for.",
+                "%s has custom iteration: it resumes at batch %d of the epoch only if it yielded one batch for each "
+                "that its sampler requested.",
                 name,
                 start,
             )
         pair = None
-        for pair in in_its_own_way(self._clone.iterate(), shares, not self.static):
+        for pair in pair_with_shards(self._clone.iterate(), shards, not self.shards_known):
             yield pair
         if pair is None and start == 0:
-            raise empty(f"{name} gave no batch")
+            raise no_batches_error(f"{name} yielded no batch")
 
-    def _measured(self, pairs: Iterator[tuple[Any, Share]]) -> Iterator[tuple[Any, Share]]:
-        for batch, share in pairs:
-            samples = 0 if share.joins else count_samples(batch)
-            yield batch, share._replace(samples=samples, total=None if self._alone else samples)
+    def _measure(self, pairs: Iterator[tuple[Any, BatchShard]]) -> Iterator[tuple[Any, BatchShard]]:
+        for batch, shard in pairs:
+            samples = 0 if shard.joins else count_samples(batch)
+            yield batch, shard._replace(samples=samples, total=None if self._rank_local else samples)
 
 
-class _Plan:
-    """What `prepare_loader` was told, applied to a map-style `DataLoader`."""
+class _MapStylePlanner:
+    """Makes a `MapSource` from a map-style `DataLoader`, with the arguments of `prepare_loader`."""
 
     def __init__(
         self, training: bool, predicting: bool, rank: int, world_size: int, seed: int, replace_sampler: bool
@@ -246,101 +255,109 @@ class _Plan:
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
-        self._replace = replace_sampler
+        self._replace_sampler = replace_sampler
 
-    def of_map_style(self, loader: DataLoader[Any]) -> MapSource:
+    def plan(self, loader: DataLoader[Any]) -> MapSource:
         slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler: Any = getattr(loader, slot)
-        # Without automatic batching an index is a whole batch, unless the sampler itself makes lists of them.
-        items = slot == "sampler" and not isinstance(sampler, BatchSampler)
+        # Without automatic batching an index is a whole batch, unless the sampler itself yields lists of indices.
+        prebatched = slot == "sampler" and not isinstance(sampler, BatchSampler)
         keyed = loader.num_workers > 0
-        alone = self._world_size > 1 and (not self._replace or _is_rank_s_own(sampler, self._world_size))
-        feed = None if alone or not self._replace else self._dealt(sampler, items, keyed)
-        seen: tuple[Any, ...] = ()
-        if feed is None:
-            feed = self._streamed(sampler, items, keyed, alone)
-            seen = _samplers(sampler)
-        if feed.length == 0:
-            raise empty(_why_empty(loader, self._world_size))
-        # In order, or the shares would not be those of the batches they come with.
-        attributes: dict[str, Any] = {slot: feed, "in_order": True}
+        rank_local = self._world_size > 1 and (
+            not self._replace_sampler or _is_already_sharded(sampler, self._world_size)
+        )
+        rank_sampler = (
+            None
+            if rank_local or not self._replace_sampler
+            else self._shard_standard_sampler(sampler, prebatched, keyed)
+        )
+        own_samplers: tuple[Any, ...] = ()
+        if rank_sampler is None:
+            rank_sampler = self._shard_custom_sampler(sampler, prebatched, keyed, rank_local)
+            own_samplers = _nested_samplers(sampler)
+        if rank_sampler.length == 0:
+            raise no_batches_error(_describe_empty(loader, self._world_size))
+        # Batches must come in order, because they are paired with their shards by position.
+        attributes: dict[str, Any] = {slot: rank_sampler, "in_order": True}
         if keyed:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
-            attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
-        own_way = False
-        if type(loader) is not DataLoader and not items:
-            from drivetrain.data._custom_loaders import has_own_way  # for whoever has such a loader
+            attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        custom_iteration = False
+        if type(loader) is not DataLoader and not prebatched:
+            from drivetrain.data._custom_loaders import has_custom_iteration  # imported only for such a loader
 
-            own_way = has_own_way(loader)
-        several = self._world_size > 1
-        unknown = several and (alone or items)
+            custom_iteration = has_custom_iteration(loader)
+        multi_rank = self._world_size > 1
+        shards_unknown = multi_rank and (rank_local or prebatched)
         return MapSource(
             LoaderClone(loader, **attributes),
-            feed,
-            not unknown and not (own_way and several),
-            None if unknown else sized(loader.dataset),  # type: ignore[arg-type]
-            items,
-            own_way,
-            unknown,
-            lambda epoch: set_epoch(epoch, *seen),
+            rank_sampler,
+            not shards_unknown and not (custom_iteration and multi_rank),
+            None if shards_unknown else len_or_none(loader.dataset),  # type: ignore[arg-type]
+            prebatched,
+            custom_iteration,
+            shards_unknown,
+            lambda epoch: set_epoch(epoch, *own_samplers),
             not keyed,
-            None if alone else _stride(loader, items, self._world_size),
-            _subset(loader.dataset) if several and not alone else None,
-            _own_name(seen) if several and not alone and seen else None,
+            None if rank_local else _stride(loader, prebatched, self._world_size),
+            _subset(loader.dataset) if multi_rank and not rank_local else None,
+            _custom_sampler_name(own_samplers) if multi_rank and not rank_local and own_samplers else None,
         )
 
-    def _dealt(self, sampler: Any, items: bool, keyed: bool) -> Feed | None:
-        """Return a feed of our own order, if the sampler does no more than shuffle or go through the data set."""
+    def _shard_standard_sampler(self, sampler: Any, prebatched: bool, keyed: bool) -> RankSampler | None:
+        """Return a `ShardedSampler` in place of a standard sampler of torch; None for any other sampler."""
         batch_size, drop_last, inner = 1, False, sampler
-        if not items:
+        if not prebatched:
             if type(sampler) is not BatchSampler:
                 return None
             batch_size, drop_last, inner = sampler.batch_size, sampler.drop_last, sampler.sampler
-        found = _plain(inner)
-        if found is None:
+        standard = _standard_sampler(inner)
+        if standard is None:
             return None
-        samples, shuffles = found
+        samples, shuffle = standard
         order_of: Callable[[int], Order] = partial(KeyedPermutation, samples, self._seed)
-        if not shuffles or self._predicting:
+        if not shuffle or self._predicting:
             order_of = lambda epoch: SequentialOrder(samples)  # noqa: E731
         drop_last = drop_last and not self._predicting
-        deal = Deal(samples, batch_size, self._rank, self._world_size, drop_last, self._training)
-        return DealtFeed(deal, order_of, items, keyed)
+        sharding = EpochSharding(samples, batch_size, self._rank, self._world_size, drop_last, self._training)
+        return ShardedSampler(sharding, order_of, prebatched, keyed)
 
-    def _streamed(self, sampler: Any, items: bool, keyed: bool, alone: bool) -> StreamFeed:
-        """Return a feed that keeps the sampler's order; ``alone``, all of it is this rank's."""
-        ours = self._replace and not alone
-        world_size, rank = (self._world_size, self._rank) if not alone else (1, 0)
-        length = sized(sampler)
-        drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and ours)
-        start: Callable[[int], Iterator[Group]]
-        if items:
-            start = lambda done: groups_of_indices(sampler, 1, world_size, False, done)  # noqa: E731
-            length = _divided(length, world_size, False)
-        elif type(sampler) is BatchSampler and ours:
-            start = lambda done: groups_of_indices(  # noqa: E731
+    def _shard_custom_sampler(
+        self, sampler: Any, prebatched: bool, keyed: bool, rank_local: bool
+    ) -> ShardedCustomSampler:
+        """Return a sampler that shards a custom sampler, or keeps all of it if it is ``rank_local``."""
+        sharded = self._replace_sampler and not rank_local
+        world_size, rank = (self._world_size, self._rank) if not rank_local else (1, 0)
+        length = len_or_none(sampler)
+        drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and sharded)
+        start: Callable[[int], Iterator[GlobalBatch]]
+        if prebatched:
+            start = lambda done: group_indices(sampler, 1, world_size, False, done)  # noqa: E731
+            length = _divide(length, world_size, False)
+        elif type(sampler) is BatchSampler and sharded:
+            start = lambda done: group_indices(  # noqa: E731
                 sampler.sampler, sampler.batch_size, world_size, drop_last, done
             )
-            length = _divided(sized(sampler.sampler), world_size * sampler.batch_size, drop_last)
+            length = _divide(len_or_none(sampler.sampler), world_size * sampler.batch_size, drop_last)
         else:
-            start = lambda done: groups_of_batches(sampler, world_size, drop_last, done)  # noqa: E731
-            length = _divided(length, world_size, drop_last)
+            start = lambda done: group_batches(sampler, world_size, drop_last, done)  # noqa: E731
+            length = _divide(length, world_size, drop_last)
 
-        def groups_of(done: int) -> Iterator[Group]:
+        def start_groups(done: int) -> Iterator[GlobalBatch]:
             groups = start(done)
-            return groups if self._training or not ours else without_joiners(groups, world_size)
+            return groups if self._training or not sharded else rebalance_tail(groups, world_size)
 
         generators = [
             part.generator
-            for part in _samplers(sampler)
+            for part in _nested_samplers(sampler)
             if isinstance(getattr(part, "generator", None), torch.Generator)
         ]
-        draws_of = (lambda epoch: SamplerDraws(self._seed, epoch, generators)) if ours else None
-        return StreamFeed(groups_of, draws_of, rank, alone, length, items, keyed)
+        rng_for_epoch = (lambda epoch: SamplerRng(self._seed, epoch, generators)) if sharded else None
+        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length, prebatched, keyed)
 
 
-def _plain(sampler: Any) -> tuple[int, bool] | None:
-    """Return how many samples a plain sampler of torch's goes through and whether it shuffles; None for any other."""
+def _standard_sampler(sampler: Any) -> tuple[int, bool] | None:
+    """Return the length of a standard torch sampler and whether it shuffles; None for any other sampler."""
     if type(sampler) is SequentialSampler:
         return len(sampler), False
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
@@ -350,18 +367,18 @@ def _plain(sampler: Any) -> tuple[int, bool] | None:
     return None
 
 
-def _is_rank_s_own(sampler: Any, world_size: int) -> bool:
-    """Tell whether a sampler already yields one rank's part only, by the attributes such samplers have."""
+def _is_already_sharded(sampler: Any, world_size: int) -> bool:
+    """Return whether a sampler already yields one rank's part, judged by its ``rank`` and ``num_replicas``."""
     return any(
         type(part) is not DistributedSampler
         and hasattr(part, "rank")
         and getattr(part, "num_replicas", 0) == world_size
-        for part in _samplers(sampler)
+        for part in _nested_samplers(sampler)
     )
 
 
-def _samplers(sampler: Any) -> tuple[Any, ...]:
-    """Return a sampler and those within it."""
+def _nested_samplers(sampler: Any) -> tuple[Any, ...]:
+    """Return a sampler and the samplers nested in it, outermost first."""
     parts: list[Any] = []
     while sampler is not None and len(parts) < 8:
         parts.append(sampler)
@@ -370,29 +387,29 @@ def _samplers(sampler: Any) -> tuple[Any, ...]:
 
 
 def _subset(dataset: Any) -> list[Any] | None:
-    from drivetrain.data._order_fingerprint import subset_of  # for runs on several ranks
+    from drivetrain.data._order_fingerprint import subset_fingerprint  # imported only with several ranks
 
-    return subset_of(dataset)
-
-
-def _own_name(samplers: tuple[Any, ...]) -> str:
-    """Return the class of the user's own sampler, which may stand around one of torch's or within one."""
-    own = [part for part in samplers if not type(part).__module__.startswith("torch.")]
-    return type(own[0] if own else samplers[-1]).__name__
+    return subset_fingerprint(dataset)
 
 
-def _stride(loader: DataLoader[Any], items: bool, world_size: int) -> int | None:
-    if items:
+def _custom_sampler_name(samplers: tuple[Any, ...]) -> str:
+    """Return the class name of the outermost sampler that is not torch's, else of the innermost one."""
+    custom = [part for part in samplers if not type(part).__module__.startswith("torch.")]
+    return type(custom[0] if custom else samplers[-1]).__name__
+
+
+def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int | None:
+    if prebatched:
         return world_size
     return None if loader.batch_size is None else world_size * loader.batch_size
 
 
-def _divided(length: int | None, by: int, drop_last: bool) -> int | None:
+def _divide(length: int | None, by: int, drop_last: bool) -> int | None:
     if length is None:
         return None
     return length // by if drop_last else -(-length // by)
 
 
-def _why_empty(loader: DataLoader[Any], world_size: int) -> str:
-    sizes = f"{sized(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
+def _describe_empty(loader: DataLoader[Any], world_size: int) -> str:
+    sizes = f"{len_or_none(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
     return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"

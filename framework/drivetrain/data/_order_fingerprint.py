@@ -1,4 +1,4 @@
-"""What a rank reads first of a source, in a form that ranks can compare before they train on it."""
+"""Fingerprints of what a rank reads first, which ranks compare before they train."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from torch.utils.data import ConcatDataset, Subset
 
 from drivetrain._runtime.transfer import row_major
 
-# Of a list of indices; enough to tell two orders apart.
-_LOOKED_AT = 4096
-_SHOWN = 6
+# How many indices of a list are hashed, which is enough to distinguish two orders.
+_MAX_HASHED = 4096
+_MAX_SHOWN = 6
 
 _UNKNOWN: Any = object()
 
 
-class FirstSight(NamedTuple):
-    """What a rank has read first.
+class OrderFingerprint(NamedTuple):
+    """The fingerprint of what a rank read first.
 
     Attributes:
-        name: of the sampler, or of what was iterated.
-        digest: of the first indices or of the first batch; None where nothing can be told.
-        common: every rank goes through the same order and takes its part of it; else each has data of its own.
+        name: the class name of the sampler or of the iterable.
+        digest: the digest of the first indices or of the first batch; None if it cannot be computed.
+        common: whether every rank iterates the same order and takes its part, so that digests must be equal. Otherwise
+            each rank reads its own data, and digests should differ.
     """
 
     name: str
@@ -37,58 +38,65 @@ class FirstSight(NamedTuple):
 
 
 def digest_of_indices(indices: Any) -> str:
-    """Return a digest of a nested list of sampler's indices, the same wherever they are the same."""
+    """Return a digest of a nested list of a sampler's indices, which does not depend on the process."""
     hashed = hashlib.blake2b(digest_size=8)
-    for value in _plain(indices):
+    for value in _index_tokens(indices):
         hashed.update(f"{value!r},".encode())
     return hashed.hexdigest()
 
 
 def digest_of_batch(batch: Any) -> str | None:
-    """Return a digest of all that a batch holds: tensors, arrays, texts, paths and numbers.
+    """Return a digest of a batch's tensors, arrays, texts, paths and numbers.
 
-    None where it holds nothing of the kind, or something else besides, in which batches may differ unseen.
+    Returns:
+        None if the batch holds none of these, or if it also holds other objects, in which batches could differ
+        without a difference in the digest.
     """
-    hashed, came = hashlib.blake2b(digest_size=8), False
+    hashed, has_value = hashlib.blake2b(digest_size=8), False
     for value in _leaves(batch):
         if value is _UNKNOWN:
             return None
-        came = True
+        has_value = True
         for part in _bytes_of(value):
             hashed.update(part)
-    return hashed.hexdigest() if came else None
+    return hashed.hexdigest() if has_value else None
 
 
-def subset_of(dataset: Any) -> list[Any] | None:
-    """Return which samples of a data set were chosen, in a few JSON-able values; None where all of it is read."""
-    indices = getattr(dataset, "indices", None)  # a subclass may do without
+def subset_fingerprint(dataset: Any) -> list[Any] | None:
+    """Return a short JSON-able description of the samples that a `Subset` selects; None if all samples are read."""
+    indices = getattr(dataset, "indices", None)  # A subclass may not have them.
     if isinstance(dataset, Subset) and indices is not None:
-        step = -(-len(indices) // _LOOKED_AT) or 1
-        seen = [_index(indices[position]) for position in range(0, len(indices), step)]
-        more = ["..."] if len(indices) > _SHOWN else []
-        return [*seen[:_SHOWN], *more, digest_of_indices(seen), *(subset_of(dataset.dataset) or [])]
+        step = -(-len(indices) // _MAX_HASHED) or 1
+        sampled = [_index_to_json(indices[position]) for position in range(0, len(indices), step)]
+        ellipsis = ["..."] if len(indices) > _MAX_SHOWN else []
+        return [
+            *sampled[:_MAX_SHOWN],
+            *ellipsis,
+            digest_of_indices(sampled),
+            *(subset_fingerprint(dataset.dataset) or []),
+        ]
     if isinstance(dataset, ConcatDataset):
-        parts = [subset_of(part) for part in dataset.datasets[:_LOOKED_AT]]
+        parts = [subset_fingerprint(part) for part in dataset.datasets[:_MAX_HASHED]]
         return None if all(part is None for part in parts) else parts
     return None
 
 
-def _index(value: Any) -> Any:
+def _index_to_json(value: Any) -> Any:
     try:
         return operator.index(value)
     except TypeError:
-        # Of other objects nothing is known that would be the same elsewhere.
+        # The repr of other objects may differ between processes.
         return str(value) if isinstance(value, str | bytes | float | tuple | Tensor) else type(value).__name__
 
 
-def _plain(value: Any) -> Iterator[Any]:
-    """Yield what tells indices apart, in a form that does not depend on the process."""
+def _index_tokens(value: Any) -> Iterator[Any]:
+    """Yield the parts of an index, or of a nested list of indices, in a form that does not depend on the process."""
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list | tuple):
         yield "["
-        for one in value:
-            yield from _plain(one)
+        for item in value:
+            yield from _index_tokens(item)
         yield "]"
     elif isinstance(value, str | bytes | float):
         yield value
@@ -96,7 +104,7 @@ def _plain(value: Any) -> Iterator[Any]:
         try:
             yield operator.index(value)
         except TypeError:
-            yield type(value).__name__  # nothing else is known of it that would be the same elsewhere
+            yield type(value).__name__  # Its repr may differ between processes.
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -105,11 +113,11 @@ def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, known if numpy is None else (*known, numpy.ndarray, numpy.generic)):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _leaves(one)
+        for item in value.values():
+            yield from _leaves(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _leaves(one)
+        for item in value:
+            yield from _leaves(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _leaves(getattr(value, field.name, None))
@@ -118,12 +126,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _bytes_of(value: Any) -> Iterator[Any]:
-    """Yield all of a value: of images, say, the first rows may be black everywhere."""
+    """Yield the bytes of a whole value; a part would not do, since images may have the same first rows."""
     if isinstance(value, Tensor):
         yield repr((tuple(value.shape), str(value.dtype))).encode()
         try:
             yield row_major(value.detach().cpu()).view(uint8).numpy()
-        except (RuntimeError, NotImplementedError, TypeError):  # of a layout or a dtype that has no bytes to show
+        except (RuntimeError, NotImplementedError, TypeError):  # The layout or dtype has no view as bytes.
             yield repr(value.detach()).encode()
     elif isinstance(value, str | bytes | int | float | complex | PurePath):
         yield repr(value).encode()

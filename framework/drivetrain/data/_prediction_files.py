@@ -1,7 +1,7 @@
-"""What written predictions consist of: a document that says of what they are, parts, and a manifest that commits them.
+"""The file format of written predictions: a start document, parts, and a manifest that commits the parts.
 
-A part is three files: tensors as safetensors, what is no tensor as JSON, and an index that is written last, says whose
-outputs they are, and makes the part count. docs/predictions.md describes them.
+A part has three files: tensors as safetensors, all other values as JSON, and an index. The index is written last and
+names the batches of the outputs; a part without it is ignored. docs/predictions.md describes the format.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from drivetrain.checkpoint._format.sealed_json import dump_with_checksum, has_va
 from drivetrain.checkpoint._format.tensor_reader import damage_error
 from drivetrain.errors import CheckpointError
 
-FORMAT = 1
-BEGINNING = "beginning.json"
+FORMAT_VERSION = 1
+START_DOCUMENT = "beginning.json"
 MANIFEST = "predictions.json"
 LOCK = "writing.lock"
-LONGEST = 2**28
-"""Bytes of a document."""
+MAX_DOCUMENT_BYTES = 2**28
+"""The maximum size of a document in bytes."""
 
 _STEM = r"part-\d{5,}-\d{6,}-[0-9a-f]{16}"
 _INDEX = re.compile(rf"({_STEM})\.index\.json")
-_OURS = re.compile(
-    rf"{_STEM}(\.index)?\.json|{_STEM}\.safetensors|\.?{MANIFEST}(-[0-9a-f]+)?|\.?{BEGINNING}(-[0-9a-f]+)?"
+_PREDICTION_FILE = re.compile(
+    rf"{_STEM}(\.index)?\.json|{_STEM}\.safetensors|\.?{MANIFEST}(-[0-9a-f]+)?|\.?{START_DOCUMENT}(-[0-9a-f]+)?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Whose output one is.
+    """Identifies the batch of an output.
 
     Attributes:
-        loader: which of the loaders.
-        batch: which micro-batch of this loader's on the rank.
-        rank: among those that get different data.
-        samples: how many.
-        runs: the indices of the samples in the data set, in the order of the output: of each run of consecutive ones
-            the first and how many they are. None where samples have no indices.
+        loader: the number of the loader.
+        batch: the number of the loader's micro-batch on the rank.
+        rank: the data rank.
+        samples: the number of samples in the batch.
+        runs: the data-set indices of the samples, in the order of the output, as runs of consecutive indices: each has
+            its first index and its length. None if samples have no indices.
     """
 
     loader: int
@@ -58,12 +58,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Several outputs.
+    """Several outputs that are stored together.
 
     Attributes:
-        stem: of its files' names.
-        entries: whose outputs they are.
-        files: its tensors, if any, and what is no tensor, by name.
+        stem: the common beginning of its files' names.
+        entries: the batches of its outputs.
+        files: the records of its files, by name: the tensors, if any, and the other values.
     """
 
     stem: str
@@ -83,127 +83,127 @@ class Part:
         return f"{self.stem}.safetensors"
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file name is one that written predictions may hold."""
-    return name == LOCK or _OURS.fullmatch(name) is not None
+def is_prediction_file(name: str) -> bool:
+    """Return whether a file name belongs to written predictions."""
+    return name == LOCK or _PREDICTION_FILE.fullmatch(name) is not None
 
 
-def stems_in(names: Sequence[str]) -> list[str]:
-    """Return the stems of the parts whose index is among the names of files."""
-    return sorted(found[1] for name in names if (found := _INDEX.fullmatch(name)))
+def part_stems(names: Sequence[str]) -> list[str]:
+    """Return the stems of the parts whose index is among the file names."""
+    return sorted(match[1] for name in names if (match := _INDEX.fullmatch(name)))
 
 
 # Documents
 
 
-def beginning(identity: Mapping[str, Any]) -> bytes:
-    """Return the document that says whose predictions of what these are going to be."""
-    return dump_with_checksum({"format": FORMAT, "identity": dict(identity)})
+def encode_start_document(identity: Mapping[str, Any]) -> bytes:
+    """Return the start document, which identifies the weights and data of the predictions."""
+    return dump_with_checksum({"format": FORMAT_VERSION, "identity": dict(identity)})
 
 
 def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
-    """Return what commits the parts.
+    """Return the manifest, which commits the parts.
 
     Args:
-        identity: as in the beginning.
-        parts: all of them.
-        indices: the record of each part's index, by name.
+        identity: the identity in the start document.
+        parts: all parts.
+        indices: the records of the parts' index files, by name.
     """
-    records = {name: one for part in parts for name, one in part.files.items()} | dict(indices)
+    records = {name: record for part in parts for name, record in part.files.items()} | dict(indices)
     return dump_with_checksum(
         {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "identity": dict(identity),
             "versions": versions(),
             "block_size": BLOCK,
             "parts": [part.stem for part in parts],
-            "files": {name: record_as_json(one) for name, one in records.items()},
+            "files": {name: record_as_json(record) for name, record in records.items()},
         }
     )
 
 
-def index_of(part: Part) -> bytes:
-    """Return a part's index."""
+def encode_part_index(part: Part) -> bytes:
+    """Return the content of a part's index file."""
     return dump_with_checksum(
         {
-            "format": FORMAT,
-            "entries": entries_as_json(part.entries),
-            "files": {name: record_as_json(one) for name, one in part.files.items()},
+            "format": FORMAT_VERSION,
+            "entries": entries_to_json(part.entries),
+            "files": {name: record_as_json(record) for name, record in part.files.items()},
         }
     )
 
 
-def part_of(stem: str, content: bytes, path: str) -> Part:
-    """Return a part from its index.
+def decode_part_index(stem: str, content: bytes, path: str) -> Part:
+    """Return a part from the content of its index file.
 
     Raises:
-        CheckpointError: it is damaged, or not whole.
+        CheckpointError: the index is damaged or incomplete.
     """
-    document = opened(content, f"{stem}.index.json", path)
+    document = parse_document(content, f"{stem}.index.json", path)
     try:
         return Part(stem, tuple(entries_from_json(document["entries"])), records_in(document))
     except (KeyError, TypeError, ValueError) as error:
         raise damage_error(path, f"{stem}.index.json cannot be read: {type(error).__name__}: {error}") from error
 
 
-def opened(content: bytes, name: str, path: str) -> dict[str, Any]:
-    """Return what one of the documents says.
+def parse_document(content: bytes, name: str, path: str) -> dict[str, Any]:
+    """Return the content of a document.
 
     Raises:
-        CheckpointError: it is damaged, or not whole, or of another format.
+        CheckpointError: the document is damaged or incomplete, or has another format.
     """
     if not has_valid_checksum(content):
-        raise damage_error(path, f"the checksum of {name} is another")
+        raise damage_error(path, f"the checksum of {name} does not match")
     document = parse_json(content)
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
         raise CheckpointError(
-            f"The predictions {path!r} are of another format.",
-            f"this version reads format {FORMAT}.",
+            f"The predictions {path!r} have another format.",
+            f"this version reads format {FORMAT_VERSION}.",
             "read them with the version that wrote them.",
         )
     return document
 
 
 def records_in(document: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """Return the records of files that a document holds."""
+    """Return the file records in a document."""
     return {
-        str(name): FileRecord(int(one["size"]), str(one["crc32"]), str(one.get("sha256", "")))
-        for name, one in document["files"].items()
+        str(name): FileRecord(int(record["size"]), str(record["crc32"]), str(record.get("sha256", "")))
+        for name, record in document["files"].items()
     }
 
 
-def entries_as_json(entries: Sequence[Entry]) -> list[list[Any]]:
-    """Return entries as JSON has them, their runs as one list of numbers."""
+def entries_to_json(entries: Sequence[Entry]) -> list[list[Any]]:
+    """Return entries as JSON-able lists, in which runs are one flat list of numbers."""
     return [
         [
-            one.loader,
-            one.batch,
-            one.rank,
-            one.samples,
-            None if one.runs is None else list(chain.from_iterable(one.runs)),
+            entry.loader,
+            entry.batch,
+            entry.rank,
+            entry.samples,
+            None if entry.runs is None else list(chain.from_iterable(entry.runs)),
         ]
-        for one in entries
+        for entry in entries
     ]
 
 
-def entries_from_json(said: Any) -> Iterator[Entry]:
-    """Yield what `entries_as_json` was given.
+def entries_from_json(entries: Any) -> Iterator[Entry]:
+    """Yield the entries that `entries_to_json` returned.
 
     Raises:
-        TypeError: it is nothing of the kind.
-        ValueError: likewise.
+        TypeError: the value has another structure.
+        ValueError: the value has another structure, or its numbers are inconsistent.
     """
-    for loader, batch, rank, samples, numbers in said:
+    for loader, batch, rank, samples, flat_runs in entries:
         if not all(type(number) is int and number >= 0 for number in (loader, batch, rank, samples)):
-            raise ValueError(f"an entry of {(loader, batch, rank, samples)}")
-        runs = None if numbers is None else tuple(zip(numbers[::2], numbers[1::2], strict=True))
+            raise ValueError(f"invalid entry {(loader, batch, rank, samples)}")
+        runs = None if flat_runs is None else tuple(zip(flat_runs[::2], flat_runs[1::2], strict=True))
         if runs is not None and sum(count for _, count in runs) != samples:
-            raise ValueError(f"{sum(count for _, count in runs)} indices of {samples} samples")
+            raise ValueError(f"{sum(count for _, count in runs)} indices for {samples} samples")
         yield Entry(loader, batch, rank, samples, runs)
 
 
-def runs_of(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return runs of consecutive indices, each by its first and how many they are."""
+def index_runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the runs of consecutive indices, each with its first index and its length."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and index == sum(runs[-1]):
@@ -213,8 +213,8 @@ def runs_of(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def whole_numbers(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
-    """Return a batch's indices where they are whole numbers, by which samples can be put in order."""
+def as_integer_indices(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
+    """Return a batch's indices as integers; None if they are unknown or not integers."""
     if indices is None:
         return None
     try:
@@ -224,8 +224,8 @@ def whole_numbers(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def speaking_of_predictions(path: str) -> Iterator[None]:
-    """Within it, what the pieces of the checkpoint's format say of a checkpoint is said of predictions."""
+def describe_errors_as_predictions(path: str) -> Iterator[None]:
+    """Context manager that rewords checkpoint errors, so that they describe predictions."""
     try:
         yield
     except CheckpointError as error:
@@ -240,6 +240,12 @@ def speaking_of_predictions(path: str) -> Iterator[None]:
                 what = what.replace(of_a_checkpoint, of_predictions, 1)
         if what == error.what:
             raise
-        kept = isinstance(error, StorageError)
-        fix = error.fix if kept else "check the path; what is damaged can be predicted anew, to another path."
-        raise type(error)(what, error.why if kept else error.why.replace("a checkpoint", "it"), fix) from error
+        is_storage_error = isinstance(error, StorageError)
+        fix = (
+            error.fix
+            if is_storage_error
+            else "check the path; damaged predictions can be written again, to another path."
+        )
+        raise type(error)(
+            what, error.why if is_storage_error else error.why.replace("a checkpoint", "it"), fix
+        ) from error

@@ -1,4 +1,4 @@
-"""Copying the next batch to a CUDA device while the current one computes."""
+"""Prefetcher: copy the next batch to a CUDA device while the current one computes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from drivetrain._runtime.transfer import map_tensors, move_to
 
 
 class InFlight(NamedTuple):
-    """A batch under way, and the event that marks its arrival."""
+    """A batch that is being copied, and the event that marks the end of the copy."""
 
     batch: Any
     arrived: torch.cuda.Event
 
 
 class Prefetcher:
-    """Sends batches to a CUDA device on a stream of its own.
+    """Copies batches to a CUDA device on a separate stream.
 
-    `send` the next batch, compute on the current one, then `receive` the next: the host waits for neither.
-
-    Tensors are pinned and copied; nothing else is done on that stream, which waits for nobody.
+    Call `send` with the next batch, compute on the current one, then call `receive` for the next. The host waits for
+    neither. Tensors are pinned before they are copied.
 
     Args:
         device: the CUDA device.
@@ -35,17 +34,18 @@ class Prefetcher:
         self._opaque = False
 
         self.send: Callable[[Any], InFlight] = self._send
-        """Starts the copy of a batch."""
+        """Starts copying a batch."""
         self.receive: Callable[[InFlight], Any] = self._receive
-        """Returns the batch; what the current stream does from here on waits for its arrival."""
+        """Returns the copied batch, after making the current stream wait for the copy."""
 
     def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put something around `send` and `receive`."""
+        """Wrap `send` and `receive`."""
         self.send, self.receive = around(self.send), around(self.receive)
 
     def _send(self, batch: Any) -> InFlight:
         if self._opaque:
-            # The memory of objects we cannot look into comes back for this copy while an earlier step may read it.
+            # The tensors of unknown objects cannot be recorded on the stream that uses them, so that this copy could
+            # reuse memory that an earlier step still reads.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             moved = self._copy(batch)
@@ -61,7 +61,7 @@ class Prefetcher:
             if not isinstance(value, Tensor):
                 self._opaque = True
             elif value.is_cuda:
-                # The allocator must not give the memory to a later copy before this stream is through with it.
+                # The allocator must not give the memory to a later copy while this stream still uses it.
                 value.record_stream(current)
             return value
 

@@ -1,4 +1,4 @@
-"""What was read ahead of training, and the random draws that came with it: a resumed run reads it, and draws, again."""
+"""RngReplay: save and restore random generators around batches that are read ahead of training."""
 
 from __future__ import annotations
 
@@ -10,112 +10,115 @@ from typing import Any
 import torch
 
 from drivetrain._runtime.generators import generator_states, kept_generators, noted_generators, set_generators
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 
-Pairs = Iterator[tuple[Any, Share]]
+Pairs = Iterator[tuple[Any, BatchShard]]
 
 
-class ReadAhead:
-    """Follows the reading of an epoch and knows where the generators stood before each batch not yet trained on.
+class RngReplay:
+    """Records the generators' states before each batch that was read but not yet trained on.
 
-    Batches may be read before those ahead of them are trained on: a whole window at once, or one on its way to the
-    device. What a data set in this process drew for them has moved the generators on by the time of a save. To come
-    back to that very place, each of these batches is read again from where the generators stood before it, and then
-    they are put where they stood at the save.
+    Batches are read ahead of training: a whole window at once, or one that is being copied to the device. A data set
+    in this process may draw random numbers for them, so at the time of a save the generators are already past these
+    draws. A resumed run restores the state from before each of these batches while it reads the batch again, and then
+    the state at the save.
 
     Args:
-        device: whose generator counts besides the host's.
+        device: the device whose generator is saved besides the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._before: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
+        self._states_before: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
         self._read = 0
         self._final: Any = None
-        self._held: Any = None
-        self._again: deque[Any] = deque()  # where they are put one after the other as reading goes on
+        self._set_aside: Any = None
+        self._to_replay: deque[Any] = deque()  # The states to restore, one before each batch, and the one at the save.
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
-        """Return ``pairs``, which are taken note of where they may be read ahead of training.
+        """Return ``pairs`` as an iterator that records or restores generator states as batches are read.
 
         Args:
             pairs: the epoch's batches from ``first`` on.
             first: the number of the first of them.
-            trained: how many of the epoch's micro-batches were trained on; None where none is read ahead, or where
-                reading draws nothing in this process.
+            trained: returns how many of the epoch's micro-batches were trained on; None if none is read ahead, or if
+                reading draws no random numbers in this process.
         """
-        self._before.clear()
+        self._states_before.clear()
         self._read = first
         if trained is not None:
-            return self._noted(pairs, trained)
-        return self._resumed(pairs) if self._again else pairs
+            return self._record_and_yield(pairs, trained)
+        return self._replay_and_yield(pairs) if self._to_replay else pairs
 
     def state(self, trained: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
+        """Return the state for a checkpoint, after ``trained`` of the epoch's micro-batches were trained on."""
         return self.noted(trained)()
 
     def noted(self, trained: int) -> Callable[[], dict[str, Any]]:
-        """Take note of what `state` returns now, and return what gives it later."""
-        if self._again:  # a resumed run has not come to reading yet
-            *resumed, last = self._again
+        """Capture what `state` would return now, and return a function that returns it later."""
+        if self._to_replay:  # A resumed run has not started reading yet.
+            *resumed, last = self._to_replay
             return lambda: {"ahead": resumed, "now": last}
-        ahead = [states for number, states in self._before if trained <= number < self._read]
-        known = self._final or self._held
-        now = noted_generators(self.device) if known is None else lambda: known
-        return lambda: {"ahead": [states() for states in ahead], "now": now()}
+        ahead = [states for number, states in self._states_before if trained <= number < self._read]
+        fixed = self._final or self._set_aside
+        current = noted_generators(self.device) if fixed is None else lambda: fixed
+        return lambda: {"ahead": [states() for states in ahead], "now": current()}
 
     @contextmanager
-    def aside(self, own: Iterable[Any] = ()) -> Iterator[None]:
-        """Put all generators back afterwards, ``own`` of the user's too; until then `state` tells where they stood."""
-        with kept_generators(self.device, own) as self._held:
+    def aside(self, user_generators: Iterable[Any] = ()) -> Iterator[None]:
+        """Restore all generators on exit, including the user's; until then `state` reports their states on entry."""
+        with kept_generators(self.device, user_generators) as self._set_aside:
             try:
                 yield
             finally:
-                self._held = None
+                self._set_aside = None
 
     def end(self) -> None:
-        """The run is over: what the generators do from here on is none of its business."""
+        """Freeze the reported state: later changes to the generators do not belong to the run."""
         self._final = generator_states(self.device)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave as soon as the epoch's reading begins."""
-        self._again = deque([*state["ahead"], state["now"]])
+        """Resume from what `state` returned when the epoch is read next."""
+        self._to_replay = deque([*state["ahead"], state["now"]])
 
     def settle(self) -> None:
-        """Put the generators where they stood at the save, where nothing is to be read before that."""
-        if self._again:
-            set_generators(self._again.pop(), self.device)
-            self._again.clear()
+        """Restore the generators' state at the save, if no batch has to be read again before."""
+        if self._to_replay:
+            set_generators(self._to_replay.pop(), self.device)
+            self._to_replay.clear()
 
-    def before_reading(self, run: Callable[[], object]) -> None:
-        """Call ``run`` where the run that was saved would have called it, before anything is read again."""
-        if not self._again:
+    def call_before_replay(self, run: Callable[[], object]) -> None:
+        """Call ``run`` with the generators' state at the save, before any batch is read again.
+
+        The saved run would have called it after the save. The states that it leaves replace those at the save.
+        """
+        if not self._to_replay:
             run()
             return
-        set_generators(self._again[-1], self.device)
+        set_generators(self._to_replay[-1], self.device)
         run()
-        self._again[-1] = generator_states(self.device)
+        self._to_replay[-1] = generator_states(self.device)
 
-    def _noted(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
-        self._go_back()
+    def _record_and_yield(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
+        self._restore_next()
         while True:
             done = trained()
-            while self._before and self._before[0][0] < done:
-                self._before.popleft()
-            self._before.append((self._read, noted_generators(self.device)))
+            while self._states_before and self._states_before[0][0] < done:
+                self._states_before.popleft()
+            self._states_before.append((self._read, noted_generators(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return
             self._read += 1
-            self._go_back()
+            self._restore_next()
             yield pair
 
-    def _resumed(self, pairs: Pairs) -> Pairs:
-        # What draws nothing in this process may be read from anywhere.
-        while self._again:
-            self._go_back()
+    def _replay_and_yield(self, pairs: Pairs) -> Pairs:
+        # Reading draws nothing in this process, so only the last state matters.
+        while self._to_replay:
+            self._restore_next()
         yield from pairs
 
-    def _go_back(self) -> None:
-        if self._again:
-            set_generators(self._again.popleft(), self.device)
+    def _restore_next(self) -> None:
+        if self._to_replay:
+            set_generators(self._to_replay.popleft(), self.device)

@@ -1,4 +1,4 @@
-"""What a step returned for a batch, taken apart by samples."""
+"""Split the output of a step into the outputs of single samples, and concatenate outputs."""
 
 from __future__ import annotations
 
@@ -9,109 +9,113 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS, EACH, WHOLE = "rows", "each", "whole"
-"""A tensor with a row for each sample; a list or tuple with an entry for each; what belongs to the only sample."""
+TENSOR, LIST, WHOLE = "rows", "each", "whole"
+"""A tensor with a row per sample; a list or tuple with an entry per sample; any value, of a batch with one sample."""
 
 Layout = str | list[Any] | dict[Any, Any] | None
 
 
 def layout_of(value: Any, samples: int) -> Layout:
-    """Return how ``value``, made of so many samples, falls apart; None where it does not.
+    """Return how ``value``, the output for ``samples`` samples, is split by sample; None if it cannot be split.
 
-    A tensor by its first dimension; a dict by each of its values. A list or tuple of tensors that all do so is taken
-    for several outputs, and any other one for an entry of each sample where it has as many.
+    A tensor is split along its first dimension, and a dict by splitting its values. A list or tuple that contains
+    splittable tensors counts as several outputs; any other one has to have an entry per sample.
     """
     if isinstance(value, Tensor):
-        found: Layout = ROWS if value.dim() and value.shape[0] == samples else None
+        layout: Layout = TENSOR if value.dim() and value.shape[0] == samples else None
     elif isinstance(value, Mapping):
         inner = {key: layout_of(part, samples) for key, part in value.items()}
-        found = None if None in inner.values() else inner
+        layout = None if None in inner.values() else inner
     elif isinstance(value, list | tuple):
         parts = [layout_of(part, samples) for part in value]
-        found = EACH if len(value) == samples else None
+        layout = LIST if len(value) == samples else None
         if parts and None not in parts and any(map(_has_rows, parts)):
-            found = parts
+            layout = parts
     else:
-        found = None
-    return WHOLE if found is None and samples == 1 else found
+        layout = None
+    return WHOLE if layout is None and samples == 1 else layout
 
 
 def rows_of(value: Any, layout: Layout, rows: Sequence[int]) -> Any:
-    """Return ``value`` with these of its samples alone, in the same structure.
+    """Return the given samples of ``value``, in the same structure.
 
     Raises:
-        ValueError: it does not fall apart as ``layout`` says.
+        ValueError: the value does not match ``layout``.
     """
     if layout == WHOLE:
         return value
-    if layout == ROWS:
-        return _checked(value, Tensor)[list(rows)]
-    if layout == EACH:
-        return type(value)(_checked(value, list | tuple)[row] for row in rows)
-    return _each_part(value, layout, lambda part, inner: rows_of(part, inner, rows))
+    if layout == TENSOR:
+        return _require_type(value, Tensor)[list(rows)]
+    if layout == LIST:
+        return type(value)(_require_type(value, list | tuple)[row] for row in rows)
+    return _map_parts(value, layout, lambda part, inner: rows_of(part, inner, rows))
 
 
 def sample_of(value: Any, layout: Layout, row: int) -> Any:
-    """Return what ``value`` has of one sample: of a tensor of shape (n, ...) one of shape (...).
+    """Return one sample of ``value``: of a tensor of shape (n, ...), a copy of a row of shape (...).
 
     Raises:
-        ValueError: it does not fall apart as ``layout`` says.
+        ValueError: the value does not match ``layout``.
     """
     if layout == WHOLE:
         return value
-    if layout == ROWS:
-        return _checked(value, Tensor)[row].clone()
-    if layout == EACH:
-        return copy.deepcopy(_checked(value, list | tuple)[row])
-    return _each_part(value, layout, lambda part, inner: sample_of(part, inner, row))
+    if layout == TENSOR:
+        return _require_type(value, Tensor)[row].clone()
+    if layout == LIST:
+        return copy.deepcopy(_require_type(value, list | tuple)[row])
+    return _map_parts(value, layout, lambda part, inner: sample_of(part, inner, row))
 
 
-def joined(values: Sequence[Any], layout: Layout) -> Any:
-    """Return several as one: tensors along their first dimension, and lists one after the other.
+def concatenate(values: Sequence[Any], layout: Layout) -> Any:
+    """Return the concatenation of several outputs: of tensors along their first dimension, and of lists.
 
     Raises:
-        ValueError: they do not fall apart as ``layout`` says, or tensors do not fit each other.
+        ValueError: an output does not match ``layout``, or tensors have incompatible shapes.
     """
     if layout == WHOLE:
         return list(values)
-    if layout == ROWS:
+    if layout == TENSOR:
         try:
-            return torch.cat([_checked(value, Tensor) for value in values])
+            return torch.cat([_require_type(value, Tensor) for value in values])
         except RuntimeError as error:
-            raise ValueError(f"tensors of different samples do not fit together: {error}") from error
-    if layout == EACH:
-        return type(values[0])(one for value in values for one in _checked(value, list | tuple))
+            raise ValueError(f"tensors of different batches cannot be concatenated: {error}") from error
+    if layout == LIST:
+        return type(values[0])(one for value in values for one in _require_type(value, list | tuple))
     if isinstance(layout, dict):
-        return {key: joined([_checked(value, Mapping)[key] for value in values], layout[key]) for key in layout}
+        return {
+            key: concatenate([_require_type(value, Mapping)[key] for value in values], layout[key]) for key in layout
+        }
     assert isinstance(layout, list)
-    columns = zip(*(_checked(value, list | tuple) for value in values), strict=True)
-    return type(values[0])(joined(column, inner) for column, inner in zip(columns, layout, strict=True))
+    columns = zip(*(_require_type(value, list | tuple) for value in values), strict=True)
+    return type(values[0])(concatenate(column, inner) for column, inner in zip(columns, layout, strict=True))
 
 
-def joined_layout(layout: Layout) -> Layout:
-    """Return how what `joined` gave falls apart."""
+def concatenated_layout(layout: Layout) -> Layout:
+    """Return the layout of what `concatenate` returned."""
     if isinstance(layout, dict):
-        return {key: joined_layout(inner) for key, inner in layout.items()}
+        return {key: concatenated_layout(inner) for key, inner in layout.items()}
     if isinstance(layout, list):
-        return [joined_layout(inner) for inner in layout]
-    return EACH if layout == WHOLE else layout
+        return [concatenated_layout(inner) for inner in layout]
+    return LIST if layout == WHOLE else layout
 
 
-def _each_part(value: Any, layout: Layout, take: Any) -> Any:
+def _map_parts(value: Any, layout: Layout, take: Any) -> Any:
     if isinstance(layout, dict):
-        if _checked(value, Mapping).keys() != layout.keys():
-            raise ValueError(f"the keys {list(value)} are not those of other batches, {list(layout)}")
+        if _require_type(value, Mapping).keys() != layout.keys():
+            raise ValueError(f"the keys {list(value)} differ from those of other batches, {list(layout)}")
         return {key: take(value[key], layout[key]) for key in layout}
     assert isinstance(layout, list)
-    return type(value)(take(part, inner) for part, inner in zip(_checked(value, list | tuple), layout, strict=True))
+    return type(value)(
+        take(part, inner) for part, inner in zip(_require_type(value, list | tuple), layout, strict=True)
+    )
 
 
 def _has_rows(layout: Layout) -> bool:
     parts = layout.values() if isinstance(layout, dict) else layout if isinstance(layout, list) else ()
-    return layout == ROWS or any(map(_has_rows, parts))
+    return layout == TENSOR or any(map(_has_rows, parts))
 
 
-def _checked(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"a {type(value).__name__} stands where other batches have another type")
+def _require_type(value: Any, expected: Any) -> Any:
+    if not isinstance(value, expected):
+        raise ValueError(f"other batches have another type in place of a {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""What stands in a `DataLoader` in place of its sampler, and tells the shares of what it asks for."""
+"""Samplers that replace a `DataLoader`'s own: they request this rank's samples and report the shard of each request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from drivetrain._runtime.generators import generator_states, set_generators
-from drivetrain.data._custom_samplers import Group, SamplerDraws
-from drivetrain.data._sharding import START, Deal, Origin, Share
-from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatch
+from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng
+from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
+from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
 from drivetrain.data.order import Order
 from drivetrain.errors import ConfigurationError
 
@@ -21,38 +21,38 @@ Entry = TypeVar("Entry")
 
 _HOST = torch.device("cpu")
 
-# Global micro-batches that a user's sampler is read ahead: swapping all generators twice costs far more than a draw.
-_READ_AHEAD = 32
+# Global micro-batches that are read from a custom sampler at once. Swapping all generators costs far more than a draw.
+_BLOCK_SIZE = 32
 
 
-class Feed(ABC):
-    """A batch sampler (or sampler) of this rank's part, restarted at any micro-batch of any epoch.
+class RankSampler(ABC):
+    """Batch sampler (or sampler) of this rank's part, which can start at any micro-batch of any epoch.
 
     Args:
-        length: micro-batches that an epoch is said to have; None where the sampler does not say.
-        items: the data set holds whole batches, so that an index stands by itself rather than in a list.
-        keyed: requests go to workers, and carry which micro-batch they are for.
+        length: the number of micro-batches that the sampler declares for an epoch; None if it declares none.
+        prebatched: the data set holds whole batches, so that a request is a single index rather than a list.
+        keyed: requests go to workers and carry the key of their micro-batch.
     """
 
-    certain = False
-    """Whether an epoch has ``length`` micro-batches, whatever a sampler says."""
+    length_is_exact = False
+    """Whether every epoch has exactly ``length`` micro-batches."""
 
-    def __init__(self, length: int | None, items: bool, keyed: bool) -> None:
+    def __init__(self, length: int | None, prebatched: bool, keyed: bool) -> None:
         self.length = length
-        self._items = items
+        self._prebatched = prebatched
         self._keyed = keyed
         self._epoch = 0
         self._start = 0
-        self._origin = START
-        self.told: deque[list[Any]] | None = None
-        """Where the indices of each request are told as it is made; None where nobody wants to know."""
+        self._origin = EPOCH_START
+        self.requested: deque[list[Any]] | None = None
+        """Receives the indices of each request when it is made; None if they are not recorded."""
 
     @abstractmethod
-    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
-        """Say where the next iteration starts, and return the shares of what it will ask for; see `BatchSource`."""
+    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+        """Set where the next iteration starts, and return the shards of its requests; see `BatchSource.epoch`."""
 
-    def shares(self, start: int, origin: Origin = START) -> Iterator[Share] | None:
-        """Return what `begin` returns, without beginning anything; None where it shows only as the sampler is read."""
+    def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
+        """Return the shards that `begin` would return; None if they are known only when the sampler is read."""
         return None
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
@@ -65,10 +65,10 @@ class Feed(ABC):
 
     @abstractmethod
     def _blocks(self) -> Iterator[list[Any]]:
-        """Yield the requests of the epoch begun last, a block of micro-batches at a time."""
+        """Yield the requests of the epoch that `begin` set, in blocks of several micro-batches."""
 
     def __iter__(self) -> Iterator[Any]:
-        # `DataLoader` may ask for two iterators and use the second: nothing is drawn before the first `next`.
+        # `DataLoader` may create two iterators and use the second, so nothing is drawn before the first `next`.
         return chain.from_iterable(self._blocks())
 
     def __len__(self) -> int:
@@ -84,12 +84,12 @@ class Feed(ABC):
         """See `BatchSource`."""
 
     def _requests(self, block: list[list[Any]], epoch: int, first: int) -> list[Any]:
-        if self.told is not None:
-            self.told.extend(block)
+        if self.requested is not None:
+            self.requested.extend(block)
         if not self._keyed:
-            return [indices[0] for indices in block] if self._items else block
-        keys = map(MicroBatch._make, zip([epoch] * len(block), count(first), strict=False))
-        if self._items:
+            return [indices[0] for indices in block] if self._prebatched else block
+        keys = map(MicroBatchKey._make, zip([epoch] * len(block), count(first), strict=False))
+        if self._prebatched:
             return [KeyedIndex(indices[0], key) for indices, key in zip(block, keys, strict=True)]
         requests = []
         for indices, key in zip(block, keys, strict=True):
@@ -99,32 +99,34 @@ class Feed(ABC):
         return requests
 
 
-class DealtFeed(Feed):
-    """Asks for the samples of an order of ours: any micro-batch can be the first, at no cost.
+class ShardedSampler(RankSampler):
+    """`RankSampler` over an `Order`, which starts at any micro-batch without iterating over those before it.
 
     Args:
-        deal: how the epoch is dealt.
-        order_of: the order of an epoch.
-        items: see `Feed`.
-        keyed: see `Feed`.
+        sharding: how the epoch is sharded over the ranks.
+        order_of: returns the order of an epoch.
+        prebatched: see `RankSampler`.
+        keyed: see `RankSampler`.
     """
 
-    certain = True
+    length_is_exact = True
 
-    def __init__(self, deal: Deal, order_of: Callable[[int], Order], items: bool, keyed: bool) -> None:
-        super().__init__(deal.length, items, keyed)
-        self._deal = deal
+    def __init__(
+        self, sharding: EpochSharding, order_of: Callable[[int], Order], prebatched: bool, keyed: bool
+    ) -> None:
+        super().__init__(sharding.length, prebatched, keyed)
+        self._sharding = sharding
         self._order_of = order_of
 
-    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
         self._epoch, self._start, self._origin = epoch, start, origin
-        return chain(self.shares(start, origin), _surplus())
+        return chain(self.shards(start, origin), _raise_surplus())
 
-    def shares(self, start: int, origin: Origin = START) -> Iterator[Share]:
-        return chain.from_iterable(self._deal.rest(origin.samples).shares(start - origin.number))
+    def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+        return chain.from_iterable(self._sharding.remaining(origin.samples).shards(start - origin.number))
 
     def indices(self, epoch: int) -> Iterator[list[Any]]:
-        return chain.from_iterable(self._deal.indices(self._order_of(epoch)))
+        return chain.from_iterable(self._sharding.indices(self._order_of(epoch)))
 
     def count(self, epoch: int) -> int | None:
         return self.length
@@ -132,63 +134,66 @@ class DealtFeed(Feed):
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin)
 
-    def _blocks_from(self, epoch: int, first: int, origin: Origin) -> Iterator[list[Any]]:
-        for block in self._deal.rest(origin.samples).indices(self._order_of(epoch), first - origin.number):
+    def _blocks_from(self, epoch: int, first: int, origin: ShardingOrigin) -> Iterator[list[Any]]:
+        for block in self._sharding.remaining(origin.samples).indices(self._order_of(epoch), first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)
 
 
-class StreamFeed(Feed):
-    """Asks for what a user's sampler yields, in its order.
+class ShardedCustomSampler(RankSampler):
+    """`RankSampler` over a custom sampler, whose order it keeps.
 
-    Every rank goes through the whole of it and keeps its own part, so that all know each other's shares. A start
-    within the epoch goes through the indices before it, not through the samples.
+    Every rank iterates the whole sampler and keeps its own part, so that all know each other's shards. Starting within
+    the epoch iterates over the indices before the start, but reads no samples.
 
     Args:
-        groups_of: start the sampler anew, leave out its first so many samples, and return global micro-batches.
-        draws_of: the generators that it draws from in an epoch; None leaves it the process's own.
-        rank: this rank.
-        alone: other ranks' samplers are not known here, so that totals are not either.
-        length: see `Feed`.
-        items: see `Feed`.
-        keyed: see `Feed`.
+        start_groups: restarts the sampler, skips the given number of samples and returns the global micro-batches.
+        rng_for_epoch: returns the generators that the sampler draws from in an epoch; None if it draws from the
+            process's own.
+        rank: this process's data rank.
+        rank_local: the samplers of other ranks are unknown, and therefore the totals as well.
+        length: see `RankSampler`.
+        prebatched: see `RankSampler`.
+        keyed: see `RankSampler`.
     """
 
     def __init__(
         self,
-        groups_of: Callable[[int], Iterator[Group]],
-        draws_of: Callable[[int], SamplerDraws] | None,
+        start_groups: Callable[[int], Iterator[GlobalBatch]],
+        rng_for_epoch: Callable[[int], SamplerRng] | None,
         rank: int,
-        alone: bool,
+        rank_local: bool,
         length: int | None,
-        items: bool,
+        prebatched: bool,
         keyed: bool,
     ) -> None:
-        super().__init__(length, items, keyed)
-        self._groups_of = groups_of
-        self._draws_of = draws_of
+        super().__init__(length, prebatched, keyed)
+        self._start_groups = start_groups
+        self._rng_for_epoch = rng_for_epoch
         self._rank = rank
-        self._alone = alone
-        self._began: dict[str, Any] | None = None  # where the process's generators stood before the sampler drew
-        self._shares: deque[Share] = deque()
-        self.first: list[Group] | None = None
-        """The first groups that were drawn."""
+        self._rank_local = rank_local
+        self._rng_at_epoch_start: dict[str, Any] | None = None
+        self._shards: deque[BatchShard] = deque()
+        self.first: list[GlobalBatch] | None = None
+        """The first block of global micro-batches that was drawn."""
 
-    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
-        self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
-        return chain(drained(self._shares), _surplus())
+    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+        self._epoch, self._start, self._origin, self._shards = epoch, start, origin, deque()
+        return chain(drain(self._shards), _raise_surplus())
 
     def count(self, epoch: int) -> int | None:
-        if self._draws_of is None:
-            return None  # it would draw from the process's generators
-        return sum(len(groups) for groups in self._read(epoch, 0))
+        if self._rng_for_epoch is None:
+            return None  # Counting would draw from the process's generators.
+        return sum(len(groups) for groups in self._read_groups(epoch, 0))
 
     def _blocks(self) -> Iterator[list[Any]]:
-        return self._blocks_from(self._epoch, self._start, self._origin, self._shares)
+        return self._blocks_from(self._epoch, self._start, self._origin, self._shards)
 
-    def _blocks_from(self, epoch: int, start: int, origin: Origin, shares: deque[Share]) -> Iterator[list[Any]]:
+    def _blocks_from(
+        self, epoch: int, start: int, origin: ShardingOrigin, shards: deque[BatchShard]
+    ) -> Iterator[list[Any]]:
         position, number = origin
-        for groups in self._read(epoch, origin.samples):
+        for groups in self._read_groups(epoch, origin.samples):
             if self.first is None:
                 self.first = groups
             first = number
@@ -201,92 +206,92 @@ class StreamFeed(Feed):
                     continue
                 indices, bounds, _ = group
                 low, high = bounds[self._rank], bounds[self._rank + 1]
-                total = None if self._alone else len(indices)
+                total = None if self._rank_local else len(indices)
                 if low == high:
                     requests.append(indices[:1])
-                    shares.append(Share(0, total, True, position))
+                    shards.append(BatchShard(0, total, True, position))
                 else:
                     requests.append(indices[low:high])
-                    shares.append(Share(high - low, total, False, position + low))
+                    shards.append(BatchShard(high - low, total, False, position + low))
                 position += len(indices)
             if requests:
                 yield self._requests(requests, epoch, first)
 
-    def _read(self, epoch: int, done: int) -> Iterator[list[Group]]:
-        if self._draws_of is None:
-            # The sampler draws from the process's generators, when a loop written by hand would.
-            for group in self._from_the_process(done):
+    def _read_groups(self, epoch: int, skip: int) -> Iterator[list[GlobalBatch]]:
+        if self._rng_for_epoch is None:
+            # The sampler draws one group at a time, at the moments at which a plain PyTorch loop would draw.
+            for group in self._read_with_process_rng(skip):
                 yield [group]
             return
-        draws = self._draws_of(epoch)
-        groups: Iterator[Group] | None = None
+        rng = self._rng_for_epoch(epoch)
+        groups: Iterator[GlobalBatch] | None = None
         while True:
-            with draws:
+            with rng:
                 if groups is None:
-                    groups = self._groups_of(done)
-                block = list(islice(groups, _READ_AHEAD))
+                    groups = self._start_groups(skip)
+                block = list(islice(groups, _BLOCK_SIZE))
             if not block:
                 return
             yield block
 
-    def _from_the_process(self, done: int) -> Iterator[Group]:
-        """Start the sampler; for a start within the epoch from where the generators stood as the epoch began."""
-        groups = self._groups_of(done)
-        if self._start == 0 or self._began is None:
-            self._began = generator_states(_HOST)
+    def _read_with_process_rng(self, skip: int) -> Iterator[GlobalBatch]:
+        """Start the sampler; when resuming within an epoch, with the generators' states at the epoch's start."""
+        groups = self._start_groups(skip)
+        if self._start == 0 or self._rng_at_epoch_start is None:
+            self._rng_at_epoch_start = generator_states(_HOST)
             return groups
-        now = generator_states(_HOST)
-        set_generators(self._began, _HOST)
+        current = generator_states(_HOST)
+        set_generators(self._rng_at_epoch_start, _HOST)
         first = list(islice(groups, self._start - self._origin.number + 1))
-        set_generators(now, _HOST)
+        set_generators(current, _HOST)
         return chain(first, groups)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"began": self._began}
+        return {"began": self._rng_at_epoch_start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._began = state["began"]
+        self._rng_at_epoch_start = state["began"]
 
 
-class _Surplus(ConfigurationError):
-    """The loader gave more batches than its sampler asked for."""
+class _SurplusBatchError(ConfigurationError):
+    """Raised if a loader yields more batches than its sampler requested."""
 
 
-def complete(shares: Iterator[Share]) -> Iterator[NoReturn]:
-    """Yield nothing, and refuse a loader that ended while there were shares left.
+def check_exhausted(shards: Iterator[BatchShard]) -> Iterator[NoReturn]:
+    """Yield nothing, and raise if shards are left.
 
     Raises:
-        ConfigurationError: it did.
+        ConfigurationError: the loader ended before it yielded all batches that its sampler requested.
     """
     yield from ()
     try:
-        missing = next(shares)
-    except _Surplus:
+        missing = next(shards)
+    except _SurplusBatchError:
         return
     raise ConfigurationError(
-        f"the loader ended early: the batch for sample {missing.start} of the epoch's order never came",
-        "its sampler asked for more batches than the loader gave, and the other ranks count on all of them",
+        f"the loader ended early: it yielded no batch for sample {missing.start} of the epoch's order",
+        "its sampler requested more batches than the loader yielded, and the other ranks rely on all of them",
         "let the DataLoader subclass yield one batch for each batch of indices, or pass any iterable of batches",
     )
 
 
-def drained(queue: deque[Entry]) -> Iterator[Entry]:
-    """Yield and forget what is in a queue, also what comes into it meanwhile."""
+def drain(queue: deque[Entry]) -> Iterator[Entry]:
+    """Pop and yield the entries of a queue until it is empty, including those added meanwhile."""
     while queue:
         yield queue.popleft()
 
 
-def _surplus() -> Iterator[Share]:
+def _raise_surplus() -> Iterator[BatchShard]:
     yield from ()
-    raise _Surplus(
-        "the loader gave more batches than its sampler asked for",
-        "how many samples the batches hold is known from the sampler, and these are not",
+    raise _SurplusBatchError(
+        "the loader yielded more batches than its sampler requested",
+        "the number of samples in a batch comes from the sampler, which does not know these batches",
         "let the DataLoader subclass yield one batch for each batch of indices, or pass any iterable of batches",
     )
 
 
-def sized(sampler: Iterable[Any]) -> int | None:
-    """Return ``len(sampler)``, or None where it has none."""
+def len_or_none(sampler: Iterable[Any]) -> int | None:
+    """Return ``len(sampler)``, or None if it has no length."""
     try:
         return len(sampler)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

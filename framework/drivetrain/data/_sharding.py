@@ -1,4 +1,4 @@
-"""Dealing: which rank takes which samples of an epoch. Pure arithmetic; nothing here talks or reads data."""
+"""Sharding: which rank gets which samples of an epoch. Pure arithmetic without communication or reading of data."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 
 from drivetrain.data.order import Order
 
-# How many sample indices are worked out at once: enough that torch's overhead is lost in it, and few enough that an
-# epoch starts at once.
+# How many sample indices are computed at once: enough to amortise torch's overhead, and few enough that an epoch starts
+# without delay.
 _BLOCK_SAMPLES = 4096
 
 
-class Share(NamedTuple):
-    """What of a global micro-batch this rank holds.
+class BatchShard(NamedTuple):
+    """One rank's part of a global micro-batch.
 
     Attributes:
-        samples: how many samples of it are this rank's; zero where it joins. The rank's weight by default.
-        total: the samples of all ranks together; None where they are not known without talking.
-        joins: there was no sample for this rank, and its batch is the first sample of the global micro-batch.
-        start: position in the epoch's order of the batch's first sample.
+        samples: the number of this rank's samples, by default its weight; zero if it joins.
+        total: the number of samples of all ranks; None if knowing it needs communication.
+        joins: whether there is no sample for this rank, whose batch is the first sample of the global micro-batch
+            instead.
+        start: the position of the batch's first sample in the epoch's order.
     """
 
     samples: int
@@ -32,46 +33,49 @@ class Share(NamedTuple):
     start: int
 
 
-class Origin(NamedTuple):
-    """Where the dealing of an epoch begins: elsewhere than at 0 after a resume under another dealing.
+class ShardingOrigin(NamedTuple):
+    """Where the sharding of an epoch begins; not at 0 after a resume with another world size or batch size.
 
     Attributes:
-        samples: of the epoch's order that were trained on before.
-        number: of the first micro-batch that is dealt.
+        samples: the number of samples of the epoch's order that were trained on before.
+        number: the number of the first micro-batch.
     """
 
     samples: int = 0
     number: int = 0
 
 
-START = Origin()
+EPOCH_START = ShardingOrigin()
 
 
-def share_of(start: int, total: int, rank: int, world_size: int) -> Share:
-    """Deal ``total`` samples from position ``start`` in slices whose sizes differ by at most one, lower ranks first."""
+def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchShard:
+    """Return ``rank``'s slice of ``total`` samples from position ``start``.
+
+    The sizes of the slices differ by at most one, and lower ranks have the larger ones.
+    """
     size, larger = divmod(total, world_size)
     samples = size + (rank < larger)
     if samples == 0:
-        return Share(0, total, True, start)
-    return Share(samples, total, False, start + rank * size + min(rank, larger))
+        return BatchShard(0, total, True, start)
+    return BatchShard(samples, total, False, start + rank * size + min(rank, larger))
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """How an epoch of known length is dealt.
+class EpochSharding:
+    """How an epoch of known length is sharded over the data ranks.
 
-    Global micro-batch k holds the positions ``k*W*b`` up to ``(k+1)*W*b`` and rank r takes the r-th slice of b. The
-    last, partial one is dealt evenly. In evaluation a partial one of fewer than W samples is dealt together with
-    the one before it, as two nearly equal ones, so that no rank is without data.
+    Global micro-batch k holds the positions ``k*W*b`` to ``(k+1)*W*b``, and rank r takes the r-th slice of b. A last,
+    partial one is split evenly. In evaluation, a partial one of fewer than W samples is merged with the one before it
+    and split into two nearly equal ones, so that every rank has data.
 
     Args:
-        samples: the length of the epoch, of all ranks together.
-        batch_size: b, of one rank.
-        rank: r.
-        world_size: W.
-        drop_last: leave the partial global micro-batch out.
-        training: deal for training rather than evaluation.
-        offset: position in the epoch's order of the first sample that is dealt.
+        samples: the number of samples of the epoch, over all ranks.
+        batch_size: b, the batch size per rank.
+        rank: r, this process's data rank.
+        world_size: W, the number of data ranks.
+        drop_last: drop a partial global micro-batch.
+        training: shard for training rather than for evaluation.
+        offset: the position of the first sample in the epoch's order.
     """
 
     samples: int
@@ -82,79 +86,79 @@ class Deal:
     training: bool
     offset: int = 0
 
-    def rest(self, done: int) -> Deal:
-        """Deal what is left of the order after ``done`` samples, as an epoch of its own."""
-        return replace(self, samples=max(0, self.samples - done), offset=self.offset + done)
+    def remaining(self, trained: int) -> EpochSharding:
+        """Return the sharding of the samples after the first ``trained``, as an epoch of its own."""
+        return replace(self, samples=max(0, self.samples - trained), offset=self.offset + trained)
 
     @property
     def stride(self) -> int:
-        """Samples in a whole global micro-batch."""
+        """The number of samples in a whole global micro-batch."""
         return self.batch_size * self.world_size
 
     @property
-    def whole(self) -> int:
-        """How many global micro-batches are whole, and dealt as such."""
+    def whole_batches(self) -> int:
+        """The number of whole global micro-batches that are not rebalanced with the tail."""
         return self.samples // self.stride - (len(self.tail) == 2)
 
     @property
     def tail(self) -> tuple[tuple[int, int], ...]:
-        """Start and samples of those that are not: none, one or two."""
-        whole, rest = divmod(self.samples, self.stride)
-        if rest == 0 or self.drop_last:
+        """The start and the size of each global micro-batch after the whole ones: none, one or two."""
+        whole_batches, remaining = divmod(self.samples, self.stride)
+        if remaining == 0 or self.drop_last:
             return ()
-        start = whole * self.stride
-        if self.training or not splits(self.stride, rest, self.world_size) or whole == 0:
-            return ((start, rest),)
+        start = whole_batches * self.stride
+        if self.training or not should_rebalance(self.stride, remaining, self.world_size) or whole_batches == 0:
+            return ((start, remaining),)
         start -= self.stride
-        first, second = halves(self.stride + rest)
+        first, second = split_in_half(self.stride + remaining)
         return ((start, first), (start + first, second))
 
     @property
     def length(self) -> int:
-        """Micro-batches of the epoch, the same on every rank."""
-        return self.whole + len(self.tail)
+        """The number of micro-batches of the epoch, the same on every rank."""
+        return self.whole_batches + len(self.tail)
 
-    def shares(self, first: int = 0) -> Iterator[list[Share]]:
-        """Yield this rank's shares from micro-batch ``first`` on, a block at a time."""
-        whole, tail, stride = self.whole, self.tail, self.stride
+    def shards(self, first: int = 0) -> Iterator[list[BatchShard]]:
+        """Yield this rank's shards from micro-batch ``first`` on, in blocks."""
+        whole_batches, tail, stride = self.whole_batches, self.tail, self.stride
         offset = self.offset + self.rank * self.batch_size
-        while first < whole:
-            stop = min(whole, first + self._block)
+        while first < whole_batches:
+            stop = min(whole_batches, first + self._block_size)
             starts = range(first * stride + offset, stop * stride + offset, stride)
             fields = zip(repeat(self.batch_size), repeat(stride), repeat(False), starts)
-            # Not `Share(...)`, which would be a Python call for each micro-batch.
-            yield list(map(tuple.__new__, repeat(Share), fields))
+            # Calling `BatchShard(...)` would cost a Python call for each micro-batch.
+            yield list(map(tuple.__new__, repeat(BatchShard), fields))
             first = stop
-        yield [self._share(*part) for part in tail[first - whole :]]
+        yield [self._shard(*tail_part) for tail_part in tail[first - whole_batches :]]
 
     def indices(self, order: Order, first: int = 0) -> Iterator[list[list[int]]]:
-        """Yield the sample indices of this rank's micro-batches from ``first`` on, a block at a time."""
-        whole, tail, stride = self.whole, self.tail, self.stride
+        """Yield the sample indices of this rank's micro-batches from ``first`` on, in blocks."""
+        whole_batches, tail, stride = self.whole_batches, self.tail, self.stride
         within = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
         within += self.offset + self.rank * self.batch_size
-        while first < whole:
-            stop = min(whole, first + self._block)
+        while first < whole_batches:
+            stop = min(whole_batches, first + self._block_size)
             starts = torch.arange(first, stop, dtype=torch.int64, device="cpu") * stride
             yield order(starts[:, None] + within).tolist()
             first = stop
-        for part in tail[first - whole :]:
-            share = self._share(*part)
-            stop = share.start + max(share.samples, 1)
-            yield [order(torch.arange(share.start, stop, dtype=torch.int64, device="cpu")).tolist()]
+        for tail_part in tail[first - whole_batches :]:
+            shard = self._shard(*tail_part)
+            stop = shard.start + max(shard.samples, 1)
+            yield [order(torch.arange(shard.start, stop, dtype=torch.int64, device="cpu")).tolist()]
 
-    def _share(self, start: int, total: int) -> Share:
-        return share_of(self.offset + start, total, self.rank, self.world_size)
+    def _shard(self, start: int, total: int) -> BatchShard:
+        return compute_shard(self.offset + start, total, self.rank, self.world_size)
 
     @property
-    def _block(self) -> int:
+    def _block_size(self) -> int:
         return max(1, _BLOCK_SAMPLES // self.batch_size)
 
 
-def splits(before: int, rest: int, world_size: int) -> bool:
-    """Tell whether ``rest`` samples leave ranks without any, which dealing them with those ``before`` would cure."""
-    return rest < world_size and before + rest >= 2 * world_size
+def should_rebalance(before: int, remaining: int, world_size: int) -> bool:
+    """Return whether to merge ``remaining`` tail samples with the ``before`` ones so that no rank is empty."""
+    return remaining < world_size and before + remaining >= 2 * world_size
 
 
-def halves(samples: int) -> tuple[int, int]:
-    """Split in two nearly equal parts, the larger first."""
+def split_in_half(samples: int) -> tuple[int, int]:
+    """Return the sizes of two nearly equal parts, the larger first."""
     return samples - samples // 2, samples // 2

@@ -1,4 +1,4 @@
-"""Workers hand their tensors over through sockets, whose paths the system cuts short: refused before a run hangs."""
+"""Check that workers can create sockets in the temporary folder, because a run would hang if they cannot."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ import torch.multiprocessing
 
 from drivetrain.errors import ConfigurationError
 
-_LONGEST = 107 if sys.platform == "linux" else 103  # bytes of a socket's path: `sun_path`, less the zero at its end
-_BELOW = len("/pymp-xxxxxxxx") + len("/listener-xxxxxxxx")  # what multiprocessing puts below the temporary folder
+# Bytes of a socket's path: `sun_path` without its final zero.
+_MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+# What multiprocessing appends to the temporary folder's path.
+_SUFFIX_LENGTH = len("/pymp-xxxxxxxx") + len("/listener-xxxxxxxx")
 
 
 def check_temporary_folder(num_workers: int) -> None:
-    """Refuse a temporary folder in which ``num_workers`` could make no socket.
+    """Check that the temporary folder's path leaves room for the workers' socket names.
 
-    Each worker would print ``AF_UNIX path too long`` and go on, and the run would wait for its batches for ever.
+    Otherwise each worker would print ``AF_UNIX path too long``, and the run would wait for its batches for ever.
+
+    Args:
+        num_workers: the number of workers, which the error names.
 
     Raises:
-        ConfigurationError: names the folder.
+        ConfigurationError: the path is too long.
     """
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
         return
     if hasattr(multiprocessing.util, "_get_base_temp_dir"):
-        return  # a Python that looks for a shorter one by itself
-    own = getattr(multiprocessing.process.current_process(), "_config", {}).get("tempdir")
-    folder = os.path.dirname(own) if own else tempfile.gettempdir()  # workers share what is there already
+        return  # This version of Python chooses a shorter folder itself.
+    process_folder = getattr(multiprocessing.process.current_process(), "_config", {}).get("tempdir")
+    folder = os.path.dirname(process_folder) if process_folder else tempfile.gettempdir()
     length = len(os.fsencode(folder))
-    if length + _BELOW > _LONGEST:
+    if length + _SUFFIX_LENGTH > _MAX_SOCKET_PATH:
         raise ConfigurationError(
             f"num_workers={num_workers} with temporary files in {folder!r}, a path of {length} bytes.",
-            f"workers hand over their tensors through sockets below it, whose paths may have {_LONGEST} bytes in all: "
-            "the run would wait for the first batch for ever.",
-            f"set TMPDIR to a folder whose path has at most {_LONGEST - _BELOW} bytes, such as /tmp, before Python "
-            "starts; or num_workers=0.",
+            f"workers send tensors through sockets in that folder, whose paths may have at most {_MAX_SOCKET_PATH} "
+            "bytes: the run would wait for the first batch for ever.",
+            f"set TMPDIR to a folder whose path has at most {_MAX_SOCKET_PATH - _SUFFIX_LENGTH} bytes, such as /tmp, "
+            "before Python starts; or num_workers=0.",
         )

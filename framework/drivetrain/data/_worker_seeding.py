@@ -1,4 +1,4 @@
-"""Random draws in data-loading workers: a function of (seed, epoch, rank, micro-batch) and of nothing else."""
+"""Seed data-loading workers, so that their random draws depend only on seed, epoch, rank and micro-batch."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from torch.utils.data import get_worker_info
 
 from drivetrain._runtime.seed import derive_seed
 
-# Tells these seeds from others derived from the same numbers.
-_WORKER_DRAWS = 0x776F726B
+# Distinguishes these seeds from others that are derived from the same numbers.
+_WORKER_SEED = 0x776F726B
 
 
-class MicroBatch(NamedTuple):
-    """Which micro-batch a request to a worker is for."""
+class MicroBatchKey(NamedTuple):
+    """Identifies the micro-batch of a request to a worker."""
 
     epoch: int
     number: int
 
 
 class KeyedIndices(list[int]):
-    """The indices of one micro-batch, with which one it is."""
+    """The indices of one micro-batch, with its key."""
 
     __slots__ = ("key",)
-    key: MicroBatch
+    key: MicroBatchKey
 
 
 class KeyedIndex(NamedTuple):
-    """The one index of a micro-batch that the data set holds whole."""
+    """The single index of a micro-batch that the data set holds whole, with its key."""
 
     index: Any
-    key: MicroBatch
+    key: MicroBatchKey
 
 
-class _Seeded:
-    """Stands before a data set and is, to whoever asks, that data set.
+class _DatasetProxy:
+    """Proxy for a data set, to which it forwards its attributes.
 
     Args:
         dataset: the user's data set.
@@ -57,17 +57,17 @@ class _Seeded:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        # Dunder lookups while unpickling come before ``dataset`` is there.
+        # Unpickling looks up dunder names before ``dataset`` is set.
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
-class SeededDataset(_Seeded):
-    """Stands before a map-style data set in the workers and seeds their generators before each micro-batch.
+class SeededDataset(_DatasetProxy):
+    """Proxy for a map-style data set that seeds the worker's generators before each micro-batch.
 
-    What the worker drew before then does not matter: draws are the same for any number of workers, with persistent
-    workers, and after a resume in the middle of an epoch.
+    Random draws are therefore the same for any number of workers, with persistent workers, and after a resume within an
+    epoch.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -87,21 +87,21 @@ class SeededDataset(_Seeded):
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]
 
-    def _seed_for(self, key: MicroBatch) -> None:
-        seed_generators(derive_seed(_WORKER_DRAWS, self._seed, key.epoch, self._rank, key.number))
+    def _seed_for(self, key: MicroBatchKey) -> None:
+        seed_generators(derive_seed(_WORKER_SEED, self._seed, key.epoch, self._rank, key.number))
 
 
-class SeededIterable(_Seeded):
-    """Stands before an iterable data set in a worker and seeds its generators as each epoch begins.
+class SeededIterable(_DatasetProxy):
+    """Proxy for an iterable data set that seeds the worker's generators when an epoch begins.
 
-    An iterable data set decides by itself what a worker reads, so its draws go on from batch to batch. They differ
-    between epochs (also with persistent workers, which torch seeds once), ranks and workers.
+    The draws continue from batch to batch, since the data set itself determines what a worker reads. They differ
+    between ranks, workers and epochs, also with persistent workers, which torch seeds only once.
 
     Args:
         dataset: the user's data set.
         seed: the seed of the run.
-        rank: this rank.
-        world_size: among how many ranks `split_by_rank` splits.
+        rank: this process's data rank.
+        world_size: the number of data ranks, which `split_by_rank` uses.
     """
 
     def __init__(self, dataset: Any, seed: int, rank: int, world_size: int) -> None:
@@ -109,8 +109,8 @@ class SeededIterable(_Seeded):
         self._world_size = world_size
         self._epoch = 0
 
-    def begin(self, epoch: int) -> None:
-        """Say which epoch it is, in the process that starts the workers."""
+    def set_epoch_number(self, epoch: int) -> None:
+        """Set the number of the next epoch, in the process that starts the workers."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -119,8 +119,8 @@ class SeededIterable(_Seeded):
         from drivetrain.data.splitting import read_in_worker
 
         read_in_worker(self._rank, self._world_size)
-        seed_generators(derive_seed(_WORKER_DRAWS, self._seed, self._epoch, self._rank, number, 0))
-        # A persistent worker keeps this object and asks it for one iterator an epoch.
+        seed_generators(derive_seed(_WORKER_SEED, self._seed, self._epoch, self._rank, number, 0))
+        # A persistent worker keeps this object and creates one iterator per epoch.
         self._epoch += 1
         return iter(self.dataset)
 
@@ -128,34 +128,34 @@ class SeededIterable(_Seeded):
         return repr(self.dataset)
 
 
-class WorkerStart:
-    """A ``worker_init_fn`` that shows the user's own one the user's own data set.
+class WorkerInit:
+    """A ``worker_init_fn`` that gives the worker a process group of its own and then calls the user's function.
 
-    It takes the worker out of the process group, so that a signal for the group (Ctrl-C, a scheduler's SIGTERM) leaves
-    it alone: the run that is to save then still needs its data. A worker ends with its process all the same.
+    A signal for the run's process group (Ctrl-C, or a scheduler's SIGTERM) would otherwise end the worker while the run
+    still needs data to save a checkpoint. A worker still ends when its parent process ends.
 
     Args:
-        then: the user's ``worker_init_fn``, if there is one.
+        user_init: the user's ``worker_init_fn``; None if there is none. It sees the user's data set, not the proxy.
     """
 
-    def __init__(self, then: Callable[[int], object] | None) -> None:
-        self._then = then
+    def __init__(self, user_init: Callable[[int], object] | None) -> None:
+        self._user_init = user_init
 
     def __call__(self, worker_id: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # where there are no process groups
+        with contextlib.suppress(OSError, AttributeError):  # The platform has no process groups.
             os.setpgid(0, 0)
         worker = get_worker_info()
-        if worker is not None and isinstance(worker.dataset, _Seeded):
-            # `WorkerInfo` refuses assignment; users reach through it to open files or split the data.
+        if worker is not None and isinstance(worker.dataset, _DatasetProxy):
+            # `WorkerInfo` refuses assignment. Users access the data set through it to open files or to split the data.
             object.__setattr__(worker, "dataset", worker.dataset.dataset)
-        if self._then is not None:
-            self._then(worker_id)
+        if self._user_init is not None:
+            self._user_init(worker_id)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, torch's (CPU) and, where it is in use, NumPy's global generator."""
+    """Seed the global generators of Python, of torch (CPU) and, if it is imported, of NumPy."""
     random.seed(seed)
-    # Not `torch.manual_seed`: for an accelerator not yet in use it queues a call, one more with every micro-batch.
+    # `torch.manual_seed` would queue a call for an uninitialised accelerator with every micro-batch.
     torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -1,4 +1,4 @@
-"""Several loaders at once: which of them gives a batch in which step."""
+"""CombinedLoader: iterate several loaders together."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._samplers import sized
-from drivetrain.data._sharding import START, Origin, Share
+from drivetrain.data._samplers import len_or_none
+from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.data._order_fingerprint import FirstSight
+    from drivetrain.data._order_fingerprint import OrderFingerprint
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
-_NONE: Any = object()
-"""No batch, where None may be one."""
+_EXHAUSTED: Any = object()
+"""Marks an exhausted loader, since None may be a batch."""
 
-# Stands for how often a loader starts again within an epoch, where that cannot be known before.
+# An upper bound on how often a loader restarts within an epoch, used if the number is unknown.
 _MANY_PASSES = 2**16
 
 
 class CombinedLoader:
-    """Iterates several loaders at once; the batch has the structure they were given in.
+    """Iterates several loaders together; a batch has the same structure as the collection of loaders.
 
-    Of the samples in such a batch, those of the first loader count: they are the micro-batch's weight, and decide
-    whether a rank joins.
+    The samples of the first loader with a batch determine the micro-batch's weight, and whether a rank joins.
 
     Args:
-        iterables: a dict, list or tuple of loaders, nested if need be.
-        mode: ``"min_size"`` ends with the shortest; ``"max_size_cycle"`` ends with the longest and starts the others
-            again; ``"max_size"`` ends with the longest and gives None for those that are through; ``"sequential"``
-            goes through one after the other.
+        iterables: a dict, list or tuple of loaders, which may be nested.
+        mode: ``"min_size"`` ends with the shortest loader; ``"max_size_cycle"`` ends with the longest and restarts the
+            others; ``"max_size"`` ends with the longest and yields None for exhausted ones; ``"sequential"`` iterates
+            one loader after the other.
 
     Raises:
-        ConfigurationError: an unknown mode, or no loader.
+        ConfigurationError: the mode is unknown, or there is no loader.
     """
 
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
@@ -56,100 +55,102 @@ class CombinedLoader:
         self.flattened: list[Any] = leaves(iterables)
         if not self.flattened:
             raise ConfigurationError(
-                f"CombinedLoader({iterables!r}) holds no loader", "there is nothing to iterate", "pass at least one"
+                f"CombinedLoader({iterables!r}) contains no loader", "there is nothing to iterate", "pass at least one"
             )
 
     def __len__(self) -> int:
-        length = combined_length([sized(loader) for loader in self.flattened], self.mode)
+        length = combined_length([len_or_none(loader) for loader in self.flattened], self.mode)
         if length is None:
             raise TypeError("one of the combined loaders has no length")
         return length
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx), as Lightning does; the last is 0 but for ``"sequential"``."""
-        parts = [_Part(_opener(loader)) for loader in self.flattened]
+        """Yield (batch, batch_idx, dataloader_idx), like Lightning; the last is 0 except in ``"sequential"``."""
+        streams = [_Stream(_loader_opener(loader)) for loader in self.flattened]
         if self.mode == "sequential":
-            for index, part in enumerate(parts):
-                for number, batch in enumerate(part.open(0, 0)):
-                    yield batch, number, index
+            for index, stream in enumerate(streams):
+                for batch_idx, batch in enumerate(stream.open(0, 0)):
+                    yield batch, batch_idx, index
             return
-        for number, row in enumerate(_rows(parts, self.mode, 0)):
-            yield _filled(self.iterables, iter(row)), number, 0
+        for batch_idx, row in enumerate(_iterate_rows(streams, self.mode, 0)):
+            yield _unflatten(self.iterables, iter(row)), batch_idx, 0
 
 
 def is_collection(value: Any) -> bool:
-    """Tell whether ``value`` is a collection of loaders rather than one iterable of batches."""
+    """Return whether ``value`` is a collection of loaders rather than an iterable of batches."""
     if isinstance(value, Mapping):
         return True
     return isinstance(value, list | tuple) and any(is_loader(entry) for entry in value)
 
 
 def is_loader(value: Any) -> bool:
-    """Tell whether ``value`` is a loader rather than a batch, which may well be iterable too."""
+    """Return whether ``value`` is a loader rather than a batch, which may be iterable as well."""
     if isinstance(value, DataLoader | CombinedLoader):
         return True
     if isinstance(value, Tensor | Mapping | list | tuple | str | bytes) or not hasattr(value, "__iter__"):
         return False
-    # A batch of a class of its own moves to a device, or turns into an array.
+    # A batch of a custom class has a method to move it to a device, or can be converted to an array.
     return not hasattr(value, "to") and not hasattr(value, "__array__")
 
 
 class CombinedSource:
-    """Prepared loaders, combined: see `CombinedLoader` and `BatchSource`.
+    """`BatchSource` over the sources of a `CombinedLoader`.
 
     Args:
         loader: the combined loader.
-        sources: one for each of its ``flattened`` loaders.
+        sources: the sources of its ``flattened`` loaders.
     """
 
     def __init__(self, loader: CombinedLoader, sources: Sequence[BatchSource]) -> None:
         self._loader = loader
         self._sources = sources
-        self.static = all(source.static for source in sources)
+        self.shards_known = all(source.shards_known for source in sources)
         known = [source.samples for source in sources if source.samples is not None]
         self.samples = sum(known) if len(known) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
-        self.certain = all(source.certain for source in sources)
+        self.length_is_exact = all(source.length_is_exact for source in sources)
         self.in_process = any(source.in_process for source in sources)
         self.stateful = any(source.stateful for source in sources)
         self.stride = sources[0].stride if loader.mode != "sequential" else None
-        self.lasting = all(source.lasting for source in sources)
+        self.fresh_memory = all(source.fresh_memory for source in sources)
         subsets = [source.subset for source in sources]
         self.subset = None if all(subset is None for subset in subsets) else subsets
 
     @property
-    def to_compare(self) -> bool:
-        return any(source.to_compare for source in self._sources)
+    def needs_order_check(self) -> bool:
+        return any(source.needs_order_check for source in self._sources)
 
-    def seen_first(self) -> list[FirstSight]:
-        return [sight for source in self._sources if source.to_compare for sight in source.seen_first()]
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        return [sight for source in self._sources if source.needs_order_check for sight in source.order_fingerprints()]
 
-    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> None:
-        """Which loader a share comes from shows as they are read."""
+    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
+        """Return None: which loader a shard comes from is known only when batches are read."""
         return
 
     def indices(self, epoch: int) -> None:
-        """Each loader has its own."""
+        """Return None: each loader has its own indices."""
         return
 
-    def tell_indices(self) -> None:
-        """Each loader has its own."""
+    def requested_indices(self) -> None:
+        """Return None: each loader has its own indices."""
         return
 
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+    def epoch(
+        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
+    ) -> Iterator[tuple[Any, BatchShard]]:
         if origin.samples:
             raise ConfigurationError(
-                f"{len(self._sources)} combined loaders cannot go on within an epoch at another world size or batch "
+                f"{len(self._sources)} combined loaders cannot resume within an epoch with another world size or batch "
                 "size.",
-                "each of them stands elsewhere in its own order.",
+                "each of them is at a different position in its own order.",
                 "resume on as many ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
             )
         if self._loader.mode == "sequential":
-            return self._one_by_one(epoch, start)
-        return self._together(epoch, start)
+            return self._iterate_sequentially(epoch, start)
+        return self._iterate_together(epoch, start)
 
     def count(self, epoch: int) -> int | None:
-        return self.length if self.certain else None
+        return self.length if self.length_is_exact else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"sources": [source.state_dict() for source in self._sources]}
@@ -162,59 +163,59 @@ class CombinedSource:
         for source in self._sources:
             source.close()
 
-    def _one_by_one(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
-        left, length = list(self._sources), None
-        while start and len(left) > 1:
-            length = left[0].count(epoch)
+    def _iterate_sequentially(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
+        pending, length = list(self._sources), None
+        while start and len(pending) > 1:
+            length = pending[0].count(epoch)
             if length is None or start < length:
                 break
             start -= length
-            left.pop(0)
-        if start == 0 or len(left) == 1 or length is not None:
-            # Started here and not with the first batch, as other sources are.
-            first, start = left.pop(0).epoch(epoch, start), 0
-        else:  # it may end before that batch
-            first = left.pop(0).epoch(epoch)
-        return islice(chain(first, self._rest(left, epoch)), start, None)
+            pending.pop(0)
+        if start == 0 or len(pending) == 1 or length is not None:
+            # The epoch starts here, and not when its first batch is read, as with other sources.
+            first, start = pending.pop(0).epoch(epoch, start), 0
+        else:  # The source's length is unknown, so it may end before that batch.
+            first = pending.pop(0).epoch(epoch)
+        return islice(chain(first, self._remaining(pending, epoch)), start, None)
 
     @staticmethod
-    def _rest(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, Share]]:
+    def _remaining(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, BatchShard]]:
         for source in sources:
             yield from source.epoch(epoch)
 
-    def _together(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
-        parts = []
+    def _iterate_together(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
+        streams = []
         for source in self._sources:
             passes = 1
             if self._loader.mode == "max_size_cycle":
-                known = self.certain and source.length
-                passes = -(-self.length // source.length) if known else _MANY_PASSES  # type: ignore[operator]
-            parts.append(_source_part(source, epoch * passes))
-        return self._batches(_rows(parts, self._loader.mode, start))
+                length_known = self.length_is_exact and source.length
+                passes = -(-self.length // source.length) if length_known else _MANY_PASSES  # type: ignore[operator]
+            streams.append(_source_stream(source, epoch * passes))
+        return self._assemble(_iterate_rows(streams, self._loader.mode, start))
 
-    def _batches(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, Share]]:
+    def _assemble(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, BatchShard]]:
         for row in rows:
-            share = next(pair[1] for pair in row if pair is not None)
+            shard = next(pair[1] for pair in row if pair is not None)
             batches = iter([None if pair is None else pair[0] for pair in row])
-            yield _filled(self._loader.iterables, batches), share
+            yield _unflatten(self._loader.iterables, batches), shard
 
 
-class _Part(NamedTuple):
-    """A loader among others.
+class _Stream(NamedTuple):
+    """One of several loaders.
 
     Attributes:
-        open: starts its n-th pass at a batch.
-        length: of a pass, where that is certain.
-        length_of: how long its n-th pass is, where that can be told.
+        open: starts the n-th pass at a batch; takes the numbers of the pass and of the batch.
+        length: the exact length of every pass; None if it is unknown.
+        length_of: returns the exact length of the n-th pass; None if it is unknown.
     """
 
     open: Callable[[int, int], Iterator[Any]]
     length: int | None = None
-    length_of: Callable[[int], int | None] = lambda number: None
+    length_of: Callable[[int], int | None] = lambda pass_number: None
 
 
 def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
-    """Return how many batches loaders of these lengths give together; None where that is not known."""
+    """Return the number of batches of the combination of loaders with these lengths; None if it is unknown."""
     known = [length for length in lengths if length is not None]
     if len(known) < len(lengths):
         return None
@@ -223,100 +224,100 @@ def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
     return min(known) if mode == "min_size" else max(known)
 
 
-class _Place(NamedTuple):
-    """Where a loader stands in some step: in which pass, at which batch, and whether one has come to its end."""
+class _StreamPosition(NamedTuple):
+    """A loader's position at a step: the number of its pass, the batch in it, and whether any pass has ended."""
 
-    number: int = 0
+    pass_number: int = 0
     offset: int = 0
     ended: bool = False
 
 
-def _rows(parts: Sequence[_Part], mode: str, start: int) -> Iterator[list[Any]]:
-    """Start every part, and return what they give in each step from ``start`` on."""
-    cycles = mode == "max_size_cycle"
-    steps = combined_length([part.length for part in parts], mode)
-    found = [_place(part, start, cycles) for part in parts]
-    places = [place for place in found if place is not None]
-    if len(places) < len(parts):
-        # There is no telling where each part stands then.
-        return islice(_rows(parts, mode, 0), start, None)
-    if _over([place.ended for place in places], mode):
+def _iterate_rows(streams: Sequence[_Stream], mode: str, start: int) -> Iterator[list[Any]]:
+    """Start every stream, and return the rows of their batches from step ``start`` on."""
+    cycle = mode == "max_size_cycle"
+    steps = combined_length([stream.length for stream in streams], mode)
+    known_positions = [_find_position(stream, start, cycle) for stream in streams]
+    positions = [position for position in known_positions if position is not None]
+    if len(positions) < len(streams):
+        # The position of some stream at ``start`` is unknown, so the rows before it are read and dropped.
+        return islice(_iterate_rows(streams, mode, 0), start, None)
+    if _is_finished([position.ended for position in positions], mode):
         return iter(())
-    running = [
-        iter(()) if place.ended and not cycles else part.open(place.number, place.offset)
-        for part, place in zip(parts, places, strict=True)
+    iterators = [
+        iter(()) if position.ended and not cycle else stream.open(position.pass_number, position.offset)
+        for stream, position in zip(streams, positions, strict=True)
     ]
-    rows = _stepped(parts, mode, places, running)
-    # Where all lengths are certain nobody is asked for a batch that is not there.
+    rows = _step_rows(streams, mode, positions, iterators)
+    # If all lengths are exact, no stream is read beyond its end.
     return rows if steps is None else islice(rows, max(0, steps - start))
 
 
-def _place(part: _Part, start: int, cycles: bool) -> _Place | None:
-    """Return where a part stands at step ``start``; None where that cannot be told."""
-    number, offset = 0, start
+def _find_position(stream: _Stream, start: int, cycle: bool) -> _StreamPosition | None:
+    """Return a stream's position at step ``start``; None if it is unknown."""
+    pass_number, offset = 0, start
     while offset:
-        length = part.length_of(number)
+        length = stream.length_of(pass_number)
         if not length:
             return None
         if offset < length:
             break
-        if not cycles:
-            return _Place(ended=True)
-        number, offset = number + 1, offset - length
-    return _Place(number, offset, ended=number > 0)
+        if not cycle:
+            return _StreamPosition(ended=True)
+        pass_number, offset = pass_number + 1, offset - length
+    return _StreamPosition(pass_number, offset, ended=pass_number > 0)
 
 
-def _stepped(
-    parts: Sequence[_Part], mode: str, places: Sequence[_Place], running: list[Iterator[Any]]
+def _step_rows(
+    streams: Sequence[_Stream], mode: str, positions: Sequence[_StreamPosition], iterators: list[Iterator[Any]]
 ) -> Iterator[list[Any]]:
-    cycles = mode == "max_size_cycle"
-    passes, ended = [place.number for place in places], [place.ended for place in places]
+    cycle = mode == "max_size_cycle"
+    passes, ended = [position.pass_number for position in positions], [position.ended for position in positions]
     while True:
         row: list[Any] = []
         missing = []
-        for index, batches in enumerate(running):
-            row.append(next(batches, _NONE))
-            if row[index] is _NONE:
+        for index, batches in enumerate(iterators):
+            row.append(next(batches, _EXHAUSTED))
+            if row[index] is _EXHAUSTED:
                 missing.append(index)
                 ended[index] = True
                 if mode == "min_size":
                     return
-        if _over(ended, mode):  # before any of them starts again for nothing
+        if _is_finished(ended, mode):  # Checked before any stream restarts.
             return
         for index in missing:
-            running[index], row[index] = iter(()), None
-            if cycles:
+            iterators[index], row[index] = iter(()), None
+            if cycle:
                 passes[index] += 1
-                running[index] = parts[index].open(passes[index], 0)
-                row[index] = next(running[index], None)
+                iterators[index] = streams[index].open(passes[index], 0)
+                row[index] = next(iterators[index], None)
         yield row
 
 
-def _over(ended: Sequence[bool], mode: str) -> bool:
+def _is_finished(ended: Sequence[bool], mode: str) -> bool:
     return any(ended) if mode == "min_size" else all(ended)
 
 
-def _opener(loader: Any) -> Callable[[int, int], Iterator[Any]]:
+def _loader_opener(loader: Any) -> Callable[[int, int], Iterator[Any]]:
     return lambda _, offset: islice(iter(loader), offset, None)
 
 
-def _source_part(source: BatchSource, first: int) -> _Part:
-    # Each pass is an epoch of its own, so that a loader that starts again is shuffled again.
-    return _Part(
-        lambda number, offset: source.epoch(first + number, offset),
-        source.length if source.certain else None,
-        lambda number: source.count(first + number),
+def _source_stream(source: BatchSource, first: int) -> _Stream:
+    # Each pass is an epoch of the source, so that a loader that restarts is shuffled differently.
+    return _Stream(
+        lambda pass_number, offset: source.epoch(first + pass_number, offset),
+        source.length if source.length_is_exact else None,
+        lambda pass_number: source.count(first + pass_number),
     )
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the loaders of a collection, from left to right."""
+    """Return the loaders of a nested collection, from left to right."""
     values = tree.values() if isinstance(tree, Mapping) else tree
     return [leaf for value in values for leaf in (leaves(value) if is_collection(value) else [value])]
 
 
-def _filled(tree: Any, values: Iterator[Any]) -> Any:
+def _unflatten(tree: Any, values: Iterator[Any]) -> Any:
     if isinstance(tree, Mapping):
-        return {key: _filled(value, values) if is_collection(value) else next(values) for key, value in tree.items()}
-    filled = [_filled(value, values) if is_collection(value) else next(values) for value in tree]
+        return {key: _unflatten(value, values) if is_collection(value) else next(values) for key, value in tree.items()}
+    filled = [_unflatten(value, values) if is_collection(value) else next(values) for value in tree]
     return filled if isinstance(tree, list) else tuple(filled)

@@ -1,4 +1,4 @@
-"""DataModule: where the data comes from, apart from the model."""
+"""DataModule: the data of a task, separate from the model."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, Self
 import torch
 
 from drivetrain._runtime.transfer import move_to
-from drivetrain.module._hyper_parameters import KeepsHyperParameters
+from drivetrain.module._hyper_parameters import HyperParametersMixin
 from drivetrain.module._run_handle import RunHandle
 
 
-class DataModule(RunHandle, KeepsHyperParameters):
-    """Holds the loaders of a task and how its data is prepared.
+class DataModule(RunHandle, HyperParametersMixin):
+    """Prepares the data of a task and builds its loaders.
 
-    Write `prepare_data` and `setup`, and a loader for each stage that is run. Return plain loaders: dealing to the
-    ranks is the engine's part.
+    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return plain loaders: the
+    engine shards them over the ranks.
     """
 
     def prepare_data(self) -> None:
-        """Download and write files: called on one process of each node, before `setup`; keep no state here."""
+        """Download and write files. Called in one process per node, before `setup`; do not set state here."""
 
     def setup(self, stage: str) -> None:
-        """Build the data sets on every process; ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Build the data sets in every process; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up on every process, also after a failure."""
+        """Clean up in every process, also after a failure."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when anything inside the run raised; the exception goes on afterwards."""
+        """Called when the run raised an exception, which is re-raised afterwards."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader, or a dict, list or `CombinedLoader` of several."""
@@ -52,7 +52,7 @@ class DataModule(RunHandle, KeepsHyperParameters):
     # Batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Alter a batch on the CPU, as the loader gave it."""
+        """Transform a batch of the loader, before it is moved to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -60,19 +60,19 @@ class DataModule(RunHandle, KeepsHyperParameters):
         return move_to(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Alter a batch on the device."""
+        """Transform a batch on the device."""
         return batch
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this data module: JSON-able values and tensors."""
+        """Return the state of this data module for a checkpoint: JSON-able values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
-    # Made from what there is
+    # Alternative constructors
 
     @classmethod
     def from_datasets(
@@ -85,24 +85,29 @@ class DataModule(RunHandle, KeepsHyperParameters):
         num_workers: int = 0,
         **arguments: Any,
     ) -> Self:
-        """Return a data module of loaders over data sets; training's shuffles, unless its data set is iterable.
+        """Return a data module with a loader for each data set. Training shuffles, unless its data set is iterable.
 
         Args:
-            train_dataset: the training data set; several as a list or a dict, of which each gets a loader.
+            train_dataset: the training data set, or a list or dict of several.
             val_dataset: one validation data set, or a list of them.
             test_dataset: one test data set, or a list of them.
             predict_dataset: one data set to predict on, or a list of them.
-            batch_size: samples of a micro-batch, on each rank.
+            batch_size: samples per micro-batch on each rank.
             num_workers: worker processes of each loader.
-            arguments: for the class's ``__init__``.
+            arguments: the arguments of the class's ``__init__``.
         """
-        made = cls(**arguments)
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for kind, datasets in given.items():
+        datamodule = cls(**arguments)
+        datasets_by_stage = {
+            "train": train_dataset,
+            "val": val_dataset,
+            "test": test_dataset,
+            "predict": predict_dataset,
+        }
+        for stage, datasets in datasets_by_stage.items():
             if datasets is not None:
-                how = {"batch_size": batch_size, "num_workers": num_workers}
-                setattr(made, f"{kind}_dataloader", partial(_loaders, datasets, kind == "train", how))
-        return made
+                options = {"batch_size": batch_size, "num_workers": num_workers}
+                setattr(datamodule, f"{stage}_dataloader", partial(_loaders, datasets, stage == "train", options))
+        return datamodule
 
     @classmethod
     def load_from_checkpoint(
@@ -115,42 +120,46 @@ class DataModule(RunHandle, KeepsHyperParameters):
         ignore: str | Iterable[str] = (),
         **overrides: Any,
     ) -> Self:
-        """Build the data module from the hyper-parameters that it kept in a checkpoint, and give it its state.
+        """Build the data module from the hyper-parameters in a checkpoint, and restore its state.
 
         Args:
             path: the checkpoint's path or URL.
-            checkpoint_path: the same, by Lightning's name.
-            map_location: the device to put the tensors of its state on.
-            hparams_file: a file of hyper-parameters, JSON or YAML, that counts instead of the checkpoint's.
-            ignore: names of saved hyper-parameters to leave out, which ``__init__`` takes no longer.
-            overrides: hyper-parameters that replace the saved ones, or that were left out, being secrets.
+            checkpoint_path: Lightning's name for ``path``.
+            map_location: the device for the tensors of the state.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the checkpoint's.
+            ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
+            overrides: hyper-parameters that replace the saved ones, or secrets, which checkpoints do not contain.
 
         Raises:
-            CheckpointError: there is no whole checkpoint, or ``__init__`` needs what its hyper-parameters do not hold,
-                or does not take what they hold.
+            CheckpointError: there is no complete checkpoint, or its hyper-parameters do not match the arguments of
+                ``__init__``.
         """
-        from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for these
-        from drivetrain.module._saved_arguments import SavedArguments, path_of, read_hyper_parameters
+        from drivetrain.checkpoint._format import load  # imported only here: most runs do not need it
+        from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
-        path = path_of(cls, path, checkpoint_path)
+        path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
         metadata = checkpoint.manifest.metadata
-        kept = metadata.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
-        built = SavedArguments(os.fspath(path), kept, (), metadata.data_argument).build(cls, overrides, ignore)
+        hyper_parameters = (
+            metadata.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
+        )
+        datamodule = SavedArguments(os.fspath(path), hyper_parameters, (), metadata.data_argument).build(
+            cls, overrides, ignore
+        )
         state = {} if metadata.weights_only else checkpoint.state()["datamodule"]
         if state:
-            built.load_state_dict(state if map_location is None else move_to(state, torch.device(map_location)))
-        return built
+            datamodule.load_state_dict(state if map_location is None else move_to(state, torch.device(map_location)))
+        return datamodule
 
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no {name}")
 
 
-def _loaders(datasets: Any, shuffle: bool, how: Mapping[str, Any]) -> Any:
-    from torch.utils.data import DataLoader, IterableDataset  # with all of its workers
+def _loaders(datasets: Any, shuffle: bool, options: Mapping[str, Any]) -> Any:
+    from torch.utils.data import DataLoader, IterableDataset  # imported only here: it is slow to import
 
     if isinstance(datasets, Mapping):
-        return {name: _loaders(one, shuffle, how) for name, one in datasets.items()}
+        return {name: _loaders(dataset, shuffle, options) for name, dataset in datasets.items()}
     if isinstance(datasets, list | tuple):
-        return [_loaders(one, shuffle, how) for one in datasets]
-    return DataLoader(datasets, shuffle=shuffle and not isinstance(datasets, IterableDataset), **how)
+        return [_loaders(dataset, shuffle, options) for dataset in datasets]
+    return DataLoader(datasets, shuffle=shuffle and not isinstance(datasets, IterableDataset), **options)

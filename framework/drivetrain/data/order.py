@@ -1,4 +1,4 @@
-"""The order of samples in an epoch: a keyed permutation, evaluated where it is asked for."""
+"""The order of samples in an epoch, as a keyed permutation that is evaluated only at the requested positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drivetrain._runtime.seed import derive_seed
 
-_TABLE_LIMIT = 2**16
+_MAX_TABLE = 2**16
 _ROUNDS = 6
 
 # The constants of splitmix64 (Steele, Lea, Flood 2014), written as the signed integers torch computes with.
@@ -20,7 +20,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
 
 class Order(Protocol):
-    """Which sample stands at which position of an epoch: a bijection of ``range(len(order))``."""
+    """Maps each position of an epoch to a sample index: a bijection of ``range(len(order))``."""
 
     def __len__(self) -> int: ...
 
@@ -32,7 +32,7 @@ class Order(Protocol):
 
 
 class SequentialOrder:
-    """The order of the data set itself."""
+    """The data set's own order."""
 
     __slots__ = ("_length",)
 
@@ -43,7 +43,7 @@ class SequentialOrder:
         return self._length
 
     def __getitem__(self, position: int) -> int:
-        return _checked(position, self._length)
+        return _check_position(position, self._length)
 
     def __call__(self, positions: Tensor) -> Tensor:
         return positions
@@ -52,17 +52,16 @@ class SequentialOrder:
 class KeyedPermutation:
     """A shuffled order that is a pure function of ``(length, seed, epoch)``.
 
-    Nothing is stored that grows with the length: up to 65,536 samples the permutation is the order of their hashed
-    positions, kept as a table; above that it is a Feistel network with cycle walking, so that a billion samples
-    start at once and any position can be asked for first.
+    Memory is bounded: up to 65,536 samples, the permutation is a table of the positions sorted by their hashes. Above
+    that, it is a Feistel network with cycle walking, which computes any position of a billion samples directly.
 
     References:
         Black and Rogaway, *Ciphers with arbitrary finite domains*, CT-RSA 2002.
 
     Args:
-        length: how many samples there are.
+        length: the number of samples.
         seed: the seed of the run.
-        epoch: every epoch has an order of its own.
+        epoch: the epoch's number; every epoch has a different order.
     """
 
     __slots__ = ("_keys", "_length", "_side", "_table")
@@ -70,8 +69,8 @@ class KeyedPermutation:
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         self._length = length
         self._keys = [derive_seed(length, seed, epoch, round_) for round_ in range(_ROUNDS)]
-        # Positions are taken as two digits to this base. The square is at most 2 * sqrt(length) + 1 larger than the
-        # length, so that next to no position has to walk.
+        # A position is written as two digits in this base. Its square exceeds the length by at most
+        # 2 * sqrt(length) + 1, so that cycle walking is rare.
         self._side = math.isqrt(max(length - 1, 0)) + 1
         self._table: Tensor | None = None
 
@@ -79,34 +78,34 @@ class KeyedPermutation:
         return self._length
 
     def __getitem__(self, position: int) -> int:
-        index = self(torch.tensor([_checked(position, self._length)], dtype=torch.int64, device="cpu"))
+        index = self(torch.tensor([_check_position(position, self._length)], dtype=torch.int64, device="cpu"))
         return int(index.item())
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Map int64 positions of any shape, each in ``range(len(self))``, to sample indices of the same shape."""
-        if self._length > _TABLE_LIMIT:
+        if self._length > _MAX_TABLE:
             return self._walk(positions)
         if self._table is None:
-            every = torch.arange(self._length, dtype=torch.int64, device="cpu")
-            # Two keyed rounds: the hash of one is a bijection of 64 bits, so there are no ties to break.
-            self._table = _scramble(_scramble(every, self._keys[0]), self._keys[1]).argsort()
+            all_positions = torch.arange(self._length, dtype=torch.int64, device="cpu")
+            # Two keyed rounds of hashing. Each is a bijection of 64-bit numbers, so there are no ties.
+            self._table = _scramble(_scramble(all_positions, self._keys[0]), self._keys[1]).argsort()
         return self._table[positions]
 
     def _walk(self, positions: Tensor) -> Tensor:
-        found = self._encrypt(positions)
-        outside = found >= self._length
-        # The network permutes side**2 numbers. Following it from a number outside until it comes back inside
-        # leaves a permutation of the numbers inside.
+        indices = self._encrypt(positions)
+        outside = indices >= self._length
+        # The network permutes side**2 numbers. Applying it repeatedly until a number is inside the range yields a
+        # permutation of the range.
         while bool(outside.any()):
-            found[outside] = self._encrypt(found[outside])
-            outside = found >= self._length
-        return found
+            indices[outside] = self._encrypt(indices[outside])
+            outside = indices >= self._length
+        return indices
 
     def _encrypt(self, positions: Tensor) -> Tensor:
         left, right = positions // self._side, positions % self._side
         for key in self._keys:
-            # The shift drops the sign, which `%` would otherwise have to turn.
-            mixed = _shifted(_scramble(right, key), 1)
+            # The shift clears the sign bit, so that `%` sees no negative numbers.
+            mixed = _logical_shift(_scramble(right, key), 1)
             left, right = right, (left + mixed % self._side) % self._side
         return left * self._side + right
 
@@ -117,19 +116,19 @@ def order(length: int, seed: int, epoch: int) -> KeyedPermutation:
 
 
 def _scramble(numbers: Tensor, key: int) -> Tensor:
-    """Hash each int64 number under ``key``: splitmix64's output function, a bijection of 64 bits."""
+    """Hash each int64 number with ``key`` by splitmix64's output function, a bijection of 64-bit numbers."""
     mixed = numbers * _INCREMENT + key
-    mixed = (mixed ^ _shifted(mixed, 30)) * _MULTIPLIER_1
-    mixed = (mixed ^ _shifted(mixed, 27)) * _MULTIPLIER_2
-    return mixed ^ _shifted(mixed, 31)
+    mixed = (mixed ^ _logical_shift(mixed, 30)) * _MULTIPLIER_1
+    mixed = (mixed ^ _logical_shift(mixed, 27)) * _MULTIPLIER_2
+    return mixed ^ _logical_shift(mixed, 31)
 
 
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift right without the sign, which torch's own shift carries along."""
+def _logical_shift(numbers: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros; torch's own shift fills with the sign bit."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _checked(position: int, length: int) -> int:
+def _check_position(position: int, length: int) -> int:
     if not 0 <= position < length:
         raise IndexError(f"position {position} is outside an order of {length} samples")
     return position

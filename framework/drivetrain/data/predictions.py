@@ -1,4 +1,4 @@
-"""Reads what `PredictionWriter` has written."""
+"""read_predictions: read what a `PredictionWriter` has written."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_ther
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.data._prediction_files import (
-    BEGINNING,
-    LONGEST,
     MANIFEST,
+    MAX_DOCUMENT_BYTES,
+    START_DOCUMENT,
     Entry,
     Part,
-    opened,
-    part_of,
+    decode_part_index,
+    describe_errors_as_predictions,
+    parse_document,
     records_in,
-    speaking_of_predictions,
 )
-from drivetrain.data._sample_rows import Layout, joined, joined_layout, layout_of, rows_of, sample_of
+from drivetrain.data._sample_rows import Layout, concatenate, concatenated_layout, layout_of, rows_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
-_KEPT = 16  # batches, and parts, that are kept: neighbours are mostly read one after the other
+_CACHE_SIZE = 16  # batches and parts, since neighbouring samples are mostly read one after the other
 
-Found = TypeVar("Found")
+Cached = TypeVar("Cached")
 
 
 def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = None) -> Predictions:
-    """Open what a `PredictionWriter` has written. Nothing but its indices is read until it is asked for.
+    """Open what a `PredictionWriter` has written. Outputs are read when they are accessed.
 
     Args:
-        path: as the writer was given it: a path or an fsspec URL.
-        dataloader_idx: which loader's predictions, where there were several.
+        path: the writer's path or fsspec URL.
+        dataloader_idx: the number of the loader; required if there were several.
 
     Raises:
-        CheckpointError: nothing is there, it is not whole yet, or it is damaged; names the file.
-        ConfigurationError: there were several loaders and none is named, or the one that is named is not there.
+        CheckpointError: there are no predictions, or they are incomplete or damaged; the error names the file.
+        ConfigurationError: there were several loaders and none is named, or the named one does not exist.
     """
-    folder, parts, loaders, files, block = _opened(os.fspath(path))
+    folder, parts, loaders, files, block = _open_folder(os.fspath(path))
     if dataloader_idx is None and loaders > 1:
         raise ConfigurationError(
             f"{folder.path!r} holds the predictions for {loaders} loaders.",
-            "each has its own order.",
+            "each loader has its own order.",
             "name one: read_predictions(path, dataloader_idx=0).",
         )
     if not 0 <= (dataloader_idx or 0) < loaders:
@@ -59,8 +59,8 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
     return Predictions(folder, parts, files, block, dataloader_idx or 0)
 
 
-class _Place(NamedTuple):
-    """Where an output is."""
+class _OutputLocation(NamedTuple):
+    """The part that contains an output, and the output's number in it."""
 
     part: Part
     number: int
@@ -68,26 +68,26 @@ class _Place(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Samples that follow each other in an output."""
+    """Samples in consecutive rows of an output."""
 
-    place: int
+    location: int
     row: int
     length: int
 
 
 class Predictions(Sequence[Any]):
-    """The prediction for each sample, in data-set order; each is read, and checked, when it is asked for.
+    """A sequence of the predictions for each sample, in data-set order; each is read and verified when accessed.
 
-    ``predictions[i]`` is what ``predict_step`` returned for the i-th sample, in the same structure: of a tensor of
-    shape (n, ...) the row of shape (...). ``list(predictions)`` reads all of them. Samples without indices (of an
-    iterable data set) come in the order of `batches`.
+    ``predictions[i]`` is what ``predict_step`` returned for the i-th sample, in the same structure: a tensor of shape
+    (n, ...) becomes a row of shape (...). ``list(predictions)`` reads all of them. Samples without indices (of an
+    iterable data set) are in the order of `batches`.
 
     Args:
-        folder: where they are.
-        parts: what they consist of.
-        files: what is known of each file.
-        block: bytes of a block that has a checksum.
-        loader: whose they are.
+        folder: the folder of the predictions.
+        parts: the parts that the manifest names.
+        files: the record of each file, by name.
+        block: the size in bytes of the blocks that have checksums.
+        loader: the number of the loader.
     """
 
     def __init__(
@@ -97,66 +97,67 @@ class Predictions(Sequence[Any]):
         self._folder = folder
         self._records = files
         self._block = block
-        places = [
-            _Place(part, number, entry)
+        locations = [
+            _OutputLocation(part, number, entry)
             for part in parts
             for number, entry in enumerate(part.entries)
             if entry.loader == loader
         ]
-        places.sort(key=_in_order)
-        self._places = places
+        locations.sort(key=_sort_key)
+        self._locations = locations
         runs = [
-            (first, place, row, count)
-            for place, (_, _, entry) in enumerate(places)
-            for first, row, count in _consecutive(entry)
+            (first, location, row, count)
+            for location, (_, _, entry) in enumerate(locations)
+            for first, row, count in _runs_with_rows(entry)
         ]
-        if all(place.entry.runs is not None for place in places):
+        if all(location.entry.runs is not None for location in locations):
             runs.sort()
         else:
             runs.sort(key=lambda run: run[1])
         self._firsts = [first for first, *_ in runs]
-        self._runs = [_Run(place, row, count) for _, place, row, count in runs]
+        self._runs = [_Run(location, row, count) for _, location, row, count in runs]
         self._ends = list(accumulate(run.length for run in self._runs))
         self._layout: Layout = None
-        self._outputs: _Recent[Any] = _Recent()
-        self._values: _Recent[list[Any]] = _Recent()
-        self._tensors: _Recent[dict[str, TensorSource]] = _Recent()
+        self._outputs: _LruCache[Any] = _LruCache()
+        self._values: _LruCache[list[Any]] = _LruCache()
+        self._tensors: _LruCache[dict[str, TensorSource]] = _LruCache()
 
     @property
     def indices(self) -> list[int] | None:
-        """The index in the data set of each sample, ascending; None where samples have none."""
-        if any(place.entry.runs is None for place in self._places):
+        """The data-set index of each sample, ascending; None if samples have no indices."""
+        if any(location.entry.runs is None for location in self._locations):
             return None
         firsts = zip(self._firsts, self._runs, strict=True)
         return [index for first, run in firsts for index in range(first, first + run.length)]
 
     def batches(self) -> Iterator[Any]:
-        """Yield what ``predict_step`` returned for each micro-batch, as it returned it, by the first of their samples.
+        """Yield what ``predict_step`` returned for each micro-batch, ordered by the smallest index in each.
 
-        Where samples have no indices, by micro-batch and then rank. A run on another number of ranks has other batches.
+        If samples have no indices, the order is by micro-batch and then by rank. The batches depend on the number of
+        ranks that wrote the predictions.
         """
-        for place in range(len(self._places)):
-            yield self._read(place)
+        for location in range(len(self._locations)):
+            yield self._read(location)
 
     def together(self) -> Any:
-        """Return all predictions as one, in the structure of a batch's: tensors of shape (N, ...), in data-set order.
+        """Return all predictions concatenated in data-set order: tensors have shape (N, ...).
 
         Raises:
-            CheckpointError: they do not fit together; `batches` gives them one by one.
+            CheckpointError: they cannot be concatenated; `batches` yields them separately.
         """
         if not self._runs:
             return None
-        layout = self._how()
-        begins = list(accumulate((place.entry.samples for place in self._places), initial=0))
-        order = [begins[run.place] + row for run in self._runs for row in range(run.row, run.row + run.length)]
+        layout = self._get_layout()
+        begins = list(accumulate((location.entry.samples for location in self._locations), initial=0))
+        order = [begins[run.location] + row for run in self._runs for row in range(run.row, run.row + run.length)]
         try:
-            whole = joined([self._read(place) for place in range(len(self._places))], layout)
-            return whole if order == sorted(order) else rows_of(whole, joined_layout(layout), order)
+            all_outputs = concatenate([self._read(location) for location in range(len(self._locations))], layout)
+            return all_outputs if order == sorted(order) else rows_of(all_outputs, concatenated_layout(layout), order)
         except (ValueError, KeyError) as error:
-            raise self._no_samples(str(error)) from error
+            raise self._not_per_sample_error(str(error)) from error
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         return self._ends[-1] if self._ends else 0
 
     @overload
@@ -166,46 +167,46 @@ class Predictions(Sequence[Any]):
     def __getitem__(self, index: slice) -> list[Any]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return the prediction for the sample at that place in data-set order, or a list of several."""
+        """Return the prediction for the sample at a position in data-set order, or a list for a slice."""
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"prediction {index} of {len(self)}")
+            raise IndexError(f"prediction {index} is out of range: there are {len(self)}")
         index %= len(self)
         number = bisect_right(self._ends, index)
         run = self._runs[number]
-        before = self._ends[number] - run.length
-        layout, output = self._how(), self._output(run.place)
+        run_start = self._ends[number] - run.length
+        layout, output = self._get_layout(), self._output(run.location)
         try:
-            return sample_of(output, layout, run.row + index - before)
+            return sample_of(output, layout, run.row + index - run_start)
         except (ValueError, KeyError, IndexError) as error:
-            raise self._no_samples(str(error)) from error
+            raise self._not_per_sample_error(str(error)) from error
 
-    def _how(self) -> Layout:
-        """How outputs fall apart: as the largest batch's does, of which one can tell best."""
+    def _get_layout(self) -> Layout:
+        """Return how outputs are split by sample, as determined from the largest batch, which is least ambiguous."""
         if self._layout is None:
-            place = max(range(len(self._places)), key=lambda number: self._places[number].entry.samples)
-            samples = self._places[place].entry.samples
-            self._layout = layout_of(self._output(place), samples)
+            location = max(range(len(self._locations)), key=lambda number: self._locations[number].entry.samples)
+            samples = self._locations[location].entry.samples
+            self._layout = layout_of(self._output(location), samples)
             if self._layout is None:
-                raise self._no_samples(
+                raise self._not_per_sample_error(
                     f"in a batch of {samples} samples not every tensor and list has {samples} entries"
                 )
         return self._layout
 
-    def _no_samples(self, why: str) -> CheckpointError:
+    def _not_per_sample_error(self, why: str) -> CheckpointError:
         return CheckpointError(
-            f"The predictions {self.path!r} are not one for each sample: {why}.",
-            "tensors are cut along their first dimension, and lists have an entry for each sample.",
+            f"The predictions {self.path!r} cannot be split by sample: {why}.",
+            "tensors are split along their first dimension, and lists need an entry for each sample.",
             "read what predict_step returned batch by batch: read_predictions(path).batches().",
         )
 
-    def _output(self, place: int) -> Any:
-        return self._outputs.get(place, lambda: self._read(place))
+    def _output(self, location: int) -> Any:
+        return self._outputs.get(location, lambda: self._read(location))
 
-    def _read(self, place: int) -> Any:
-        part, number, _ = self._places[place]
-        with speaking_of_predictions(self.path):
+    def _read(self, location: int) -> Any:
+        part, number, _ = self._locations[location]
+        with describe_errors_as_predictions(self.path):
             values = self._values.get(part.stem, lambda: self._values_of(part))
             tensors = self._tensors.get(part.stem, lambda: self._tensors_of(part))
             try:
@@ -219,7 +220,7 @@ class Predictions(Sequence[Any]):
         file = self._file(part.values)
         values = loads(file.read(0, file.size), part.values)
         if not isinstance(values, list):
-            raise damage_error(self.path, f"{part.values} is no list")
+            raise damage_error(self.path, f"{part.values} is not a list")
         return values
 
     def _tensors_of(self, part: Part) -> dict[str, TensorSource]:
@@ -229,25 +230,25 @@ class Predictions(Sequence[Any]):
         return CheckedFile(self._folder, name, self._records[name], self._block)
 
 
-class _Recent(OrderedDict[Hashable, Found]):
-    """The last few things that were read."""
+class _LruCache(OrderedDict[Hashable, Cached]):
+    """A cache of the values that were read last."""
 
-    def get(self, key: Hashable, read: Callable[[], Found]) -> Found:  # type: ignore[override]
-        """Return what is kept, or read it."""
+    def get(self, key: Hashable, read: Callable[[], Cached]) -> Cached:  # type: ignore[override]
+        """Return the cached value, or read it."""
         if key not in self:
             self[key] = read()
-            if len(self) > _KEPT:
+            if len(self) > _CACHE_SIZE:
                 self.popitem(last=False)
         self.move_to_end(key)
         return self[key]
 
 
-def _in_order(place: _Place) -> tuple[int, int, int]:
-    entry = place.entry
+def _sort_key(location: _OutputLocation) -> tuple[int, int, int]:
+    entry = location.entry
     return (min(entry.runs)[0] if entry.runs else entry.batch, entry.batch, entry.rank)
 
 
-def _consecutive(entry: Entry) -> Iterator[tuple[int, int, int]]:
+def _runs_with_rows(entry: Entry) -> Iterator[tuple[int, int, int]]:
     """Yield the first index, the first row and the length of each run of consecutive indices."""
     row = 0
     for first, count in ((0, entry.samples),) if entry.runs is None else entry.runs:
@@ -255,21 +256,21 @@ def _consecutive(entry: Entry) -> Iterator[tuple[int, int, int]]:
         row += count
 
 
-def _opened(path: str) -> tuple[Folder, list[Part], int, dict[str, FileRecord], int]:
-    with speaking_of_predictions(path):
+def _open_folder(path: str) -> tuple[Folder, list[Part], int, dict[str, FileRecord], int]:
+    with describe_errors_as_predictions(path):
         folder = folder_at(path)
-        document = opened(_manifest(folder), MANIFEST, path)
+        document = parse_document(_read_manifest(folder), MANIFEST, path)
         records = records_in(document)
         block = int(document["block_size"])
         parts = []
         for stem in document["parts"]:
             name = f"{stem}.index.json"
             file = CheckedFile(folder, name, records[name], block)
-            parts.append(part_of(stem, bytes(file.read(0, file.size)), path))
+            parts.append(decode_part_index(stem, bytes(file.read(0, file.size)), path))
         return folder, parts, len(document["identity"]["data"]), records, block
 
 
-def _is_there(folder: Folder, name: str) -> bool:
+def _exists(folder: Folder, name: str) -> bool:
     try:
         folder.open(name)
     except OSError:
@@ -277,18 +278,18 @@ def _is_there(folder: Folder, name: str) -> bool:
     return True
 
 
-def _manifest(folder: Folder) -> bytes:
-    content = read_if_there(folder, MANIFEST, LONGEST)
+def _read_manifest(folder: Folder) -> bytes:
+    content = read_if_there(folder, MANIFEST, MAX_DOCUMENT_BYTES)
     if content is not None:
         return content
-    if not _is_there(folder, BEGINNING):
+    if not _exists(folder, START_DOCUMENT):
         raise CheckpointError(
             f"There are no predictions at {folder.path!r}.",
-            f"it holds neither {MANIFEST} nor {BEGINNING}.",
+            f"it contains neither {MANIFEST} nor {START_DOCUMENT}.",
             "check the path.",
         )
     raise CheckpointError(
-        f"The predictions {folder.path!r} are not whole: {MANIFEST} is missing.",
-        "it is written last; a run is still at it, or was killed.",
-        "wait for it, or call predict once more with the same weights and data: it goes on where that one ended.",
+        f"The predictions {folder.path!r} are incomplete: {MANIFEST} is missing.",
+        "it is written last; a run is still writing them, or was killed.",
+        "wait for the run, or call predict again with the same weights and data, which continues it.",
     )

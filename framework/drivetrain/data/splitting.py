@@ -1,4 +1,4 @@
-"""`split_by_rank`: each rank, and each of its data-loading workers, reads a part of an iterable of its own."""
+"""split_by_rank: split an iterable over the ranks and their data-loading workers."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 T = TypeVar("T")
 
-Place = Callable[[], tuple[int, int]]
+GetDataRank = Callable[[], tuple[int, int]]
 
-_place: Place | None = None
-"""This process's rank, among how many that get different data; None outside of a run."""
+_get_data_rank: GetDataRank | None = None
+"""Returns this process's data rank and the number of data ranks; None outside of a run."""
 
 
 class SplitByRank(IterableDataset[T]):
-    """What `split_by_rank` returns. Which part it is, is asked for as an iteration begins.
+    """The data set that `split_by_rank` returns. Each iteration determines its part when it begins.
 
     Args:
-        iterable: what is split; it is gone through by every rank, which passes over what is not its own.
-        by_worker: split by data-loading worker, too.
+        iterable: the iterable to split. Every rank iterates all of it and skips the elements of other ranks.
+        by_worker: also split by data-loading worker.
     """
 
     is_split_by_rank = True
-    """Ranks need not look whether they read the same."""
+    """Marks data that is split already, so that ranks need not compare what they read."""
 
     def __init__(self, iterable: Iterable[T], by_worker: bool) -> None:
         self._iterable = iterable
         self._by_worker = by_worker
 
     def __iter__(self) -> Iterator[T]:
-        rank, world_size = _place() if _place is not None else _in_the_process_group()
+        rank, world_size = _get_data_rank() if _get_data_rank is not None else _process_group_rank()
         worker = get_worker_info() if self._by_worker else None
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return islice(self._iterable, number * world_size + rank, None, world_size * workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to the iterable, if it wants to know it."""
-        tell = getattr(self._iterable, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        """Call the iterable's ``set_epoch``, if it has one."""
+        set_epoch = getattr(self._iterable, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def split_by_rank(iterable: Iterable[T], *, by_worker: bool = True) -> SplitByRank[T]:
-    """Give each rank, and each of its data-loading workers, a part of ``iterable`` of its own.
+    """Return this rank's and this data-loading worker's part of ``iterable``.
 
-    With W ranks of N workers each, every W*N-th element is one worker's; nothing is read twice, and nothing left out.
-    It may be wrapped around an iterable data set, or used in one's ``__iter__`` around what is cheap to pass over::
+    With W ranks of N workers each, a worker gets every W*N-th element, so that each element is read exactly once. Wrap
+    an iterable data set with it, or use it in the data set's ``__iter__`` around elements that are cheap to skip::
 
         loader = DataLoader(split_by_rank(Lines("corpus.txt")), batch_size=32, num_workers=4)
 
@@ -59,39 +59,39 @@ def split_by_rank(iterable: Iterable[T], *, by_worker: bool = True) -> SplitByRa
                 yield from read(path)
 
     Args:
-        iterable: anything that gives the same elements in the same order on every rank. If it has ``set_epoch``, the
-            epoch is handed on to it.
-        by_worker: False splits by rank alone, for an iterable that splits by worker itself.
+        iterable: an iterable with the same elements in the same order on every rank. If it has ``set_epoch``, that is
+            called with the epoch.
+        by_worker: also split by worker. Pass False for an iterable that splits by worker itself.
 
     Returns:
-        An iterable data set without a length. Outside of a run its part is that of the rank in the process group, and
-        the whole where there is none.
+        An iterable data set without a length. Outside of a run, the part is that of the rank in the process group, or
+        the whole iterable without one.
     """
     return SplitByRank(iterable, by_worker)
 
 
 @contextmanager
-def read_from(place: Place) -> Iterator[None]:
-    """Within it, what `split_by_rank` returns reads the part of the rank that ``place`` gives."""
-    global _place
-    before, _place = _place, place
+def read_from(get_data_rank: GetDataRank) -> Iterator[None]:
+    """Context manager that makes `split_by_rank` use the data rank that ``get_data_rank`` returns."""
+    global _get_data_rank
+    previous, _get_data_rank = _get_data_rank, get_data_rank
     try:
         yield
     finally:
-        _place = before
+        _get_data_rank = previous
 
 
 def read_in_worker(rank: int, world_size: int) -> None:
-    """Do as `read_from` in a data-loading worker, to its end."""
-    global _place
+    """Make `split_by_rank` use this data rank for the rest of a data-loading worker's life."""
+    global _get_data_rank
 
-    def place() -> tuple[int, int]:
+    def get_data_rank() -> tuple[int, int]:
         return rank, world_size
 
-    _place = place
+    _get_data_rank = get_data_rank
 
 
-def _in_the_process_group() -> tuple[int, int]:
+def _process_group_rank() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

@@ -1,4 +1,4 @@
-"""Loggers: where a run's numbers go. Every name is imported on first use."""
+"""Loggers for metrics, hyper-parameters and media. Every name is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a table of numbers, as any spreadsheet opens it."""
+"""Parse and format CSV tables."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Row = dict[str, str]
 
 _QUOTE = '"'
 _NEEDS_QUOTES = re.compile(r'[,"\r\n]')
-_BREAKS = re.compile(r'["\r\n]')
-_END = "end\n"
+_MUST_QUOTE = re.compile(r'["\r\n]')
+_SENTINEL = "end\n"
 
 
-def table_of(text: str) -> tuple[list[str], list[Row]]:
-    """Return a table's columns and its rows; cells that are empty are left out.
+def parse_table(text: str) -> tuple[list[str], list[Row]]:
+    """Return a table's columns and its rows without their empty cells.
 
-    What comes after the last line break was torn by a kill, and is left out. So is a last row that ends within quotes.
+    Text after the last line break, and a last row that ends within quotes, were truncated by a kill and are ignored.
     """
-    # A row of our own comes last, and goes again: where a field before it was left open, that row goes with it.
-    text = text[: text.rfind("\n") + 1] + _END
+    # The sentinel row is dropped below. If the row before it has an unclosed quote, both are parsed as one row.
+    text = text[: text.rfind("\n") + 1] + _SENTINEL
     *records, _ = csv.reader(io.StringIO(text))
     columns, *rows = records or [[]]
     return list(dict.fromkeys(columns)), [
@@ -29,20 +29,20 @@ def table_of(text: str) -> tuple[list[str], list[Row]]:
     ]
 
 
-def text_of(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return the text of a whole table."""
-    return _line(columns) + lines_of(columns, rows)
+def format_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Return the text of a table with its header."""
+    return _format_row(columns) + format_rows(columns, rows)
 
 
-def lines_of(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return the lines of rows, without the names of the columns."""
-    return "".join(_line([row.get(column, "") for column in columns]) for row in rows)
+def format_rows(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Return the text of rows without a header."""
+    return "".join(_format_row([row.get(column, "") for column in columns]) for row in rows)
 
 
-def _line(cells: Sequence[str]) -> str:
-    # The csv module leaves a carriage return without quotes, and takes it for the end of a line.
+def _format_row(cells: Sequence[str]) -> str:
+    # The csv module does not quote a carriage return, but reads it as the end of a line.
     line = ",".join(cells)
-    if line.count(",") >= len(cells) or _BREAKS.search(line):
+    if line.count(",") >= len(cells) or _MUST_QUOTE.search(line):
         line = ",".join(
             f'"{cell.replace(_QUOTE, _QUOTE * 2)}"' if _NEEDS_QUOTES.search(cell) else cell for cell in cells
         )

@@ -1,4 +1,4 @@
-"""Which logger a run gets when the user names none."""
+"""default_logger: the logger of a run for which the user chose none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drivetrain.loggers.tensorboard_logger import TensorBoardLogger, tensorboard
 
 
 def default_logger(root_dir: str | os.PathLike[str] | None = None) -> Logger:
-    """Return a `TensorBoardLogger` where TensorBoard (or tensorboardX) is installed, else a `CSVLogger`.
+    """Return a `TensorBoardLogger` if TensorBoard (or tensorboardX) is installed, else a `CSVLogger`.
 
     Args:
         root_dir: a local path or an fsspec URL; ``None`` for the working directory.

@@ -1,4 +1,4 @@
-"""What loggers that write to a directory of the run's own share."""
+"""DirectoryLogger: the base class of loggers that write to the run's directory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DirectoryLogger(Logger):
     Args:
         save_dir: a local path or an fsspec URL.
         name: the sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or ``None`` for the run's.
-        prefix: put before every metric's name, with a dash.
+        version: a number, a directory name, or ``None`` for the run's version.
+        prefix: prepended to every metric's name, with a dash.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
@@ -26,7 +26,7 @@ class DirectoryLogger(Logger):
 
     @property
     def save_dir(self) -> str:
-        """The local path or URL below which each run gets a directory."""
+        """The local path or URL that contains the directories of runs."""
         return self._directory.root
 
     @property
@@ -36,18 +36,18 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's number, or its directory's name where that is of another kind; asking settles it."""
+        """The run's number, or its directory's name if that is not ``version_<n>``. Reading it fixes the version."""
         version = self._directory.version
         number = version.removeprefix("version_")
         return int(number) if number.isdecimal() and version == f"version_{int(number)}" else version
 
     @property
     def directory(self) -> RunDirectory:
-        """Where it writes."""
+        """The directory to which it writes."""
         return self._directory
 
     def adopt(self, version: str) -> None:
-        """Take the version that the run has claimed."""
+        """Use the version that the run has claimed."""
         self._directory.adopt(version)
 
     @property
@@ -57,5 +57,5 @@ class DirectoryLogger(Logger):
 
     @property
     def writes_to(self) -> str:
-        """``save_dir``: asking settles no number."""
+        """``save_dir``. Reading it does not fix the version."""
         return self.save_dir

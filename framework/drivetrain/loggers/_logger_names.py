@@ -1,4 +1,4 @@
-"""Loggers by name: those that come with drivetrain, and those that other packages register."""
+"""Look up loggers by name: drivetrain's own, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = Names[Logger](
     Logger,  # type: ignore[type-abstract]
     {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow},
     words=(),
-    why="it names what keeps a run's numbers",
+    why="it names a logger",
     instead="a drivetrain.Logger, a list of both, True, False or None",
 )
 
@@ -46,18 +46,18 @@ def logger_by_name(name: str, root: str) -> Logger:
 
     Args:
         name: "csv", "tensorboard", "wandb", "mlflow", or one that a package has registered.
-        root: the run's ``default_root_dir``, a local path or an fsspec URL, which the factory is called with.
+        root: the run's ``default_root_dir``, a local path or an fsspec URL, which is passed to the factory.
 
     Raises:
-        ConfigurationError: there is none of that name, or what is registered makes no logger.
+        ConfigurationError: no logger has that name, or the registered object does not make a logger.
     """
     return _NAMES.make(name, root)
 
 
 def check_logger_name(name: str) -> None:
-    """Refuse a name that no logger has. Builds none.
+    """Check that a logger has this name, without building it.
 
     Raises:
-        ConfigurationError: names the nearest that one has.
+        ConfigurationError: no logger has it; the error suggests the nearest name.
     """
     _NAMES.check(name)

@@ -1,4 +1,4 @@
-"""Media as files in the run's folder: ``media/<key>/step=<n>.<kind>``."""
+"""MediaFiles: store media in the run's folder as ``media/<key>/step=<n>.<kind>``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _STEP = re.compile(r"/step=(\d+)\.\w+$")
 
 
 class MediaFiles:
-    """Writes files by key and step below a run's directory.
+    """Writes media files by key and step below a run's directory.
 
     Args:
-        directory: the run's.
+        directory: the run's directory.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
 
     def write(self, key: str, step: int, kind: str, content: bytes) -> None:
-        """Write a file, in place of one of the same key and step.
+        """Write a file, replacing one of the same key and step.
 
         Args:
-            key: slashes make folders; what a file's name cannot hold becomes an underscore.
+            key: the key; its slashes separate folders, and characters that are unsafe in file names become underscores.
             step: the optimizer step.
-            kind: the file's ending, without a dot.
-            content: all of it.
+            kind: the file's extension, without a dot.
+            content: the file's content.
         """
         self._directory.make()
         parts = [_UNSAFE.sub("_", part) for part in key.split("/")]
@@ -50,6 +50,6 @@ class MediaFiles:
         filesystem.invalidate_cache()
         root = str(filesystem._strip_protocol(self._directory.file(_FOLDER)))
         for path in filesystem.find(root):
-            found = _STEP.search(path)
-            if found is not None and int(found[1]) > step:
+            match = _STEP.search(path)
+            if match is not None and int(match[1]) > step:
                 filesystem.rm_file(path)

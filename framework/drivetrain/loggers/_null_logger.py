@@ -1,4 +1,4 @@
-"""A logger that keeps nothing: it stands in for the run's own ones where nothing is to be logged."""
+"""NullLogger: replaces a run's loggers when nothing should be logged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Self
 from drivetrain.loggers.logger import Logger
 
 
-class SilentLogger(Logger):
-    """Takes every call, that of other loggers' methods too: a step that logs an image by one goes on undisturbed."""
+class NullLogger(Logger):
+    """Accepts every call and does nothing, including calls of methods that only other loggers have."""
 
     @property
     def name(self) -> str:
@@ -21,22 +21,22 @@ class SilentLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        return _Nothing()
+        return _NullObject()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         del metrics, step
 
-    def _cannot_keep(self, what: str) -> None:
-        del what  # nothing is kept, and nobody is told
+    def _warn_unsupported(self, media: str) -> None:
+        del media
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copying and pickling look for
+        if name.startswith("__"):  # copy and pickle look these up
             raise AttributeError(name)
-        return _Nothing()
+        return _NullObject()
 
 
-class _Nothing:
-    """What a silent logger's attributes are, and their attributes, and what their calls return."""
+class _NullObject:
+    """An object whose attributes, items and call results are the object itself."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Loggers on ranks above 0: there, yet what they are asked to keep goes nowhere."""
+"""Silence loggers on ranks above 0: they exist, but their methods do nothing."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from typing import Any
 from drivetrain.loggers.logger import Logger
 
 
-def quieten(loggers: Iterable[Logger], quiet: bool) -> None:
-    """Let loggers do nothing when they are asked to keep something, or let them keep it again.
+def silence_loggers(loggers: Iterable[Logger], silent: bool) -> None:
+    """Make the writing methods of loggers do nothing, or restore them.
 
-    A hook runs on every rank, and `self.logger.log_image(...)` in it shall reach the store once. The objects stay what
-    they are: of their class, by ``isinstance``, with their names and folders.
+    A hook runs on every rank, but ``self.logger.log_image(...)`` in it must write only once. The objects keep their
+    names and folders and remain instances of their classes.
 
     Args:
-        loggers: of this process.
-        quiet: whether it is a rank above 0.
+        loggers: the loggers of this process.
+        silent: whether to silence them, as on ranks above 0.
     """
-    for one in loggers:
-        kind = type(one)
-        if quiet != (kind in _BEFORE):
-            # Another layout of the object, by __slots__, is its author's choice; it is called then as it was.
+    for logger in loggers:
+        cls = type(logger)
+        if silent != (cls in _ORIGINAL_CLASS):
+            # Assigning the class fails for objects with `__slots__`, which are then left as they are.
             with suppress(TypeError):
-                one.__class__ = _quiet_kind(kind) if quiet else _BEFORE[kind]
+                logger.__class__ = _silent_class(cls) if silent else _ORIGINAL_CLASS[cls]
 
 
-_BEFORE: dict[type[Logger], type[Logger]] = {}
-"""Of each quiet class the one that it stands for."""
+_ORIGINAL_CLASS: dict[type[Logger], type[Logger]] = {}
+"""The original class of each silent class."""
 
 
 @cache
-def _quiet_kind(kind: type[Logger]) -> type[Logger]:
-    # It adds nothing but methods, so that an object's class can be exchanged.
-    members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "experiment": property(lambda self: _Nothing())}
-    quiet = type(kind.__name__, (kind,), members | dict.fromkeys(_KEEPING, _nothing))
-    _BEFORE[quiet] = kind
-    return quiet
+def _silent_class(cls: type[Logger]) -> type[Logger]:
+    # The subclass adds only methods, so that it can be assigned to an object's `__class__`.
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "experiment": property(lambda self: _NullObject())}
+    silent = type(cls.__name__, (cls,), members | dict.fromkeys(_WRITING_METHODS, _do_nothing))
+    _ORIGINAL_CLASS[silent] = cls
+    return silent
 
 
-_KEEPING = (
+_WRITING_METHODS = (
     *("log_metrics", "log_hyperparams", "log_graph"),
     *("log_image", "log_figure", "log_histogram", "log_text", "log_table"),
     *("rewind", "save", "finalize"),
 )
 
 
-def _nothing(self: Logger, *args: Any, **options: Any) -> None:
+def _do_nothing(self: Logger, *args: Any, **options: Any) -> None:
     pass
 
 
-class _Nothing:
-    """Stands for a library's object: whatever is asked of it gives itself, and does nothing."""
+class _NullObject:
+    """Replaces a library's object: its attributes, items and call results are the object itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Rows that were handed to a store which may still lose them, kept in the run's folder until a run goes on there."""
+"""RowJournal: a copy of logged rows in the run's folder, for a service that may lose its last rows in a kill."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import suppress
 
 from drivetrain.runs._directory import RunDirectory
 
-_AT_ONCE = 100  # rows that are written together
+_FLUSH_EVERY = 100  # rows
 
 Row = tuple[int, dict[str, float]]
 
 
 class RowJournal:
-    """One line a row, ``[step, {metric: value}]``, in a file of a run's local directory.
+    """A file in a run's local directory with one row per line, ``[step, {metric: value}]``.
 
     Args:
-        directory: the run's.
-        file: its name.
+        directory: the run's directory.
+        file: the file's name.
     """
 
     def __init__(self, directory: RunDirectory, file: str) -> None:
@@ -28,20 +28,20 @@ class RowJournal:
         self._pending: list[Row] = []
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
-        """Take a row; those of many are written at once.
+        """Add a row; rows are written in groups.
 
         Raises:
-            OSError: as `save` does. The row is taken.
+            OSError: writing failed, as in `save`. The row is still added.
         """
         self._pending.append((step, dict(row)))
-        if len(self._pending) % _AT_ONCE == 0:
+        if len(self._pending) % _FLUSH_EVERY == 0:
             self.save()
 
     def save(self) -> None:
-        """Write what is held back.
+        """Write the pending rows.
 
         Raises:
-            OSError: the disk refuses. The rows stay held back, and the file is as it was.
+            OSError: writing failed. The rows stay pending, and the file is unchanged.
         """
         if not self._pending:
             return
@@ -56,24 +56,24 @@ class RowJournal:
             raise
         self._pending = []
 
-    def cut(self, step: int) -> list[Row]:
-        """Take out the rows of later steps, and return the others."""
+    def rewind(self, step: int) -> list[Row]:
+        """Remove the rows of steps after ``step``, and return the remaining ones."""
         self._pending = []
         path = self._directory.file(self._file)
         try:
             with open(path, encoding="utf-8") as stream:
-                rows = [row for row in map(_row, stream) if row is not None and row[0] <= step]
+                rows = [row for row in map(_parse_row, stream) if row is not None and row[0] <= step]
         except FileNotFoundError:
             return []
-        beside = f"{path}.new"
-        with open(beside, "w", encoding="utf-8") as stream:
+        temporary = f"{path}.new"
+        with open(temporary, "w", encoding="utf-8") as stream:
             stream.writelines(f"{json.dumps(row, default=float)}\n" for row in rows)
-        os.replace(beside, path)
+        os.replace(temporary, path)
         return rows
 
 
-def _row(line: str) -> Row | None:
-    """Return None for a line that a kill has torn."""
+def _parse_row(line: str) -> Row | None:
+    """Return the row in a line; None if the line was truncated by a kill."""
     try:
         step, row = json.loads(line)
         return int(step), dict(row)

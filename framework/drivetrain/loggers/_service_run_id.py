@@ -1,4 +1,4 @@
-"""The id that a service knows a run by, kept in the run's folder: a run that goes on there finds it again."""
+"""ServiceRunId: a logging service's id of a run, stored in the run's folder so that a resumed run continues it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import RunDirectory
 
 
-class KeptRunId:
-    """One file in a run's directory, ``{"run_id": ...}``.
+class ServiceRunId:
+    """A file in a run's directory with the content ``{"run_id": ...}``.
 
     Args:
-        directory: the run's.
-        file: its name.
+        directory: the run's directory.
+        file: the file's name.
     """
 
     def __init__(self, directory: RunDirectory, file: str) -> None:
@@ -21,10 +21,10 @@ class KeptRunId:
         self._file = file
 
     def read(self) -> str | None:
-        """Return the id; None where there is none.
+        """Return the id; None if there is no file.
 
         Raises:
-            ConfigurationError: the file holds something else.
+            ConfigurationError: the file's content is invalid.
         """
         filesystem = self._directory.filesystem
         filesystem.invalidate_cache()
@@ -36,15 +36,15 @@ class KeptRunId:
             return None
         except ValueError:
             document = None
-        found = document.get("run_id") if isinstance(document, dict) else None
-        if not isinstance(found, str):
+        run_id = document.get("run_id") if isinstance(document, dict) else None
+        if not isinstance(run_id, str):
             raise ConfigurationError(
-                f"{path!r} does not say which run of the service goes on here.",
-                "it holds no JSON object with a text 'run_id'.",
-                "give the logger the run's id, or remove the file for a new run of the service.",
+                f"{path!r} does not contain the id of the service's run to continue.",
+                "it is not a JSON object with a text 'run_id'.",
+                "pass the run's id to the logger, or remove the file to start a new run of the service.",
             )
-        return found
+        return run_id
 
     def write(self, run_id: str) -> None:
-        """Keep ``run_id``."""
+        """Write ``run_id``."""
         self._directory.write_json(self._file, {"run_id": run_id})

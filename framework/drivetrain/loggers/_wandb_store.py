@@ -1,8 +1,8 @@
-"""What a run has in wandb's local files, ``run-<id>.wandb``: the rows that are not to be written a second time.
+"""Read the rows in wandb's local files, ``run-<id>.wandb``, so that a resumed run does not write them again.
 
-wandb appends, and its service writes a file in blocks of 32 KiB: after a kill some of the last rows are there, and
-others are not. Nothing public reads these files, which ``wandb sync`` sends to the server. They are records of its
-protocol buffers in the framing of LevelDB's log.
+wandb's service process appends blocks of 32 KiB to these files, so some of the last rows are missing after a kill.
+wandb has no public reader for the files, which ``wandb sync`` uploads. They contain protocol buffers in the record
+format of LevelDB's log.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections.abc import Iterator
 from typing import Any
 
 _MAGIC = b":W&B"
-_HEADER = 7  # bytes of a file's, and of a piece's
-_BLOCK = 32768
+_HEADER_BYTES = 7  # of a file and of a record's fragment
+_BLOCK_BYTES = 32768
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 class StoredRows:
-    """What a run has, over all files of its parts.
+    """Summary of the rows of a run in all its local files.
 
     Args:
-        folder: in which wandb has made its own, ``wandb``.
-        run_id: the run's.
-        step_key: under which a row has its optimizer step.
+        folder: the folder that contains wandb's folder ``wandb``.
+        run_id: wandb's id of the run.
+        step_key: the key of the optimizer step in a row.
     """
 
     def __init__(self, folder: str, run_id: str, step_key: str) -> None:
         self.latest: dict[str, int] = {}
-        """By metric, the last optimizer step of which there is a value."""
+        """The last optimizer step with a value, by metric."""
         self.next_row = 0
-        """The number of the row, wandb's ``_step``, after the last one."""
+        """The number (wandb's ``_step``) that follows that of the last row."""
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), "wandb", "*run-*", f"run-{run_id}.wandb"))):
-            for row in rows_of(path):
+            for row in read_rows(path):
                 self.next_row = max(self.next_row, int(row.pop("_step", -1)) + 1)
                 step = row.pop(step_key, None)
                 if isinstance(step, int | float):
@@ -45,11 +45,11 @@ class StoredRows:
                         self.latest[name] = max(self.latest.get(name, -1), int(step))
 
 
-def rows_of(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.wandb`` file: numbers by name, and of what has parts (media) a dict."""
+def read_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a ``.wandb`` file: numbers by name, and a dict for each value with nested keys (media)."""
     Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
 
-    for content in records_of(path):
+    for content in read_records(path):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
             row: dict[str, Any] = {}
@@ -62,23 +62,23 @@ def rows_of(path: str) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def records_of(path: str) -> Iterator[bytes]:
-    """Yield the records that are whole, up to where a kill has torn the file."""
+def read_records(path: str) -> Iterator[bytes]:
+    """Yield the complete records, up to where a kill truncated the file."""
     with open(path, "rb") as stream:
         content = stream.read()
     if not content.startswith(_MAGIC):
         return
-    at, record = _HEADER, b""
-    while at + _HEADER <= len(content):
-        room = _BLOCK - at % _BLOCK
-        if room < _HEADER:  # a block's end, too short for a piece
-            at += room
+    position, record = _HEADER_BYTES, b""
+    while position + _HEADER_BYTES <= len(content):
+        remaining = _BLOCK_BYTES - position % _BLOCK_BYTES
+        if remaining < _HEADER_BYTES:  # The rest of the block is too short for a fragment.
+            position += remaining
             continue
-        checksum, length, kind = struct.unpack_from("<IHB", content, at)
-        piece = content[at + _HEADER : at + _HEADER + length]
-        if len(piece) < length or zlib.crc32(piece, zlib.crc32(bytes([kind]))) != checksum:
+        checksum, length, record_type = struct.unpack_from("<IHB", content, position)
+        piece = content[position + _HEADER_BYTES : position + _HEADER_BYTES + length]
+        if len(piece) < length or zlib.crc32(piece, zlib.crc32(bytes([record_type]))) != checksum:
             return
-        at += _HEADER + length
-        record = piece if kind in (_FULL, _FIRST) else record + piece
-        if kind in (_FULL, _LAST):
+        position += _HEADER_BYTES + length
+        record = piece if record_type in (_FULL, _FIRST) else record + piece
+        if record_type in (_FULL, _LAST):
             yield record

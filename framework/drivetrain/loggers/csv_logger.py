@@ -1,4 +1,4 @@
-"""CSVLogger: metrics in one table that any spreadsheet or pandas opens, without a package to install."""
+"""CSVLogger: metrics in a CSV table, without further dependencies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any, SupportsFloat
 
 from drivetrain.checkpoint._format.object_file import open_replacement
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.loggers._csv_table import Row, lines_of, table_of
-from drivetrain.loggers._csv_table import text_of as text_of_table
+from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._media_files import MediaFiles
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
 
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between tries where a store refuses
-_FINAL = (PermissionError, ValueError, csv.Error)  # trying again changes nothing
+_RETRY_DELAYS = (0.5, 1.0, 2.0)  # seconds between attempts to write to a remote store
+_PERMANENT_ERRORS = (PermissionError, ValueError, csv.Error)  # Retrying does not help.
 
 _log = logging.getLogger("drivetrain")
 
@@ -29,24 +28,24 @@ _log = logging.getLogger("drivetrain")
 class CSVLogger(DirectoryLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
-    The table's first column is ``step``; a metric that appears later becomes a new column, and what is already in the
-    file (a run goes on in its folder) is kept. A row torn by a kill is dropped. A metric that is itself
-    called ``step`` gets the column ``step.1``.
+    The table's first column is ``step``, and a metric that appears later becomes a new column. Rows that are already in
+    the file, from before a resume, are kept, except for one that a kill truncated. A metric that is itself called
+    ``step`` gets the column ``step.1``.
 
-    Media are files, ``media/<key>/step=<n>.<kind>``: pictures and figures PNG (pictures need Pillow), texts plain,
-    tables CSV, histograms JSON with ``counts`` and ``edges``.
+    Media are files, ``media/<key>/step=<n>.<kind>``: PNG for images and figures (images need Pillow), plain text, CSV
+    for tables, and JSON with ``counts`` and ``edges`` for histograms.
 
-    At a URL the table is put anew as a whole at each write, and it is tried for a few seconds where the store refuses.
-    Rows that could not be written, there or on a disk that is full, are held back and written with the next ones: a
-    warning says so, and the run goes on. `save`, `finalize` and `rewind` raise.
+    At a URL, each write replaces the whole table and is retried for a few seconds. Rows that cannot be written, there
+    or on a full disk, are kept in memory and written with the next ones; the run continues with a warning. `save`,
+    `finalize` and `rewind` raise instead.
 
     Args:
         save_dir: a local path or an fsspec URL.
         name: the sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or ``None`` for the run's folder.
-        prefix: put before every metric's name, with a dash.
-        flush_logs_every_n_steps: rows are written once this many steps have passed since the last write; `save` and
-            `finalize` write at once.
+        version: a number, a directory name, or ``None`` for the run's version.
+        prefix: prepended to every metric's name, with a dash.
+        flush_logs_every_n_steps: write rows once this many steps have passed since the last write; `save` and
+            `finalize` write immediately.
 
     Raises:
         ConfigurationError: ``flush_logs_every_n_steps`` is below 1.
@@ -64,30 +63,30 @@ class CSVLogger(DirectoryLogger):
             raise ConfigurationError(
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r})",
                 "rows are written every so many steps, so it must be at least 1",
-                "give a count such as 100",
+                "pass a number such as 100",
             )
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
-        self._known: str | None = None  # the directory whose table the following is about
-        self._columns: list[str] | None = None  # None until the file has been looked at
+        self._table_directory: str | None = None  # the directory that the following attributes refer to
+        self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []
         self._flushed_step: int | None = None
-        # An object store cannot append: there the rows stay here and the file is written whole.
+        # An object store cannot append, so its rows are kept here and the whole file is written.
         self._written: list[Row] = []
-        self._size: int | None = None  # bytes to cut a local file to, where an append failed midway
-        self._refused = False  # the last write failed
-        # After a rewind: to which step, how many rows of the table are from before, and what came at that step again.
+        self._size_before_append: int | None = None  # the local file's size in bytes before an append that failed
+        self._write_failed = False
+        # After a rewind: its step, the number of older rows in the table, and the metrics logged again at that step.
         self._rewound_to: int | None = None
-        self._rows_before = 0
-        self._come_again: set[str] = set()
+        self._rows_before_rewind = 0
+        self._rewritten_metrics: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a row, or complete the last one where the step is the same and no value would be replaced."""
+        """Add a row, or extend the last one if it has the same step and no value would be replaced."""
         if not metrics:
             return
-        row = {"step": str(step)} | {self._column(key): _text(value) for key, value in metrics.items()}
+        row = {"step": str(step)} | {self._column(key): _format_number(value) for key, value in metrics.items()}
         if step == self._rewound_to:
-            self._come_again.update(row)
+            self._rewritten_metrics.update(row)
         last = self._pending[-1] if self._pending else None
         if last is not None and all(last.get(key, value) == value for key, value in row.items()):
             last.update(row)
@@ -104,9 +103,9 @@ class CSVLogger(DirectoryLogger):
         self._directory.write_json("hparams.json", self._left_out.take_out(params)[0])
 
     def log_image(self, key: str, value: Any, step: int) -> None:
-        """Write a PNG file, where Pillow is installed."""
+        """Write a PNG file, if Pillow is installed."""
         if importlib.util.find_spec("PIL") is None:
-            self._cannot_keep("images without Pillow (pip install pillow)")
+            self._warn_unsupported("images without Pillow (pip install pillow)")
         else:
             self._write_file(key, step, "png", png_of(pixels_of(value)))
 
@@ -116,8 +115,8 @@ class CSVLogger(DirectoryLogger):
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
         """Write a JSON file with ``counts`` and ``edges``."""
-        found = Histogram.of(value)
-        document = {"counts": found.counts, "edges": found.edges, "left_out": found.left_out}
+        histogram = Histogram.of(value)
+        document = {"counts": histogram.counts, "edges": histogram.edges, "left_out": histogram.left_out}
         self._write_file(key, step, "json", f"{json.dumps(document)}\n".encode())
 
     def log_text(self, key: str, value: str, step: int) -> None:
@@ -131,145 +130,152 @@ class CSVLogger(DirectoryLogger):
             {column: "" if cell is None else str(cell) for column, cell in zip(table.columns, row, strict=True)}
             for row in table.rows
         ]
-        self._write_file(key, step, "csv", text_of_table(table.columns, rows).encode())
+        self._write_file(key, step, "csv", format_table(table.columns, rows).encode())
 
     def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
         MediaFiles(self._directory).write(f"{self._prefix}{key}", step, kind, content)
 
     def save(self) -> None:
-        """Write the rows that are held back.
+        """Write the pending rows.
 
         Raises:
-            DrivetrainError: the disk or the store refuses. The rows stay held back.
+            DrivetrainError: writing failed. The rows stay pending.
         """
         if self._pending:
-            self._tried(self._write, _PAUSES)
+            self._retry(self._write, _RETRY_DELAYS)
 
     def rewind(self, step: int) -> None:
-        """Take the rows of later steps out of the table, the columns that are empty then, and the media of later steps.
+        """Remove the rows and media of later steps, and the columns that become empty.
 
         Args:
-            step: that of the checkpoint; -1 takes out all rows.
+            step: the checkpoint's step; -1 removes all rows.
 
         Raises:
-            DrivetrainError: the disk or the store refuses.
+            DrivetrainError: writing failed.
         """
         self._pending = [row for row in self._pending if not _is_after(row, step)]
         self._flushed_step = None
-        self._turn_to(self._directory.path)
+        self._switch_directory(self._directory.path)
         self._rewound_to = step
-        self._rows_before = 0
-        self._come_again = set()
-        self._tried(lambda: self._cut(step), _PAUSES)
-        self._tried(lambda: MediaFiles(self._directory).rewind(step), _PAUSES)
+        self._rows_before_rewind = 0
+        self._rewritten_metrics = set()
+        self._retry(lambda: self._drop_rows_after(step), _RETRY_DELAYS)
+        self._retry(lambda: MediaFiles(self._directory).rewind(step), _RETRY_DELAYS)
 
     def _save_or_warn(self) -> None:
-        """Write, in the course of a run: a store that refuses for an hour must not end a training of days."""
-        refused_before = self._refused
+        """Write during a run, with a warning instead of an error: a temporary failure must not end the training."""
+        failed_before = self._write_failed
         try:
-            # Where it has refused before, each of the writes would wait.
-            self._tried(self._write, () if refused_before else _PAUSES)
+            # After a failure there are no retries, which would delay the run at each write.
+            self._retry(self._write, () if failed_before else _RETRY_DELAYS)
         except DrivetrainError as error:
-            if not refused_before:
+            if not failed_before:
                 _log.warning(
-                    "%s The run goes on: the rows are held back, and written with the next ones or at its end.",
+                    "%s The run continues: the rows are kept in memory and written with the next ones or at its end.",
                     error.what,
                 )
 
-    def _tried(self, work: Callable[[], None], pauses: Sequence[float]) -> None:
-        """Do what changes nothing of this object unless it comes to its end, several times where a store refuses."""
-        for pause in (*pauses, None):
-            try:
-                work()
-                self._refused = False
-                return
-            except Exception as error:  # each store's library has errors of its own
-                self._refused = True
-                if pause is None or isinstance(error, _FINAL) or self._directory.is_local:
-                    raise DrivetrainError(
-                        f"metrics.csv below {self.save_dir!r} cannot be brought up to date: "
-                        f"{type(error).__name__}: {error}.",
-                        "the rows that are not in it yet are held back in memory, and are lost with this process.",
-                        "check the room there is, the rights, and for a URL the credentials and the network.",
-                    ) from error
-            time.sleep(pause)
+    def _retry(self, action: Callable[[], None], delays: Sequence[float]) -> None:
+        """Call ``action``, and again after each delay if a remote store fails.
 
-    def _turn_to(self, path: str) -> None:
-        """Forget the table of another run's directory, should that have been the last one."""
-        if self._known not in (None, path):
-            self._columns, self._written, self._size = None, [], None
-            self._rewound_to, self._rows_before, self._come_again = None, 0, set()
-        self._known = path
+        ``action`` must not change this object unless it succeeds.
+        """
+        for delay in (*delays, None):
+            try:
+                action()
+                self._write_failed = False
+                return
+            except Exception as error:  # Each store's library has its own error types.
+                self._write_failed = True
+                if delay is None or isinstance(error, _PERMANENT_ERRORS) or self._directory.is_local:
+                    raise DrivetrainError(
+                        f"metrics.csv below {self.save_dir!r} cannot be written: {type(error).__name__}: {error}.",
+                        "the missing rows are kept in memory, and are lost when this process ends.",
+                        "check the free space, the permissions, and for a URL the credentials and the network.",
+                    ) from error
+            time.sleep(delay)
+
+    def _switch_directory(self, path: str) -> None:
+        """Reset the state of the table if ``path`` is another directory than before."""
+        if self._table_directory not in (None, path):
+            self._columns, self._written, self._size_before_append = None, [], None
+            self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
+        self._table_directory = path
 
     def _write(self) -> None:
-        self._turn_to(self._directory.make())
+        self._switch_directory(self._directory.make())
         if self._columns is None:
-            self._take_up_existing()
+            self._load_existing()
         assert self._columns is not None
         columns = list(dict.fromkeys([*self._columns, *(key for row in self._pending for key in row)]))
-        before = self._rows_before
+        rows_before = self._rows_before_rewind
         if not self._directory.is_local:
-            there, before = self._without_what_came_again(self._written)
-            rows = [*there, *self._pending]
-            self._replace(text_of_table(columns, rows))
+            rows_written, rows_before = self._drop_rewritten(self._written)
+            rows = [*rows_written, *self._pending]
+            self._replace(format_table(columns, rows))
             self._written = rows
-        elif self._come_again or columns != self._columns or not self._append(lines_of(columns, self._pending)):
-            there, before = self._without_what_came_again(table_of(self._read() or "")[1])
-            self._replace(text_of_table(columns, [*there, *self._pending]))
+        elif (
+            self._rewritten_metrics or columns != self._columns or not self._append(format_rows(columns, self._pending))
+        ):
+            rows_written, rows_before = self._drop_rewritten(parse_table(self._read() or "")[1])
+            self._replace(format_table(columns, [*rows_written, *self._pending]))
         self._columns = columns
         self._pending = []
-        self._come_again, self._rows_before = set(), before
+        self._rewritten_metrics, self._rows_before_rewind = set(), rows_before
 
-    def _without_what_came_again(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Take values out of the rows from before the rewind that the run has logged anew since, at the same step.
+    def _drop_rewritten(self, rows: list[Row]) -> tuple[list[Row], int]:
+        """Remove values at the rewind's step that the run has logged again since, from the rows before the rewind.
 
-        The checkpoint was written in the midst of that step's values: what came after it comes again.
+        The checkpoint was written between two calls of `log_metrics` of that step, so the later calls are repeated.
 
         Returns:
-            the rows, and how many of them are from before.
+            The rows, and how many of them are from before the rewind.
         """
-        if not self._come_again:
-            return rows, self._rows_before
+        if not self._rewritten_metrics:
+            return rows, self._rows_before_rewind
         epoch = self._column("epoch")
-        names = self._come_again - {"step", epoch}
+        names = self._rewritten_metrics - {"step", epoch}
         kept: list[Row] = []
-        before = 0
+        rows_before = 0
         for index, row in enumerate(rows):
-            if index < self._rows_before and _step_of(row) == self._rewound_to and not names.isdisjoint(row):
+            if index < self._rows_before_rewind and _step_of(row) == self._rewound_to and not names.isdisjoint(row):
                 row = {name: cell for name, cell in row.items() if name not in names}
                 if row.keys() <= {"step", epoch}:
                     continue
-            before += index < self._rows_before
+            rows_before += index < self._rows_before_rewind
             kept.append(row)
-        return kept, before
+        return kept, rows_before
 
-    def _take_up_existing(self) -> None:
+    def _load_existing(self) -> None:
         text = self._read() or ""
-        found, rows = table_of(text)
-        columns = list(dict.fromkeys(["step", *found]))
+        columns_read, rows = parse_table(text)
+        columns = list(dict.fromkeys(["step", *columns_read]))
         if self._directory.is_local:
-            if text and (whole := text_of_table(columns, rows)) != text:
-                self._replace(whole)  # a torn last line goes, and another program's way to write a table becomes ours
+            if text and (whole := format_table(columns, rows)) != text:
+                self._replace(whole)  # This drops a truncated last line and normalises the format.
         else:
             self._written = rows
         self._columns = columns
 
-    def _cut(self, step: int) -> None:
+    def _drop_rows_after(self, step: int) -> None:
         text: str | None = None
         if self._columns is None or self._directory.is_local:
             text = self._read()
             if text is None:
                 return
-            found, rows = table_of(text)
+            columns_read, rows = parse_table(text)
         else:
-            found, rows = self._columns, self._written
+            columns_read, rows = self._columns, self._written
         kept = [row for row in rows if not _is_after(row, step)]
-        self._rows_before = len(kept)
+        self._rows_before_rewind = len(kept)
         filled = set().union(*kept)
-        columns = ["step", *(one for one in found if one != "step" and (one in filled or len(kept) == len(rows)))]
-        # After a write whose answer was lost, the store may have more than this object knows of.
-        if len(kept) < len(rows) or (text is None and self._refused):
-            self._replace(text_of_table(columns, kept))
+        columns = [
+            "step",
+            *(column for column in columns_read if column != "step" and (column in filled or len(kept) == len(rows))),
+        ]
+        # After a failed write, the store may contain more than this object knows.
+        if len(kept) < len(rows) or (text is None and self._write_failed):
+            self._replace(format_table(columns, kept))
             self._columns = columns
             if not self._directory.is_local:
                 self._written = kept
@@ -278,17 +284,17 @@ class CSVLogger(DirectoryLogger):
 
     @property
     def _path(self) -> str:
-        """As the file system has it, without the URL's scheme."""
+        """The table's path in its file system, without the URL's scheme."""
         return str(self._directory.filesystem._strip_protocol(self._directory.file("metrics.csv")))
 
     def _read(self) -> str | None:
-        """Return the text that is there, None where no file is.
+        """Return the file's text; None if there is no file.
 
-        fsspec's ``exists`` takes an error for no, and the rows of a store that refuses for a moment would be lost.
+        fsspec's ``exists`` is not used, because it returns False on an error, and the store's rows would be lost.
         """
         try:
             if self._directory.is_local:
-                self._mend()
+                self._truncate_partial_append()
                 with open(self._path, "rb") as stream:
                     content = stream.read()
             else:
@@ -297,30 +303,30 @@ class CSVLogger(DirectoryLogger):
                 content = filesystem.cat_file(self._path)
         except FileNotFoundError:
             return None
-        return content.decode("utf-8-sig", "surrogateescape")  # what is no text comes back as it was
+        return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
 
     def _replace(self, text: str) -> None:
-        """Write the whole file: beside what is there, and exchanged, so that a kill or an error loses no rows."""
+        """Replace the file atomically, so that a kill or an error loses no rows."""
         content = text.encode("utf-8", "surrogateescape")
         if not self._directory.is_local:
             with open_replacement(self._directory.filesystem, self._path) as stream:
                 stream.write(content)
             return
-        beside = f"{self._path}.new"
+        temporary = f"{self._path}.new"
         try:
-            with open(beside, "wb") as stream:
+            with open(temporary, "wb") as stream:
                 stream.write(content)
-            os.replace(beside, self._path)
+            os.replace(temporary, self._path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
-        self._size = None
+        self._size_before_append = None
 
     def _append(self, text: str) -> bool:
-        """Write at the end of a local file; False where somebody has removed it."""
+        """Append to the local file; return False if it no longer exists."""
         try:
-            self._mend()
+            self._truncate_partial_append()
             size = os.path.getsize(self._path)
         except FileNotFoundError:
             return False
@@ -328,18 +334,18 @@ class CSVLogger(DirectoryLogger):
             with open(self._path, "ab") as stream:
                 stream.write(text.encode("utf-8", "surrogateescape"))
         except BaseException:
-            self._size = size
+            self._size_before_append = size
             with contextlib.suppress(OSError):
-                self._mend()
+                self._truncate_partial_append()
             raise
         return True
 
-    def _mend(self) -> None:
-        """Take off what an append has left that failed midway: its rows are written again."""
-        if self._size is not None:
-            if os.path.getsize(self._path) > self._size:
-                os.truncate(self._path, self._size)
-            self._size = None
+    def _truncate_partial_append(self) -> None:
+        """Remove the partial rows of an append that failed; they are written again."""
+        if self._size_before_append is not None:
+            if os.path.getsize(self._path) > self._size_before_append:
+                os.truncate(self._path, self._size_before_append)
+            self._size_before_append = None
 
     def _column(self, metric: str) -> str:
         name = f"{self._prefix}{metric}"
@@ -347,21 +353,21 @@ class CSVLogger(DirectoryLogger):
 
 
 def _is_after(row: Row, step: int) -> bool:
-    at = _step_of(row)
-    return at is not None and at > step
+    row_step = _step_of(row)
+    return row_step is not None and row_step > step
 
 
 def _step_of(row: Row) -> float | None:
     try:
-        return float(row.get("step", ""))  # a spreadsheet may have written 20 as 20.0
+        return float(row.get("step", ""))  # A spreadsheet may have written 20 as 20.0.
     except ValueError:
-        return None  # not of our making: a note by hand, say, and nobody knows of which step
+        return None  # The row was not written by this logger.
 
 
-def _text(value: object) -> str:
+def _format_number(value: object) -> str:
     if type(value) is float:
         return repr(value)
     if isinstance(value, int):
         return repr(int(value))
-    # A subclass or another package's number has a repr of its own, "np.float64(0.1)" for one.
+    # A subclass or another package's number may have another repr, such as "np.float64(0.1)".
     return repr(float(value)) if isinstance(value, SupportsFloat) else repr(value)

@@ -1,4 +1,4 @@
-"""Logger: the interface between a run and whatever keeps its numbers."""
+"""Logger: the interface through which a run logs metrics, hyper-parameters and media."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _log = logging.getLogger("drivetrain")
 
 
 class Logger(ABC):
-    """Base class of everything that keeps metrics and hyper-parameters. Three must be written.
+    """Base class of loggers.
 
-    These are `name`, `version` and `log_metrics`. What may be written does nothing by default: `log_hyperparams`,
-    `log_graph`, `rewind`, `save` and `finalize`; `writes_to` and `log_dir` where there are files, and `adopt` where the
-    version is not known before the run. The media, `log_image` to `log_table`, say once that this logger cannot keep
-    them; `drivetrain.loggers.media` has what turns a user's value into pixels, counts or rows.
+    A subclass must implement `name`, `version` and `log_metrics`. It may implement `log_hyperparams`, `log_graph`,
+    `rewind`, `save` and `finalize`, which do nothing by default; `writes_to` and `log_dir` if it writes files; and
+    `adopt` if its version is not known before the run. The methods for media, `log_image` to `log_table`, warn once
+    by default that they are not supported. `drivetrain.loggers.media` converts users' values to pixels, counts and
+    rows.
 
-    Only rank 0 calls a logger; on other ranks a run's loggers do nothing when they are called. Building one touches no
-    disk, network or other state (a `Fit` must be free to build): directories, files and connections come with the
-    first write.
+    Only rank 0 writes: on other ranks, the methods of a run's loggers do nothing. The constructor must not touch the
+    disk, the network or other state, so that building a `Fit` has no side effects. Directories, files and connections
+    are created at the first write.
 
-    Give one or several to ``Fit(logger=...)``, or register a callable that takes the run's ``default_root_dir`` (a path
-    or URL) and makes one in the entry-point group ``drivetrain.loggers``, and give its name.
+    Pass one or several to ``Fit(logger=...)``. To select one by name, register a callable in the entry-point group
+    ``drivetrain.loggers`` that takes the run's ``default_root_dir`` (a path or URL) and returns a logger.
     """
 
     @property
@@ -39,117 +40,120 @@ class Logger(ABC):
     @property
     @abstractmethod
     def version(self) -> int | str:
-        """What tells this run from the others of the same name: a number, or a name such as ``"long-run"``."""
+        """A number or text (such as ``"long-run"``) that distinguishes runs of the same name."""
 
     @property
     def directory(self) -> RunDirectory | None:
-        """What a run claims for the files of this logger, and of all that share it; None where it has none to claim."""
+        """The directory that a run claims for the files of this logger, and of others that share it; None if none."""
         return None
 
     @property
     def version_name(self) -> str:
-        """`version` as text, as `adopt` takes it: the directory's name, if there is one."""
+        """`version` as text, in the form that `adopt` takes: the directory's name, if there is a directory."""
         return str(self.version) if self.directory is None else self.directory.version
 
     def adopt(self, version: str) -> None:
-        """Take the version that the run has, the same on every rank. Called as a run begins, and before any write."""
+        """Use the run's version, which is the same on every rank. Called when a run begins, before any write."""
         del version
 
     @property
     def log_dir(self) -> str | None:
-        """The directory or URL that holds this run's files, ``None`` where it keeps none."""
+        """The directory or URL that contains this run's files, or ``None`` if there are no files."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """The object of the library behind it, for what this interface has no method for; None where there is none."""
+        """The underlying library's object, for features without a method in this interface; None if there is none."""
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """The folder or URL below which each run gets a directory; None where it keeps no files."""
+        """The folder or URL that contains the directories of runs; None if this logger writes no files."""
         return self.writes_to
 
     @property
     def writes_to(self) -> str | None:
-        """The folder or URL below which this logger writes, tried before the first step; None where it writes none."""
+        """The folder or URL below which this logger writes; None if it writes no files.
+
+        A run checks before its first step that it can write there.
+        """
         return None
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep ``metrics``, plain numbers by name, as of optimizer step ``step``."""
+        """Log ``metrics``, numbers by name, at optimizer step ``step``."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Keep the run's hyper-parameters, JSON-able values by name; what a run hands over holds no secret."""
+        """Log the run's hyper-parameters, JSON-able values by name. A run removes secrets before this call."""
         del params
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
-        """Keep the module's graph, traced on ``example``, where the logger can show one."""
+        """Log the module's graph, traced with ``example``, if the logger supports graphs."""
         del module, example
 
-    # Media: what a user logs by hand, in a hook or a step, with ``self.logger.log_image(...)``
+    # Media, which users log in a hook or a step with ``self.logger.log_image(...)``
 
     def log_image(self, key: str, value: Any, step: int) -> None:
-        """Keep a picture as of optimizer step ``step``.
+        """Log an image.
 
         Args:
-            key: its name.
-            value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a picture of
-                Pillow's. Numbers are bytes (uint8), or from 0 to 1.
+            key: the image's name.
+            value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image.
+                Its numbers are bytes (uint8), or between 0 and 1.
             step: the optimizer step.
         """
-        self._cannot_keep("images")
+        self._warn_unsupported("images")
 
     def log_figure(self, key: str, value: Any, step: int) -> None:
-        """Keep a figure of matplotlib's, or whatever has a ``savefig`` like it."""
-        self._cannot_keep("figures")
+        """Log a matplotlib figure, or another object with a compatible ``savefig``."""
+        self._warn_unsupported("figures")
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
-        """Keep the distribution of a tensor's or array's numbers, or a `drivetrain.loggers.Histogram` of them.
+        """Log a histogram of a tensor or array, or a `drivetrain.loggers.Histogram`.
 
-        For a tensor that is spread over ranks call ``trainer.log_histogram`` on every rank.
+        For a tensor that is sharded over ranks, call ``trainer.log_histogram`` on every rank instead.
         """
-        self._cannot_keep("histograms")
+        self._warn_unsupported("histograms")
 
     def log_text(self, key: str, value: str, step: int) -> None:
-        """Keep a text."""
-        self._cannot_keep("texts")
+        """Log a text."""
+        self._warn_unsupported("texts")
 
     def log_table(self, key: str, value: Any, step: int) -> None:
-        """Keep a table.
+        """Log a table.
 
         Args:
-            key: its name.
-            value: columns by name, rows by column (a list of mappings), or a DataFrame.
+            key: the table's name.
+            value: a mapping from column names to lists, a list of mappings (one per row), or a DataFrame.
             step: the optimizer step.
         """
-        self._cannot_keep("tables")
+        self._warn_unsupported("tables")
 
-    def _cannot_keep(self, what: str) -> None:
-        told: set[str] = self.__dict__.setdefault("_told_that_it_cannot_keep", set())
-        if what not in told:
-            told.add(what)
-            _log.warning("%s cannot keep %s: they are passed over.", type(self).__name__, what)
+    def _warn_unsupported(self, media: str) -> None:
+        warned: set[str] = self.__dict__.setdefault("_told_that_it_cannot_keep", set())
+        if media not in warned:
+            warned.add(media)
+            _log.warning("%s cannot log %s: they are ignored.", type(self).__name__, media)
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged after optimizer step ``step``: the run goes on from a checkpoint of that step.
+        """Remove what was logged after optimizer step ``step``, because the run resumes from a checkpoint of that step.
 
-        It comes before the run logs anything, hyper-parameters included, where it goes on in the folder of an earlier
-        one, which may have been another process. What is logged afterwards shall show each step once.
+        It is called when a run resumes in the folder of an earlier one, possibly in another process, before anything
+        is logged, including hyper-parameters. Afterwards, each step should be shown only once.
 
         Args:
-            step: 0 where the run begins again and what was logged before its first step stays, -1 where nothing does.
+            step: the checkpoint's step. 0 keeps only what was logged before the first step, and -1 keeps nothing.
         """
         del step
 
     def save(self) -> None:
-        """Write out whatever is still held back."""
+        """Write pending data."""
 
     def finalize(self, status: str) -> None:
-        """Write out everything and let go of files and connections.
+        """Write pending data and close files and connections. The logger may be used again afterwards.
 
         Args:
-            status: how the run ended: "success", "failed" or "interrupted". The logger may be used again.
+            status: how the run ended: "success", "failed" or "interrupted".
         """
         del status
         self.save()

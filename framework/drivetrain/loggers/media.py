@@ -1,4 +1,4 @@
-"""What loggers make of the values that users give them: pixels, counts, rows. For authors of loggers too."""
+"""Convert users' values to pixels, counts and rows, for drivetrain's loggers and for custom ones."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 
-_AT_ONCE = 1 << 22  # elements that are counted at once: finding their bins takes 8 bytes for each
+_CHUNK = 1 << 22  # elements that are counted at once; finding their bins takes 8 bytes for each
 
 
 # Pictures
 
 
 def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a picture as an array of bytes of shape (H, W, C); C is 1, 3 or 4.
+    """Return an image as a uint8 array of shape (H, W, C), where C is 1, 3 or 4.
 
     Args:
-        value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a picture of Pillow's.
-            Numbers that are no bytes (uint8) are from 0 to 1; what is outside is cut off.
+        value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image. Numbers
+            of other dtypes than uint8 are clipped to the range from 0 to 1.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the value has another type or shape.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -35,16 +35,16 @@ def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     else:
         mode = getattr(value, "mode", None)
         if mode is not None and mode not in ("L", "RGB", "RGBA"):
-            value = value.convert("RGB")  # a palette's numbers, say, are no brightness
+            value = value.convert("RGB")  # The numbers of other modes, such as palettes, are not intensities.
         array = np.asarray(value)
     if array.ndim == 2:
         array = array[..., None]
     if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or array.dtype.kind not in "fiub":
         raise ConfigurationError(
-            f"log_image was given a {type(value).__name__} of shape {tuple(array.shape)} and dtype {array.dtype}.",
-            "a picture has one, three or four channels of numbers.",
-            "give a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image; for "
-            "several, call it for each, or make a grid of them.",
+            f"log_image got a {type(value).__name__} of shape {tuple(array.shape)} and dtype {array.dtype}.",
+            "an image has one, three or four channels of numbers.",
+            "pass a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image; for "
+            "several images, call it for each, or make a grid.",
         )
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
@@ -53,7 +53,7 @@ def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def png_of(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """Return what `pixels_of` gave as the content of a PNG file. Needs Pillow."""
+    """Return the result of `pixels_of` as the content of a PNG file. Requires Pillow."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -65,16 +65,16 @@ def png_of_figure(figure: Any) -> bytes:
     """Return a figure as the content of a PNG file.
 
     Args:
-        figure: of matplotlib's, or whatever has a ``savefig(file, format="png")``.
+        figure: a matplotlib figure, or another object with ``savefig(file, format="png")``.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: it has no ``savefig``.
     """
     if not callable(getattr(figure, "savefig", None)):
         raise ConfigurationError(
-            f"log_figure was given a {type(figure).__name__}.",
-            "figures are drawn by their savefig(file, format='png'), which it does not have.",
-            "give a figure of matplotlib's; log_image takes pixels.",
+            f"log_figure got a {type(figure).__name__}.",
+            "figures are drawn by savefig(file, format='png'), which it does not have.",
+            "pass a matplotlib figure; log_image takes pixels.",
         )
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
@@ -82,7 +82,7 @@ def png_of_figure(figure: Any) -> bytes:
 
 
 def pixels_of_figure(figure: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a figure, as for `png_of_figure`, as an array of bytes of shape (H, W, C). Needs Pillow."""
+    """Return a figure, as in `png_of_figure`, as a uint8 array of shape (H, W, C). Requires Pillow."""
     from PIL import Image
 
     with Image.open(io.BytesIO(png_of_figure(figure))) as picture:
@@ -94,14 +94,14 @@ def pixels_of_figure(figure: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How numbers are distributed: as ``numpy.histogram`` counts them.
+    """A histogram, counted like ``numpy.histogram``.
 
     Attributes:
-        counts: in each bin.
-        edges: of the bins, one more than there are bins; the last bin includes its right edge.
-        sum: of the numbers that are counted.
-        sum_of_squares: likewise.
-        left_out: how many were infinite or NaN, and are not counted.
+        counts: the count of each bin.
+        edges: the edges of the bins, one more than there are bins; the last bin includes its right edge.
+        sum: the sum of the counted numbers.
+        sum_of_squares: the sum of their squares.
+        left_out: how many numbers were infinite or NaN and are not counted.
     """
 
     counts: tuple[int, ...]
@@ -112,11 +112,11 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many numbers are counted."""
+        """The number of counted numbers."""
         return sum(self.counts)
 
     def with_at_most(self, bins: int) -> Histogram:
-        """Return it with neighbouring bins joined, where it has more than ``bins``."""
+        """Return the histogram with at most ``bins`` bins, merging neighbouring ones if necessary."""
         width = -(-len(self.counts) // bins)
         if width <= 1:
             return self
@@ -125,30 +125,30 @@ class Histogram:
 
     @classmethod
     def of(cls, value: Any, bins: int = 64) -> Histogram:
-        """Count a tensor's or an array's numbers; a `Histogram` is returned as it is.
+        """Count the numbers of a tensor or array; return a `Histogram` unchanged.
 
         Args:
-            value: of any shape, on any device. One that is spread over ranks is refused.
-            bins: of equal width, between the smallest and the largest finite number.
+            value: a tensor or array of any shape, on any device.
+            bins: the number of bins of equal width between the smallest and the largest finite number.
 
         Raises:
-            ConfigurationError: it has no numbers, or is spread over ranks.
+            ConfigurationError: the value is not numeric, or is sharded over ranks.
         """
         if isinstance(value, Histogram):
             return value
         tensor = _as_tensor(value)
         if hasattr(tensor, "full_tensor"):
             raise ConfigurationError(
-                "log_histogram was given a tensor that is spread over ranks.",
-                "this rank holds a part of it, and its counts are not those of the whole.",
+                "log_histogram got a tensor that is sharded over ranks.",
+                "this rank holds only a part of it, whose counts are not those of the whole tensor.",
                 "call trainer.log_histogram(name, tensor) on every rank.",
             )
-        numbers = Numbers(tensor)
+        numbers = FlatValues(tensor)
         return cls.joined([numbers.counted(edges := numbers.reach.edges(bins))], edges, numbers.reach.left_out)
 
     @classmethod
-    def joined(cls, parts: Sequence[Counted], edges: Edges, left_out: int) -> Histogram:
-        """Return the histogram of numbers whose parts were counted between the same edges."""
+    def joined(cls, parts: Sequence[BinCounts], edges: Edges, left_out: int) -> Histogram:
+        """Return the sum of the parts' counts, which were counted with the same edges."""
         return cls(
             tuple(map(sum, zip(*(part.counts for part in parts), strict=True))),
             tuple(map(float, edges.tolist())),
@@ -166,34 +166,34 @@ def _as_tensor(value: Any) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"log_histogram was given a {type(value).__name__}.",
+            f"log_histogram got a {type(value).__name__}.",
             f"it counts the numbers of one tensor or array ({error}).",
-            "give a tensor, an array, or a Histogram; trainer.log_histogram takes a dict of tensors by name.",
+            "pass a tensor, an array, or a Histogram; trainer.log_histogram takes a dict of tensors by name.",
         ) from error
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Between which numbers the finite ones of a tensor are, or those of several."""
+class ValueRange:
+    """The range of the finite numbers of one or several tensors."""
 
     low: float
     high: float
     left_out: int
-    single: bool
-    """Whether they are of float32 at most, as which their edges are computed then."""
+    is_float32: bool
+    """Whether all tensors have at most float32 precision, so that edges are computed in float32."""
 
     @property
     def is_empty(self) -> bool:
-        """True where no number is finite."""
+        """Whether there are no finite numbers."""
         return self.low > self.high
 
     def edges(self, bins: int) -> Edges:
-        """Return the edges of ``bins`` bins, which are those that ``numpy.histogram`` takes.
+        """Return the edges of ``bins`` bins, equal to those of ``numpy.histogram`` if it accepts the range.
 
-        Where it takes none, they are of float64, or reach a little further: so many bins do not fit between numbers
-        that are all but equal, as the weights of a norm are at first, and the width of others is no float32.
+        It does not if the numbers are almost equal, like a norm's initial weights, or too far apart for float32. Then
+        the edges are computed in float64 or for a slightly larger range.
         """
-        for dtype in (np.float32, np.float64) if self.single else (np.float64,):
+        for dtype in (np.float32, np.float64) if self.is_float32 else (np.float64,):
             try:
                 with np.errstate(over="ignore", invalid="ignore"):
                     edges = np.histogram_bin_edges(
@@ -209,63 +209,65 @@ class Reach:
         return 2 * np.linspace((self.low - margin) / 2, (self.high + margin) / 2, bins + 1)
 
     @classmethod
-    def joined(cls, parts: Sequence[Reach]) -> Reach:
-        """Return the reach of all parts together."""
+    def joined(cls, parts: Sequence[ValueRange]) -> ValueRange:
+        """Return the range that contains all parts."""
         return cls(
             min(part.low for part in parts),
             max(part.high for part in parts),
             sum(part.left_out for part in parts),
-            all(part.single for part in parts),
+            all(part.is_float32 for part in parts),
         )
 
 
-NOTHING = Reach(float("inf"), float("-inf"), 0, True)
-"""The reach of no numbers at all."""
+EMPTY_RANGE = ValueRange(float("inf"), float("-inf"), 0, True)
+"""The range of no numbers."""
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What a part of the numbers comes to."""
+class BinCounts:
+    """The bin counts and sums of a part of the numbers."""
 
     counts: list[int]
     sum: float
     sum_of_squares: float
 
 
-class Numbers:
-    """The numbers of a tensor, on its device, about to be counted.
+class FlatValues:
+    """The finite numbers of a tensor as a flat tensor on its device.
 
     Args:
-        tensor: of any shape; a complex one counts as its real and its imaginary parts.
+        tensor: a tensor of any shape; a complex one contributes its real and imaginary parts.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         flat = tensor.detach()
         flat = flat if flat.layout is torch.strided else flat.to_dense()
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat.reshape(-1)
-        single = flat.is_floating_point() and flat.element_size() <= 4
-        flat = flat.to(torch.float32 if single else torch.float64)
+        is_float32 = flat.is_floating_point() and flat.element_size() <= 4
+        flat = flat.to(torch.float32 if is_float32 else torch.float64)
         finite = flat.isfinite()
         self._flat = flat if bool(finite.all()) else flat[finite]
         left_out = flat.numel() - self._flat.numel()
-        low, high = (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (NOTHING.low, NOTHING.high)
-        self.reach = Reach(low, high, left_out, single)
+        low, high = (
+            (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (EMPTY_RANGE.low, EMPTY_RANGE.high)
+        )
+        self.reach = ValueRange(low, high, left_out, is_float32)
 
-    def counted(self, edges: Edges) -> Counted:
-        """Count them between edges, which are alike for all parts."""
+    def counted(self, edges: Edges) -> BinCounts:
+        """Return the counts of the bins with these edges, which must be the same for all parts."""
         flat = self._flat
         inner = torch.as_tensor(edges[1:-1].copy(), device=flat.device)
         counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=flat.device)
-        for part in torch.split(flat, _AT_ONCE):
+        for part in torch.split(flat, _CHUNK):
             counts += torch.bincount(torch.bucketize(part.to(inner.dtype), inner, right=True), minlength=len(counts))
-        return Counted(counts.tolist(), float(flat.sum(dtype=torch.float64)), float(flat.double().square().sum()))
+        return BinCounts(counts.tolist(), float(flat.sum(dtype=torch.float64)), float(flat.double().square().sum()))
 
 
 # Texts
 
 
 def text_of(value: Any) -> str:
-    """Return a text that a file can hold: what UTF-8 cannot hold, halves of a surrogate pair, as ``\\udcff``."""
+    """Return ``str(value)`` with lone surrogates, which UTF-8 cannot encode, escaped like ``\\udcff``."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
@@ -274,17 +276,17 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of plain values: what JSON knows, and the text of everything else."""
+    """A table of JSON-able values; other values are converted to text."""
 
     columns: list[str]
     rows: list[list[Any]]
 
     @classmethod
     def of(cls, value: Any) -> Table:
-        """Take a table from columns by name, from rows by column (a list of mappings), or from a DataFrame.
+        """Make a table from a mapping of columns, a list of mappings (one per row), or a DataFrame.
 
         Raises:
-            ConfigurationError: it is none of these, or its columns differ in length.
+            ConfigurationError: the value has another type, or its columns differ in length.
         """
         if isinstance(value, Table):
             return value
@@ -293,39 +295,39 @@ class Table:
         if isinstance(value, Mapping) and all(_is_list(column) for column in value.values()):
             lengths = {len(column) for column in value.values()}
             if len(lengths) <= 1:
-                rows = [list(map(_plain, row)) for row in zip(*value.values(), strict=True)]
+                rows = [list(map(_to_json_value, row)) for row in zip(*value.values(), strict=True)]
                 return cls(list(map(str, value)), rows)
         elif _is_list(value) and all(isinstance(row, Mapping) for row in value):
             names = list(dict.fromkeys(name for row in value for name in row))
-            return cls(list(map(str, names)), [[_plain(row.get(name)) for name in names] for row in value])
+            return cls(list(map(str, names)), [[_to_json_value(row.get(name)) for name in names] for row in value])
         raise ConfigurationError(
-            f"log_table was given {_described(value)}.",
-            "a table has columns of one length, each with a name.",
-            "give {'column': [values], ...}, a list of {'column': value, ...}, or a DataFrame.",
+            f"log_table got {_describe(value)}.",
+            "a table has named columns of equal length.",
+            "pass {'column': [values], ...}, a list of {'column': value, ...}, or a DataFrame.",
         )
 
     def as_markdown(self) -> str:
-        """Return it as a table in Markdown."""
+        """Return the table as Markdown."""
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        return "\n".join("| " + " | ".join(_cell(one) for one in line) + " |" for line in lines)
+        return "\n".join("| " + " | ".join(_format_cell(cell) for cell in line) + " |" for line in lines)
 
 
 def _is_list(value: Any) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         value = value.tolist()
     return value if value is None or isinstance(value, bool | int | float) else text_of(value)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", "<br>")
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "columns of the lengths " + str([len(one) if _is_list(one) else None for one in value.values()])
+        return "columns of lengths " + str([len(column) if _is_list(column) else None for column in value.values()])
     return f"a {type(value).__name__}"

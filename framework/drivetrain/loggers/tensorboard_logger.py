@@ -1,4 +1,4 @@
-"""TensorBoardLogger: metrics as TensorBoard events."""
+"""TensorBoardLogger: log metrics and media as TensorBoard events."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figu
 _log = logging.getLogger("drivetrain")
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)\.[^/]*$")
-_REST = 30.0  # seconds, after which it is tried again where a disk has refused
-_LONGEST_WAIT = 5  # seconds, for the clock to come to a name after that of the newest event file
+_RETRY_AFTER = 30.0  # seconds after a failed write
+_MAX_WAIT = 5  # seconds to wait for a time later than that in the newest event file's name
 
 
 class TensorBoardLogger(DirectoryLogger):
@@ -30,11 +30,11 @@ class TensorBoardLogger(DirectoryLogger):
     Args:
         save_dir: a local path, or a URL that the installed TensorBoard writes to.
         name: the sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or ``None`` for the run's folder.
-        default_hp_metric: with hyper-parameters, write ``hp_metric`` so that the HParams tab shows the run.
-        prefix: put before every metric's name, with a dash.
-        **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step`` is
-            for the first event file that this object writes.
+        version: a number, a directory name, or ``None`` for the run's version.
+        default_hp_metric: write ``hp_metric`` with hyper-parameters, so that the HParams tab shows the run.
+        prefix: prepended to every metric's name, with a dash.
+        **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step``
+            applies to the first event file that this object writes.
 
     Raises:
         ConfigurationError: neither TensorBoard nor tensorboardX is installed.
@@ -52,45 +52,45 @@ class TensorBoardLogger(DirectoryLogger):
         if not tensorboard_is_installed():
             raise ConfigurationError(
                 "TensorBoardLogger needs TensorBoard, which is not installed",
-                "event files are written by the package tensorboard (or tensorboardX)",
+                "it uses the package tensorboard (or tensorboardX)",
                 "pip install 'drivetrain[tensorboard]' (or tensorboard itself), or use CSVLogger",
             )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self._purge_step: int | None = options.pop("purge_step", None)
         self._options = options
-        self._rewound: tuple[str, int] | None = None  # a folder, and the first step that is hidden in it
-        self._hides_in: str | None = None  # the folder where a file of ours hides what comes before it
-        self._has_start: str | None = None  # the folder where an earlier run's starting values stay
-        self._refused = False  # the disk, a row
-        self._rests_until = 0.0  # seconds of time.monotonic
+        self._pending_purge: tuple[str, int] | None = None  # a folder, and the first step to hide in it
+        self._purged_directory: str | None = None  # the folder of the last event file with a purge step
+        self._initial_values_directory: str | None = None  # the folder in which initial values of metrics are kept
+        self._write_failed = False
+        self._retry_at = 0.0  # in seconds of time.monotonic
         self._writer: Any = None
 
     @property
     def experiment(self) -> Any:
-        """The ``SummaryWriter``, for what this class has no method for (audio, meshes); made at the first use.
+        """The ``SummaryWriter``, for features without a method here (audio, meshes).
 
-        Use it on rank 0 only: it creates the run's directory.
+        Use it on rank 0 only: the first use creates the run's directory.
         """
         if self._writer is None:
             self._writer = self._open(self._directory.make())
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write each metric as a scalar. Where the disk refuses, rows are lost for a while, and a warning says so."""
-        if time.monotonic() < self._rests_until:
+        """Write each metric as a scalar. If writing fails, metrics are dropped for 30 seconds, with a warning."""
+        if time.monotonic() < self._retry_at:
             return
         try:
             for key, value in metrics.items():
                 self.experiment.add_scalar(f"{self._prefix}{key}", value, step)
-        except OSError as error:  # a disk that is full for an hour must not end a training of days
-            self._writer = None  # its thread has ended: another event file goes on
-            self._rests_until = time.monotonic() + _REST
-            if not self._refused:
-                self._refused = True
+        except OSError as error:  # A disk that is full temporarily must not end the training.
+            self._writer = None  # Its thread has ended, so the next write opens another event file.
+            self._retry_at = time.monotonic() + _RETRY_AFTER
+            if not self._write_failed:
+                self._write_failed = True
                 _log.warning(
-                    "The event file in %r cannot be written: %s. The run goes on; TensorBoard misses the steps until "
-                    "it can be.",
+                    "The event file in %r cannot be written: %s. The run continues; until it can be written, steps are "
+                    "missing in TensorBoard.",
                     self._directory.path,
                     error,
                 )
@@ -99,41 +99,43 @@ class TensorBoardLogger(DirectoryLogger):
         """Write ``params``, without secrets, to ``hparams.json`` and to the HParams tab.
 
         Args:
-            params: values by name; nested mappings become ``outer/inner``, other values than numbers, strings and
-                booleans their text.
-            metrics: starting values of metrics that the HParams tab shall list.
+            params: values by name. Nested mappings become ``outer/inner``; values other than numbers, strings and
+                booleans are converted to text.
+            metrics: initial values of the metrics that the HParams tab should list.
         """
         params, _ = self._left_out.take_out(params)
         self._directory.write_json("hparams.json", params)
-        shown = dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
+        initial_metrics = (
+            dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
+        )
         writer = self.experiment
-        for summary in _hparams_summaries(_flat(params), shown):
+        for summary in _hparams_summaries(_flatten(params), initial_metrics):
             writer.file_writer.add_summary(summary)
-        if self._has_start != self._directory.path:  # step 0 is shown once, and the tab shows what comes last
-            for key, value in shown.items():
+        if self._initial_values_directory != self._directory.path:  # An earlier run may have written them already.
+            for key, value in initial_metrics.items():
                 writer.add_scalar(key, value, 0)
-        writer.flush()  # a run that goes on from here, killed or not, finds them there
+        writer.flush()  # They must survive a kill, because a resumed run does not write them again.
 
     def log_image(self, key: str, value: Any, step: int) -> None:
-        """Write a picture."""
+        """Write an image."""
         self._add_image(key, pixels_of, value, step)
 
     def log_figure(self, key: str, value: Any, step: int) -> None:
-        """Write a figure, as a picture."""
+        """Write a figure as an image."""
         self._add_image(key, pixels_of_figure, value, step)
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
-        """Write how the numbers are distributed."""
-        found = Histogram.of(value)
+        """Write a histogram."""
+        histogram = Histogram.of(value)
         self.experiment.add_histogram_raw(
             f"{self._prefix}{key}",
-            min=found.edges[0],
-            max=found.edges[-1],
-            num=found.total,
-            sum=found.sum,
-            sum_squares=found.sum_of_squares,
-            bucket_limits=list(found.edges[1:]),
-            bucket_counts=list(found.counts),
+            min=histogram.edges[0],
+            max=histogram.edges[-1],
+            num=histogram.total,
+            sum=histogram.sum,
+            sum_squares=histogram.sum_of_squares,
+            bucket_limits=list(histogram.edges[1:]),
+            bucket_counts=list(histogram.counts),
             global_step=step,
         )
 
@@ -142,76 +144,77 @@ class TensorBoardLogger(DirectoryLogger):
         self.experiment.add_text(f"{self._prefix}{key}", text_of(value), step)
 
     def log_table(self, key: str, value: Any, step: int) -> None:
-        """Write a table, as a text in Markdown."""
+        """Write a table as text in Markdown."""
         self.experiment.add_text(f"{self._prefix}{key}", Table.of(value).as_markdown(), step)
 
     def _add_image(self, key: str, pixels: Callable[[Any], Any], value: Any, step: int) -> None:
         if importlib.util.find_spec("PIL") is None:
-            self._cannot_keep("images without Pillow (pip install pillow)")
+            self._warn_unsupported("images without Pillow (pip install pillow)")
         else:
             self.experiment.add_image(f"{self._prefix}{key}", pixels(value), step, dataformats="HWC")
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
-        """Trace ``module`` on ``example`` and write its graph; without an example nothing is written."""
+        """Trace ``module`` with ``example`` and write its graph; without an example, do nothing."""
         if example is not None:
             self.experiment.add_graph(module, example)
 
     def rewind(self, step: int) -> None:
-        """Hide what was logged after ``step``: the next event file begins with its ``purge_step``.
+        """Hide what was logged after ``step``, by a ``purge_step`` in the next event file.
 
-        Event files only grow: TensorBoard leaves out what is hidden as it reads them, in the order of their names. Its
-        fast loader goes metric by metric: what is hidden of one goes as the run logs that one at the same step again,
-        or at an earlier one.
-        Starting values of metrics, ``hp_metric`` for one, are not written a second time unless ``step`` is -1.
+        Event files cannot be shortened. TensorBoard reads them in the order of their names and skips hidden events. Its
+        fast loader does so for each metric separately, once the run logs that metric again at the same or an earlier
+        step. Initial values of metrics, such as ``hp_metric``, are not written again unless ``step`` is -1.
 
         Args:
-            step: that of the checkpoint; -1 hides everything.
+            step: the checkpoint's step; -1 hides everything.
         """
         self._close()
         path = self._directory.path
-        names = self._names(path)
-        self._has_start = None
+        names = self._file_names(path)
+        self._initial_values_directory = None
         if not any(map(_EVENT_FILE.search, names)):
             return
-        before = [self._rewound[1]] if self._rewound is not None and self._rewound[0] == path else []
-        self._rewound = (path, min([step + 1, *before]))
-        if "hparams.json" in names and min(self._purges(path)) > 0:
-            self._has_start = path
+        previous = (
+            [self._pending_purge[1]] if self._pending_purge is not None and self._pending_purge[0] == path else []
+        )
+        self._pending_purge = (path, min([step + 1, *previous]))
+        if "hparams.json" in names and min(self._purge_steps(path)) > 0:
+            self._initial_values_directory = path
 
     def save(self) -> None:
-        """Flush the event file, if there is one."""
+        """Flush the event file, if one is open."""
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Close the event file; a later write opens a new one beside it."""
+        """Close the event file; a later write opens another one."""
         try:
             super().finalize(status)
         finally:
             self._close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process opens an event file of its own: the writer has a thread and a queue.
+        # The writer has a thread and a queue; another process opens its own event file.
         return self.__dict__ | {"_writer": None}
 
     def _open(self, path: str) -> Any:
-        purges = self._purges(path)
-        options = self._options | ({"purge_step": min(purges)} if purges else {})
-        # Names have whole seconds. tensorboardX writes over a file of the same second; and where something is hidden
-        # by a file that comes before another one in the order of names, what is hidden there comes to light.
-        if purges or self._hides_in == path or not _has_tensorboard():
-            self._await_a_later_name(path)
+        purge_steps = self._purge_steps(path)
+        options = self._options | ({"purge_step": min(purge_steps)} if purge_steps else {})
+        # The time in a file's name has a resolution of one second. tensorboardX overwrites a file of the same second,
+        # and a file with a purge step must sort after those that it hides.
+        if purge_steps or self._purged_directory == path or not _has_tensorboard():
+            self._wait_for_later_name(path)
         writer = _summary_writer(path, options)
-        if purges:
-            self._hides_in = path
-            # TensorBoard's server takes the first start that a folder tells of for that of the run, and hides nothing.
-            writer.file_writer.add_event(_start(min(purges)))
-        self._rewound = self._purge_step = None
+        if purge_steps:
+            self._purged_directory = path
+            # TensorBoard's server takes the first session start in a folder for the run's and purges nothing for it.
+            writer.file_writer.add_event(_session_start(min(purge_steps)))
+        self._pending_purge = self._purge_step = None
         return writer
 
-    def _purges(self, path: str) -> list[int]:
-        """The steps from which on the next event file hides what is there: of rewinding, and the user's own."""
-        rewound = self._rewound[1] if self._rewound is not None and self._rewound[0] == path else None
+    def _purge_steps(self, path: str) -> list[int]:
+        """Return the purge steps for the next event file: that of a rewind and the user's, if they exist."""
+        rewound = self._pending_purge[1] if self._pending_purge is not None and self._pending_purge[0] == path else None
         return [step for step in (rewound, self._purge_step) if step is not None]
 
     def _close(self) -> None:
@@ -219,7 +222,7 @@ class TensorBoardLogger(DirectoryLogger):
         if writer is not None:
             writer.close()
 
-    def _names(self, path: str) -> list[str]:
+    def _file_names(self, path: str) -> list[str]:
         filesystem = self._directory.filesystem
         filesystem.invalidate_cache()
         try:
@@ -227,13 +230,13 @@ class TensorBoardLogger(DirectoryLogger):
         except FileNotFoundError:
             return []
 
-    def _await_a_later_name(self, path: str) -> None:
-        seconds = [int(found[1]) for found in map(_EVENT_FILE.search, self._names(path)) if found]
+    def _wait_for_later_name(self, path: str) -> None:
+        seconds = [int(match[1]) for match in map(_EVENT_FILE.search, self._file_names(path)) if match]
         wait = max(seconds, default=0) + 1 - time.time()
-        if wait > _LONGEST_WAIT:
+        if wait > _MAX_WAIT:
             _log.warning(
-                "An event file in %r is from %.0f seconds ahead of this machine's clock. TensorBoard reads event files "
-                "in the order of their times, so that it may show some steps of this run twice, or not.",
+                "An event file in %r is %.0f seconds ahead of this machine's clock. TensorBoard reads event files in "
+                "the order of their times, so it may show some steps of this run twice or not at all.",
                 path,
                 wait,
             )
@@ -242,13 +245,13 @@ class TensorBoardLogger(DirectoryLogger):
 
 
 def tensorboard_is_installed() -> bool:
-    """True where TensorBoard or tensorboardX can be imported; imports neither."""
+    """Return whether TensorBoard or tensorboardX is installed, without importing them."""
     return any(importlib.util.find_spec(name) is not None for name in ("tensorboard", "tensorboardX"))
 
 
-def _package(of_tensorboard: str, of_tensorboardx: str) -> Any:
-    """Import the module of whichever package is installed, TensorBoard first."""
-    return importlib.import_module(of_tensorboard if _has_tensorboard() else of_tensorboardx)
+def _import_module(tensorboard_module: str, tensorboardx_module: str) -> Any:
+    """Import the module of the installed package, preferably TensorBoard's."""
+    return importlib.import_module(tensorboard_module if _has_tensorboard() else tensorboardx_module)
 
 
 def _has_tensorboard() -> bool:
@@ -256,24 +259,24 @@ def _has_tensorboard() -> bool:
 
 
 def _summary_writer(path: str, options: Mapping[str, Any]) -> Any:
-    return _package("torch.utils.tensorboard", "tensorboardX").SummaryWriter(log_dir=path, **options)
+    return _import_module("torch.utils.tensorboard", "tensorboardX").SummaryWriter(log_dir=path, **options)
 
 
-def _start(step: int) -> Any:
-    module = _package("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2")
+def _session_start(step: int) -> Any:
+    module = _import_module("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2")
     return module.Event(step=step, session_log=module.SessionLog(status=module.SessionLog.START))
 
 
 def _hparams_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
-    module = _package("torch.utils.tensorboard.summary", "tensorboardX.summary")
+    module = _import_module("torch.utils.tensorboard.summary", "tensorboardX.summary")
     return module.hparams(dict(params), dict(metrics))
 
 
-def _flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    flat: dict[str, bool | int | float | str] = {}
+def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    flattened: dict[str, bool | int | float | str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}/")
+            flattened |= _flatten(value, f"{prefix}{key}/")
         else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
+            flattened[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flattened

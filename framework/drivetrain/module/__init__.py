@@ -1,4 +1,4 @@
-"""What users subclass: `TrainModule`."""
+"""TrainModule: the base class of users' models."""
 
 from drivetrain.module.train_module import TrainModule
 

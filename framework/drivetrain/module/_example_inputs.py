@@ -1,4 +1,4 @@
-"""What a module is called with where there is no batch: an example of its input, as its user wrote it down."""
+"""Example inputs of a module, with which it is called when there is no batch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 
-def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``forward`` that an example stands for, by position and by name.
+def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of ``forward`` that an example specifies.
 
-    A mapping is arguments by name, a tuple or a list arguments by position, all else the one argument.
+    A mapping holds keyword arguments, a tuple or list holds positional ones, and any other value is a single argument.
     """
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -19,5 +19,5 @@ def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called: `torch.nn.Module` has a ``forward`` that only says that there is none."""
+    """Return whether ``module`` implements ``forward``; that of `torch.nn.Module` only raises."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

@@ -1,4 +1,4 @@
-"""Hyper-parameters: the arguments a module was built with, kept so that a checkpoint can build it again."""
+"""Hyper-parameters: the constructor's arguments, saved so that a checkpoint can rebuild the object."""
 
 from __future__ import annotations
 
@@ -13,122 +13,122 @@ from drivetrain.errors import ConfigurationError
 
 
 class HyperParameters(dict[str, Any]):
-    """A dict whose keys also read as attributes."""
+    """A dict whose entries can also be read and set as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; there are {', '.join(self) or 'none'}") from None
+            raise AttributeError(f"no hyper-parameter {name!r}; the names are {', '.join(self) or 'none'}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
 
-class KeepsHyperParameters:
-    """Mixed into what is built from arguments worth keeping."""
+class HyperParametersMixin:
+    """Mixin of `TrainModule` and `DataModule` that saves constructor arguments."""
 
     @property
     def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept."""
-        kept: HyperParameters = self.__dict__.setdefault("_hyper_parameters", HyperParameters())
-        return kept
+        """The hyper-parameters that `save_hyperparameters` saved."""
+        hyper_parameters: HyperParameters = self.__dict__.setdefault("_hyper_parameters", HyperParameters())
+        return hyper_parameters
 
     @property
     def hparams_initial(self) -> HyperParameters:
-        """What `hparams` held when `save_hyperparameters` was last called: a copy."""
-        kept: HyperParameters = self.__dict__.get("_initial_hyper_parameters", HyperParameters())
-        return deepcopy(kept)
+        """A copy of `hparams` as of the last call of `save_hyperparameters`."""
+        hyper_parameters: HyperParameters = self.__dict__.get("_initial_hyper_parameters", HyperParameters())
+        return deepcopy(hyper_parameters)
 
     def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
-        """Keep the arguments of ``__init__`` in `hparams`; they go into every checkpoint.
+        """Save the arguments of ``__init__`` in `hparams`; every checkpoint contains them.
 
         Args:
-            names: which; all where none are given. Or one mapping or `argparse.Namespace`, whose values are kept; where
-                it is an argument of ``__init__``, ``load_from_checkpoint`` passes it again as that argument.
-            ignore: names to leave out.
-            logger: hand them to the run's loggers.
+            names: the arguments to save; none means all. Or a single mapping or `argparse.Namespace` whose values are
+                saved; if it is an argument of ``__init__``, ``load_from_checkpoint`` passes it as that argument again.
+            ignore: the names to omit.
+            logger: pass them to the run's loggers.
 
         Raises:
-            ConfigurationError: names a value that JSON cannot hold.
+            ConfigurationError: a value cannot be represented in JSON; the error names it.
         """
-        if len(names) == 1 and _holds_values(names[0]):
-            given: Any = names[0]
-            whole = given if isinstance(given, Mapping) else vars(given)
-            argument = next((name for name, value in _init_arguments(self).items() if value is given), "")
+        if len(names) == 1 and _is_mapping_or_namespace(names[0]):
+            values: Any = names[0]
+            mapping = values if isinstance(values, Mapping) else vars(values)
+            argument = next((name for name, value in _init_arguments(self).items() if value is values), "")
             self.__dict__["_hyper_parameters_argument"] = argument
-            self.hparams.update(_checked(self, dict(whole), ignore))
+            self.hparams.update(_validated(self, dict(mapping), ignore))
         else:
-            self.hparams.update(collect_init_arguments(self, _names(names), ignore))
+            self.hparams.update(collect_init_arguments(self, _validate_names(names), ignore))
         self.__dict__["_initial_hyper_parameters"] = deepcopy(self.hparams)
         self.__dict__["_logs_hyper_parameters"] = logger
 
 
-def _holds_values(given: Any) -> bool:
-    # argparse is not imported for it.
-    return isinstance(given, Mapping) or any(one.__name__.endswith("Namespace") for one in type(given).__mro__)
+def _is_mapping_or_namespace(value: Any) -> bool:
+    # `argparse.Namespace` is recognised by its name to avoid the import.
+    return isinstance(value, Mapping) or any(base.__name__.endswith("Namespace") for base in type(value).__mro__)
 
 
-def _names(given: Sequence[Any]) -> list[str]:
-    for one in given:
-        if not isinstance(one, str):
+def _validate_names(names: Sequence[Any]) -> list[str]:
+    for name in names:
+        if not isinstance(name, str):
             raise ConfigurationError(
-                f"save_hyperparameters was given a {type(one).__name__}.",
+                f"save_hyperparameters got a {type(name).__name__}.",
                 "it takes names of arguments of __init__, or one mapping or argparse.Namespace.",
                 "convert it, as save_hyperparameters(dataclasses.asdict(config)), or call it without arguments.",
             )
-    return list(given)
+    return list(names)
 
 
-def argument_of(owner: KeepsHyperParameters) -> str:
-    """The argument of ``__init__`` that holds all hyper-parameters; "" where each is an argument."""
+def hyper_parameters_argument(owner: HyperParametersMixin) -> str:
+    """Return the argument of ``__init__`` that holds all hyper-parameters; "" if each is an argument."""
     return str(owner.__dict__.get("_hyper_parameters_argument", ""))
 
 
-def logged_hyper_parameters(owner: KeepsHyperParameters) -> Mapping[str, Any]:
-    """What loggers get of ``owner``: nothing after ``save_hyperparameters(logger=False)``."""
+def logged_hyper_parameters(owner: HyperParametersMixin) -> Mapping[str, Any]:
+    """Return the hyper-parameters for loggers: none after ``save_hyperparameters(logger=False)``."""
     return owner.hparams if owner.__dict__.get("_logs_hyper_parameters", True) else {}
 
 
 def collect_init_arguments(owner: object, names: Sequence[str], ignore: str | Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of the ``__init__`` calls of ``owner`` that are under way, subclasses' values first.
+    """Return the arguments of ``owner``'s active ``__init__`` calls; those of subclasses take precedence.
 
     Raises:
-        ConfigurationError: called from outside ``__init__``, an unknown name, or a value that JSON cannot hold.
+        ConfigurationError: there is no active ``__init__``, a name is unknown, or JSON cannot represent a value.
     """
-    found = _init_arguments(owner)
-    if not found and names:
+    arguments = _init_arguments(owner)
+    if not arguments and names:
         raise ConfigurationError(
             f"save_hyperparameters({', '.join(map(repr, names))}) found no arguments.",
-            "it reads the arguments of the __init__ that calls it.",
+            "it reads the arguments of the __init__ from which it is called.",
             "call it in __init__.",
         )
-    unknown = [name for name in names if name not in found]
+    unknown = [name for name in names if name not in arguments]
     if unknown:
         raise ConfigurationError(
-            f"save_hyperparameters: {', '.join(map(repr, unknown))} are no arguments of __init__.",
-            f"the arguments are {', '.join(found)}.",
-            "name arguments only.",
+            f"save_hyperparameters: {', '.join(map(repr, unknown))} are not arguments of __init__.",
+            f"the arguments are {', '.join(arguments)}.",
+            "pass names of arguments only.",
         )
-    return _checked(owner, {name: value for name, value in found.items() if not names or name in names}, ignore)
+    return _validated(owner, {name: value for name, value in arguments.items() if not names or name in names}, ignore)
 
 
 def _init_arguments(owner: object) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "__init__" and _first_argument(frame) is owner:
-            found = {**_arguments(frame), **found}
+            arguments = {**_arguments(frame), **arguments}
         frame = frame.f_back
-    return found
+    return arguments
 
 
-def _checked(owner: object, values: Mapping[str, Any], ignore: str | Iterable[str]) -> dict[str, Any]:
-    left_out = {ignore} if isinstance(ignore, str) else set(ignore)
-    kept = {name: value for name, value in values.items() if name not in left_out}
-    for name, value in kept.items():
-        _refuse_unless_json(type(owner).__name__, name, value)
-    return kept
+def _validated(owner: object, values: Mapping[str, Any], ignore: str | Iterable[str]) -> dict[str, Any]:
+    ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+    hyper_parameters = {name: value for name, value in values.items() if name not in ignored}
+    for name, value in hyper_parameters.items():
+        _check_json(type(owner).__name__, name, value)
+    return hyper_parameters
 
 
 def _first_argument(frame: FrameType) -> Any:
@@ -147,12 +147,12 @@ def _arguments(frame: FrameType) -> dict[str, Any]:
     return arguments
 
 
-def _refuse_unless_json(owner: str, name: str, value: Any) -> None:
+def _check_json(owner: str, name: str, value: Any) -> None:
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"save_hyperparameters: {owner}'s argument {name!r} is a {type(value).__name__}: {error}.",
-            "hyper-parameters are kept as JSON, so that loading a checkpoint can run no code.",
-            f"leave it out with save_hyperparameters(ignore={name!r}).",
+            "hyper-parameters are saved as JSON, so that loading a checkpoint cannot run code.",
+            f"omit it with save_hyperparameters(ignore={name!r}).",
         ) from error

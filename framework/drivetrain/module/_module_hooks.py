@@ -1,4 +1,4 @@
-"""The hooks a module may override: the same moments as a `Callback`'s, seen from inside."""
+"""ModuleHooks: the hooks that a module may override, called at the same points as a `Callback`'s."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ import torch
 
 
 class ModuleHooks:
-    """Empty hooks. One that a subclass leaves alone is absent from the loop."""
+    """Empty hooks. The loops do not call a hook that a subclass does not override."""
 
     # The run
 
     def prepare_data(self) -> None:
-        """Download or unpack; called on one process a node, before `setup`. Set no state here."""
+        """Download or unpack data. Called in one process per node, before `setup`; do not set state here."""
 
     def setup(self, stage: str) -> None:
-        """Called on every rank before the loaders are asked for; ``stage`` is "fit", "validate", "test", "predict"."""
+        """Called on every rank before the loaders are built; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Called last, also after a failure."""
 
     def configure_model(self) -> None:
-        """Build or replace layers under the strategy's device and dtype contexts. Called once a run: idempotent."""
+        """Build or replace layers under the strategy's device and dtype contexts.
+
+        Called once per run, so it must be idempotent.
+        """
 
     def configure_callbacks(self) -> Any:
-        """Return a callback or a list of them to join the run's."""
+        """Return a callback, or a list of them, to add to the run's callbacks."""
         return []
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when anything inside the run raised; the exception goes on afterwards."""
+        """Called when the run raised an exception, which is re-raised afterwards."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add JSON-able values or tensors to ``checkpoint``, a dict of this module's own."""
+        """Add JSON-able values or tensors to ``checkpoint``, a dict for this module's own use."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added."""
 
     # Training
 
@@ -55,34 +58,34 @@ class ModuleHooks:
         """Called before an epoch's first micro-batch."""
 
     def on_train_epoch_end(self) -> None:
-        """Called after an epoch's last micro-batch and validation; epoch metrics are reduced."""
+        """Called after an epoch's last micro-batch and validation, when epoch metrics are reduced."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Called before a micro-batch; -1, returned on every rank, skips the rest of the epoch."""
+        """Called before a micro-batch. Returning -1 on every rank skips the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
-        """Called after a micro-batch; ``outputs["loss"]`` is detached and unscaled."""
+        """Called after a micro-batch. ``outputs["loss"]`` is detached and unscaled."""
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a window's gradients are cleared."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        """Called with the loss as `training_step` returned it."""
+        """Called before each backward, with the loss that `training_step` returned."""
 
     def on_after_backward(self) -> None:
         """Called after every backward."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called with unscaled gradients, before clipping and the step."""
+        """Called before clipping and the optimizer step, with unscaled gradients."""
 
     # Batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Alter a batch on the CPU, as the loader gave it."""
+        """Transform a batch of the loader, before it is moved to the device."""
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Alter a batch on the device."""
+        """Transform a batch on the device."""
         return batch
 
     # Evaluation
@@ -91,7 +94,7 @@ class ModuleHooks:
         """Called before a validation run."""
 
     def on_validation_end(self) -> None:
-        """Called after a validation run; its metrics are reduced."""
+        """Called after a validation run, when its metrics are reduced."""
 
     def on_validation_epoch_start(self) -> None:
         """Called before the first validation micro-batch."""
@@ -109,7 +112,7 @@ class ModuleHooks:
         """Called before a test run."""
 
     def on_test_end(self) -> None:
-        """Called after a test run; its metrics are reduced."""
+        """Called after a test run, when its metrics are reduced."""
 
     def on_test_epoch_start(self) -> None:
         """Called before the first test micro-batch."""

@@ -1,4 +1,4 @@
-"""TrainModule: what users subclass."""
+"""TrainModule: the base class for a model and its training code."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import ConfigurationError
-from drivetrain.module._hyper_parameters import KeepsHyperParameters
+from drivetrain.module._hyper_parameters import HyperParametersMixin
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module._run_handle import RunHandle
 
-# For annotations alone, so that this file costs next to nothing to import.
+# These are imported only for annotations, to keep the import of this module cheap.
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.onnx import ONNXProgram
 
 
-class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
-    """A model together with how it is trained.
+class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
+    """A model together with its training code.
 
-    Write `training_step` and `configure_optimizers`; everything else is optional. A TrainModule is an ordinary
+    Implement `training_step` and `configure_optimizers`; everything else is optional. A TrainModule is an ordinary
     `torch.nn.Module` before and after a run.
     """
 
     automatic_optimization: bool = True
-    """False hands backward and steps to `training_step` (`manual_backward`, `optimizers`)."""
+    """If False, `training_step` calls backward and steps the optimizers itself (`manual_backward`, `optimizers`)."""
 
     example_input_array: Any = None
-    """An example of what ``forward`` takes: a tensor, a tuple of arguments, or a dict of arguments by name.
+    """An example input of ``forward``: a tensor, a tuple of arguments, or a dict of arguments by name.
 
-    `to_onnx` and `export` trace with it, and `ModelSummary` reads shapes and FLOPs off it.
+    `to_onnx` and `export` trace with it, and `ModelSummary` computes shapes and FLOPs with it.
     """
 
     strict_loading: bool = True
-    """False lets a run and `load_from_checkpoint` take weights whose names differ, and says which are skipped."""
+    """If False, a run and `load_from_checkpoint` skip weights whose names do not match, with a warning."""
 
     _held = False
 
-    # What a user writes. A step takes `batch` and, if it wants them, `batch_idx` and `dataloader_idx`; so that type
-    # checkers let it be, the steps here take anything after the batch.
+    # Methods that users implement. A step takes `batch` and optionally `batch_idx` and `dataloader_idx`. The signatures
+    # here accept any further arguments, so that type checkers accept each form.
 
     def training_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch (one process only).
 
-        Write it with ``batch`` and ``batch_idx``, or with ``batch`` alone; so too the other steps.
+        Like the other steps, it may take ``batch`` and ``batch_idx``, or only ``batch``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
     def validation_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one validation micro-batch; a further ``dataloader_idx`` comes where there are several loaders."""
+        """Evaluate one validation micro-batch. With several loaders, it also gets ``dataloader_idx``."""
         raise NotImplementedError(f"{type(self).__name__} has no validation_step")
 
     def test_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -67,34 +67,34 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, several, or None; see the guide for every form, with schedulers."""
+        """Return an optimizer, several, or None, optionally with schedulers; the guide lists every form."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers")
 
     def batch_weight(self, batch: Any) -> int | float | torch.Tensor:
-        """Over how many items the micro-batch's loss is a mean; by default its samples.
+        """Return the number of items over which the micro-batch's loss is a mean; by default its samples.
 
-        Gets the batch as the loader gave it, on the CPU. A window's gradient is the mean of its micro-batches'
-        gradients weighted by this, over all ranks.
+        The batch is the loader's, before transfer to the device. A window's gradient is the mean of its micro-batches'
+        gradients over all ranks, weighted by this number.
         """
-        raise NotImplementedError  # the engine knows the samples without asking; called only where overridden
+        raise NotImplementedError  # The engine calls this only if it is overridden.
 
     def train_dataloader(self) -> Any:
-        """Return the training loader(s), where `Fit.fit` is given none."""
+        """Return the training loader or loaders, if none are passed to `Fit.fit`."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader(s), where `Fit` is given none."""
+        """Return the validation loader or loaders, if none are passed to `Fit`."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return the test loader(s), where `Fit` is given none."""
+        """Return the test loader or loaders, if none are passed to `Fit`."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader(s), where `Fit` is given none."""
+        """Return the prediction loader or loaders, if none are passed to `Fit`."""
         raise NotImplementedError
 
-    # How the engine does things, overridable
+    # Parts of a step that can be overridden
 
     def configure_gradient_clipping(
         self,
@@ -102,7 +102,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip before a step; by default as ``Fit(gradient_clip_val=..., gradient_clip_algorithm=...)`` says."""
+        """Clip gradients before a step, by default with the values that were passed to `Fit`."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
@@ -112,11 +112,14 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step one optimizer. ``optimizer.step`` goes through the precision; the closure returns the window's loss."""
+        """Step one optimizer.
+
+        ``optimizer.step`` applies the precision (fp16 unscaling, for example). The closure returns the window's loss.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step one scheduler, with the monitored value where it has one."""
+        """Step one scheduler, with the monitored metric if it has one."""
         if metric is None:
             scheduler.step()
         else:
@@ -126,11 +129,11 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         """Move a batch to the device."""
         return self.trainer.strategy.to_device(batch)
 
-    # The run we are in
+    # The current or last run
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes."""
         if self._trainer is not None:
             return self._trainer.strategy.device
         parameter = next(self.parameters(), None)
@@ -138,19 +141,19 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first parameter; the default dtype where there is none."""
+        """The dtype of the first parameter, or the default dtype without parameters."""
         parameter = next(self.parameters(), None)
         return torch.get_default_dtype() if parameter is None else parameter.dtype
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed, of the run or of the last one; 0 before any."""
+        """The number of completed epochs of the current or last run; 0 before the first."""
         trainer = self._trainer or self._last_trainer
         return 0 if trainer is None else trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps made, of the run or of the last one; 0 before any."""
+        """The number of optimizer steps of the current or last run; 0 before the first."""
         trainer = self._trainer or self._last_trainer
         return 0 if trainer is None else trainer.global_step
 
@@ -173,7 +176,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     @property
     def device_mesh(self) -> Any:
-        """The run's `torch.distributed.device_mesh.DeviceMesh`, whose dimensions are reached by name.
+        """The run's `torch.distributed.device_mesh.DeviceMesh`, with named dimensions.
 
         Raises:
             ConfigurationError: the strategy has none.
@@ -181,15 +184,15 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         mesh = self.trainer.strategy.device_mesh
         if mesh is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.device_mesh was read, and strategy {self.trainer.strategy.name!r} has none.",
-                "only strategies that spread parameters over ranks lay the ranks out in a mesh.",
+                f"{type(self).__name__}.device_mesh was read, but strategy {self.trainer.strategy.name!r} has none.",
+                "only strategies that shard parameters over ranks arrange the ranks in a mesh.",
                 "use FSDPStrategy, with tensor_parallel=n for the dimension 'tensor'.",
             )
         return mesh
 
     @property
     def logger(self) -> Any:
-        """The run's first logger; None where it has none, and before a run."""
+        """The run's first logger; None if it has none, and before a run."""
         trainer = self._trainer or self._last_trainer
         return None if trainer is None else trainer.logger
 
@@ -219,33 +222,33 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         enable_graph: bool = False,
         sync_dist_group: Any = None,
     ) -> None:
-        """Record a value as it is now. Never synchronises the device and never communicates.
+        """Log the current value of a metric, without synchronising the device and without communication.
 
         Args:
-            name: the key; alike on every rank.
-            value: a number (of Python's or NumPy's), a tensor or array of one element, or a `torchmetrics.Metric`.
-            on_step: keep each step's value. Default: in `training_step`.
-            on_epoch: keep the epoch's value, reduced over all ranks. Default: everywhere else.
+            name: the metric's name, the same on every rank.
+            value: a number (Python's or NumPy's), a tensor or array of one element, or a `torchmetrics.Metric`.
+            on_step: log each step's value. Default: in `training_step`.
+            on_epoch: log the epoch's value, reduced over all ranks. Default: everywhere else.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers.
             reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch, or torch's or Python's
                 function of that name.
             batch_size: the weight of this value in a mean; by default the micro-batch's samples.
             sync_dist: False keeps an epoch's value local to the rank; True reduces a step's value when it is flushed.
-            add_dataloader_idx: append ``/dataloader_idx_i`` where there are several loaders.
-            metric_attribute: the metric's name on the module, where it cannot be found.
-            rank_zero_only: only rank 0 logs it, or only its value counts: it is ``sync_dist=False``.
-            enable_graph: refused: what is logged keeps no graph alive.
-            sync_dist_group: refused: values are reduced over all ranks that read data.
+            add_dataloader_idx: append ``/dataloader_idx_i`` if there are several loaders.
+            metric_attribute: the metric's attribute on the module, if it cannot be determined.
+            rank_zero_only: log only rank 0's value; equal to ``sync_dist=False``.
+            enable_graph: not supported: logged values keep no graph alive.
+            sync_dist_group: not supported: values are reduced over all ranks that read data.
 
         Raises:
-            ConfigurationError: it is called outside of a run, or what was asked for cannot be done.
+            ConfigurationError: it is called outside of a run, or an option is not supported.
         """
         if enable_graph or sync_dist_group is not None:
             raise _cannot_log(name, enable_graph)
         if rank_zero_only:
             sync_dist = False
-        (self._trainer or self._in_a_run("log")).metrics.record(
+        (self._trainer or self._require_run("log")).metrics.record(
             name,
             value,
             on_step,
@@ -260,70 +263,71 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Record several values alike; ``options`` are those of `log`."""
+        """Log several values with the same ``options`` of `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
     def print(self, *args: Any, **options: Any) -> None:
-        """Print once, on rank 0, without breaking the progress bar."""
+        """Print on rank 0 only, without breaking the progress bar."""
         self.trainer.print(*args, **options)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather tensors, or numbers, of a nested collection: each of shape (*S) becomes (W, *S), in rank order.
+        """Gather the tensors or numbers of a nested collection: each of shape (*S) becomes (W, *S), in rank order.
 
-        With ``sync_grads`` the backward sums over the ranks, so that a loss over the gathered batch has the gradient
-        that one process would compute.
+        With ``sync_grads``, the backward sums gradients over the ranks, so that a loss over the gathered batch has the
+        gradient that one process would compute.
         """
-        return self._in_a_run("all_gather").all_gather(data, sync_grads)
+        return self._require_run("all_gather").all_gather(data, sync_grads)
 
     # Manual optimization
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them, as handles whose ``step`` goes through precision and strategy.
+        """Return the optimizer, or the list of them, as handles whose ``step`` applies the precision and the strategy.
 
         Args:
-            use_pl_optimizer: False gives the plain optimizers, for reading: a step of theirs goes past the precision.
+            use_pl_optimizer: if False, return the plain optimizers. Only read them: their ``step`` bypasses the
+                precision.
         """
         handles = self.trainer.optimizer_handles if use_pl_optimizer else self.trainer.optimizers
         return handles[0] if len(handles) == 1 else handles
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
+        """Return the scheduler, the list of them, or None."""
         schedulers = self.trainer.lr_schedulers
         if not schedulers:
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Back-propagate a loss of shape (): scaled by the precision, gradients averaged over ranks.
+        """Run backward of a loss, which the precision scales; gradients are averaged over ranks.
 
         Args:
-            loss: of shape ().
-            options: torch's, such as ``retain_graph``: refused, as not every strategy can keep a graph.
+            loss: a tensor of shape ().
+            options: torch's options, such as ``retain_graph``. Not supported: some strategies cannot keep a graph.
         """
         if options:
             raise ConfigurationError(
-                f"manual_backward was given {', '.join(f'{name}={value!r}' for name, value in options.items())}.",
+                f"manual_backward got {', '.join(f'{name}={value!r}' for name, value in options.items())}.",
                 "a backward frees its graph: strategies exchange gradients in it, and some free the weights as well.",
-                "add the losses and call manual_backward(first + second) once, or run the forward anew for each.",
+                "add the losses and call manual_backward(first + second) once, or run the forward again for each.",
             )
-        (self._trainer or self._in_a_run("manual_backward")).manual_backward(loss)
+        (self._trainer or self._require_run("manual_backward")).manual_backward(loss)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Within it only ``optimizer``'s parameters require gradients."""
+        """Context manager in which only ``optimizer``'s parameters require gradients."""
         with self.trainer.strategy.training_only(optimizer):
             yield
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """From here until `untoggle_optimizer` only ``optimizer``'s parameters require gradients.
+        """Let only ``optimizer``'s parameters require gradients, until `untoggle_optimizer`.
 
-        Within one `training_step`; where it fits, `toggled_optimizer` is the better form.
+        Both calls must be in the same `training_step`; prefer the context manager `toggled_optimizer`.
         """
         self.trainer.manual_step("toggle_optimizer", "steps all optimizers on").toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Let require gradients again what did so before `toggle_optimizer`."""
+        """Restore which parameters require gradients to the state before `toggle_optimizer`."""
         self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle(optimizer)
 
     def clip_gradients(
@@ -332,7 +336,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip one optimizer's gradients, over the global norm or by value."""
+        """Clip one optimizer's gradients by global norm or by value."""
         if gradient_clip_val is not None:
             self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
@@ -354,125 +358,126 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
         Args:
             path: the checkpoint's path or URL.
-            checkpoint_path: the same, by Lightning's name.
-            map_location: the device to put the weights on.
-            hparams_file: a file of hyper-parameters, JSON or YAML, that counts instead of the checkpoint's.
-            strict: refuse missing and unexpected names; else they are skipped, and said in a warning. None is
+            checkpoint_path: Lightning's name for ``path``.
+            map_location: the device for the weights.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the checkpoint's.
+            strict: raise if names are missing or unexpected; otherwise they are skipped with a warning. None means
                 `strict_loading`.
-            ignore: names of saved hyper-parameters to leave out, which ``__init__`` takes no longer.
-            overrides: hyper-parameters that replace the saved ones, or that were left out, being secrets.
+            ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
+            overrides: hyper-parameters that replace the saved ones, or secrets, which checkpoints do not contain.
 
         Raises:
-            CheckpointError: there is no whole checkpoint, ``__init__`` needs what its hyper-parameters do not hold or
-                does not take what they hold, or its weights do not fit; it holds trained weights alone, and the module
-                has others than these were trained on.
+            CheckpointError: there is no complete checkpoint, its hyper-parameters do not match the arguments of
+                ``__init__``, or its weights do not fit. Also if it contains only the trained weights, and the module's
+                other weights differ from those that they were trained with.
         """
-        from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for these
-        from drivetrain.module._saved_arguments import SavedArguments, path_of, read_hyper_parameters
+        from drivetrain.checkpoint._format import load  # imported only here: most runs do not need it
+        from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
-        path = path_of(cls, path, checkpoint_path)
+        path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
         weights, metadata = checkpoint.weights(), checkpoint.manifest.metadata
-        base, arguments, left_out = metadata.base, checkpoint.hyper_parameters, metadata.left_out
+        base, arguments, secrets = metadata.base, checkpoint.hyper_parameters, metadata.left_out
         if hparams_file is not None:
-            arguments, left_out = read_hyper_parameters(hparams_file), ()
-        module = SavedArguments(os.fspath(path), arguments, left_out, metadata.argument).build(cls, overrides, ignore)
+            arguments, secrets = read_hyper_parameters(hparams_file), ()
+        module = SavedArguments(os.fspath(path), arguments, secrets, metadata.argument).build(cls, overrides, ignore)
         strict = module.strict_loading if strict is None else strict
         module.configure_model()
-        called = f"The weights of {os.fspath(path)!r}"
+        description = f"The weights of {os.fspath(path)!r}"
         WeightMismatch(
             wrong_shape=WeightMismatch.compare(module.state_dict(), weights.sources()).wrong_shape
-        ).raise_or_warn(called, cls.__name__)
+        ).raise_or_warn(description, cls.__name__)
         if base:
             from drivetrain._distributed.control_plane import LocalControl
             from drivetrain.checkpoint._base_weights import base_checksums, check_base
 
-            own = {name: value for name, value in module.state_dict().items() if name in base}
+            base_weights = {name: value for name, value in module.state_dict().items() if name in base}
             check_base(
-                os.fspath(path), base, base_checksums(own, LocalControl(), checkpoint.manifest.metadata.precision)
+                os.fspath(path),
+                base,
+                base_checksums(base_weights, LocalControl(), checkpoint.manifest.metadata.precision),
             )
         missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
         missing = [name for name in missing if name not in base]
-        WeightMismatch(missing, unexpected).raise_or_warn(called, cls.__name__, strict)
+        WeightMismatch(missing, unexpected).raise_or_warn(description, cls.__name__, strict)
         return module if map_location is None else module.to(map_location)
 
     def freeze(self) -> Self:
-        """Stop training every parameter, and evaluate; returns the module."""
+        """Freeze all parameters, switch to eval mode, and return the module."""
         self.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Self:
-        """Train every parameter again; returns the module."""
+        """Unfreeze all parameters, switch to train mode, and return the module."""
         self.requires_grad_(True)
         return self.train()
 
-    # In service
+    # Export
 
     def to_onnx(
         self, file_path: str | os.PathLike[str] | IO[bytes] | None = None, input_sample: Any = None, **kwargs: Any
     ) -> ONNXProgram:
-        """Translate ``forward`` to ONNX, in eval mode, by `torch.onnx.export` with ``dynamo=True``.
+        """Export ``forward`` in eval mode to ONNX, by `torch.onnx.export` with ``dynamo=True``.
 
-        The file is there once it is whole. Weights of more than 2 GB do not fit in it, and lie in a second one beside
-        it, ``<file_path>.data``.
+        The file is written atomically. Weights above 2 GB are stored in a second file, ``<file_path>.data``.
 
         Args:
             file_path: a path, an fsspec URL, or a file that is open for bytes (`io.BytesIO`); None writes nothing.
-            input_sample: what to trace with, as `example_input_array`, which is the default.
-            kwargs: of `torch.onnx.export`: ``dynamic_shapes``, where a name such as ``"batch"`` stands for a size that
-                may vary, ``input_names``, ``output_names``, ``opset_version``, ...; ``external_data=True`` writes
-                the second file in any case.
+            input_sample: the input to trace with, in a form of `example_input_array`, which is the default.
+            kwargs: arguments of `torch.onnx.export`, such as ``dynamic_shapes``, ``input_names``, ``output_names`` or
+                ``opset_version``. In ``dynamic_shapes``, a name such as ``"batch"`` makes a size dynamic.
+                ``external_data=True`` always writes the second file.
 
         Returns:
-            The program, which can be called, looked at and saved.
+            The program, which can be called, inspected and saved.
 
         Raises:
-            ConfigurationError: a package, ``forward`` or the sample is missing, the weights are not all here, a named
-                size cannot vary, or ``file_path`` is no file.
+            ConfigurationError: a package, ``forward`` or the sample is missing, this process does not hold all weights,
+                a named size cannot be dynamic, or ``file_path`` is not a file.
             CheckpointError: the file cannot be written.
         """
-        from drivetrain.module._export import as_onnx  # by who asks for it
+        from drivetrain.module._export import export_onnx  # imported only here: it is slow to import
 
-        return as_onnx(self, file_path, input_sample, kwargs)
+        return export_onnx(self, file_path, input_sample, kwargs)
 
     def export(self, input_sample: Any = None, **kwargs: Any) -> ExportedProgram:
-        """Capture ``forward`` as one graph with its weights, in eval mode, by `torch.export.export`.
+        """Capture ``forward`` in eval mode as a graph with its weights, by `torch.export.export`.
 
-        `torch.export.save` writes it, and `torch.export.load` reads it without the module's code.
+        Write it with `torch.export.save`. `torch.export.load` reads it without the module's code.
 
         Args:
-            input_sample: what to trace with, as `example_input_array`, which is the default.
-            kwargs: of `torch.export.export`: ``dynamic_shapes``, where a name such as ``"batch"`` stands for a size
-                that may vary, ``strict``, ...
+            input_sample: the input to trace with, in a form of `example_input_array`, which is the default.
+            kwargs: arguments of `torch.export.export`, such as ``dynamic_shapes`` or ``strict``. In ``dynamic_shapes``,
+                a name such as ``"batch"`` makes a size dynamic.
 
         Raises:
-            ConfigurationError: ``forward`` or the sample is missing, or the weights are not all here.
+            ConfigurationError: ``forward`` or the sample is missing, or this process does not hold all weights.
         """
-        from drivetrain.module._export import as_program  # by who asks for it
+        from drivetrain.module._export import export_program  # imported only here: it is slow to import
 
-        return as_program(self, input_sample, kwargs)
+        return export_program(self, input_sample, kwargs)
 
     def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: TorchScript is deprecated.
+        """Raise an error, because TorchScript is deprecated.
 
         Raises:
-            ConfigurationError: names what to use.
+            ConfigurationError: always; it names the alternatives.
         """
         raise ConfigurationError(
             f"{type(self).__name__}.to_torchscript was called.",
             "TorchScript is deprecated: PyTorch no longer develops it.",
-            "use export(), whose program torch.export.save writes (AOTInductor compiles it for C++), or to_onnx(); "
-            "torch.jit.trace(module.eval(), example) still works as far as torch itself supports it.",
+            "use export() with torch.export.save (AOTInductor compiles the program for C++), or to_onnx(); "
+            "torch.jit.trace(module.eval(), example) works as far as torch still supports it.",
         )
 
-    # A strategy holds the module during a run
+    # A strategy sets `_held` on the module during a run.
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if self._held:
             raise ConfigurationError(
                 f"{type(self).__name__} was moved or re-cast (.to, .cuda, .half, ...) during a run.",
-                "the strategy and the optimizer hold its parameters; new ones would silently stop training.",
-                "choose the place and the dtype with Fit(accelerator=..., precision=...).",
+                "the strategy and the optimizer hold its parameters; new ones would not be trained.",
+                "choose the device and the dtype with Fit(accelerator=..., precision=...).",
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -482,11 +487,11 @@ def _cannot_log(name: str, enable_graph: bool) -> ConfigurationError:
     if enable_graph:
         return ConfigurationError(
             f"log({name!r}, enable_graph=True).",
-            "what is logged is kept until the epoch's end, and its graph would be kept with it.",
-            "drop it, and keep what you want to differentiate in an attribute.",
+            "a logged value is kept until the epoch's end, and its graph would be kept with it.",
+            "remove it, and keep values that you differentiate in an attribute.",
         )
     return ConfigurationError(
         f"log({name!r}, sync_dist_group=...).",
         "values are reduced over all ranks that read data.",
-        "drop it, or reduce the value yourself and log it with sync_dist=False.",
+        "remove it, or reduce the value yourself and log it with sync_dist=False.",
     )

@@ -1,4 +1,4 @@
-"""Profilers: where a run's time goes. Every name is imported on first use."""
+"""Profilers, which measure where a run spends its time. Every name is imported on first use."""
 
 from __future__ import annotations
 

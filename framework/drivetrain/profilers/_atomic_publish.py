@@ -1,4 +1,4 @@
-"""Files of a profiler, published in one step: whoever looks finds a whole file or none."""
+"""publish: write a profiler's files atomically."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from drivetrain.runs._directory import make_directory
 
 
 def publish(folder: str, name: str, content: bytes | Path) -> str:
-    """Write a file, in place of one of the same name; return its path or URL.
+    """Write a file, replacing one of the same name, and return its path or URL.
 
     Args:
-        folder: a path or URL, made if it is not there.
-        name: of the file.
-        content: its bytes, or a local file with them.
+        folder: a path or URL, which is created if necessary.
+        name: the file's name.
+        content: the content, or the path of a local file with the content.
 
     Raises:
-        OSError: the storage refuses.
+        OSError: writing failed.
     """
     path = child(folder, name)
-    make_directory(path.rpartition("/")[0])  # a name may have folders of its own
+    make_directory(path.rpartition("/")[0])  # The name may contain folders.
     filesystem, root = filesystem_of(path)
-    if filesystem is not None:  # an object store shows whole objects only
+    if filesystem is not None:  # Object stores write atomically.
         if isinstance(content, Path):
             filesystem.put_file(str(content), root)
         else:
             filesystem.pipe_file(root, content)
         return path
-    beside = f"{root}.{os.urandom(4).hex()}.new"
+    temporary = f"{root}.{os.urandom(4).hex()}.new"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             if isinstance(content, Path):
                 with content.open("rb") as source:
-                    while part := source.read(2**20):
-                        file.write(part)
+                    while chunk := source.read(2**20):
+                        file.write(chunk)
             else:
                 file.write(content)
-        os.replace(beside, root)
+        os.replace(temporary, root)
     except BaseException:
         with suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
     return path

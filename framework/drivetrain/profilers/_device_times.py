@@ -1,4 +1,4 @@
-"""DeviceTimes: how long a CUDA device was at what a phase gave it, by events on the stream, without waiting."""
+"""DeviceTimes: measure phases on a CUDA device by events, without synchronising."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from drivetrain.profilers._phase_times import Phase
 
-_MOST_WAITING = 256  # pairs of events, beyond which those that have come are read
+_MAX_PENDING = 256  # pairs of events; above that, completed ones are read
 
 
 class DeviceTimes:
-    """Records an event where a phase begins and one where it ends, and reads them once the device has passed both.
+    """Records an event when a phase begins and another when it ends, and reads their times once both are complete.
 
-    What lies between two events of one stream is what the phase gave to the device, and the device's waiting for it.
-    Children are included.
+    The time between the two events is that of the phase's device work and of gaps in which the device waited for the
+    host. It includes the children of the phase.
 
     Args:
         device: the CUDA device of this rank.
@@ -23,33 +23,33 @@ class DeviceTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[torch.cuda.Event] = []
-        self._waiting: deque[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free_events: list[torch.cuda.Event] = []
+        self._pending: deque[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def begin(self, phase: Phase) -> torch.cuda.Event:
-        """Mark the beginning of a phase."""
+        """Record the event for the beginning of a phase."""
         del phase
-        return self._recorded()
+        return self._record_event()
 
-    def end(self, phase: Phase, mark: torch.cuda.Event | None) -> None:
-        """Mark the end of a phase that begins at ``mark``."""
-        if mark is None:
+    def end(self, phase: Phase, start_event: torch.cuda.Event | None) -> None:
+        """Record the event for the end of a phase that began at ``start_event``."""
+        if start_event is None:
             return
-        self._waiting.append((phase, mark, self._recorded()))
-        if len(self._waiting) > _MOST_WAITING:
+        self._pending.append((phase, start_event, self._record_event()))
+        if len(self._pending) > _MAX_PENDING:
             self.read()
 
     def read(self, wait: bool = False) -> None:
-        """Add up what the device has passed; where ``wait``, wait for the rest."""
-        waiting = self._waiting
-        if wait and waiting:
+        """Add the times of completed events to their phases. If ``wait``, wait for all events."""
+        pending = self._pending
+        if wait and pending:
             torch.cuda.synchronize(self._device)
-        while waiting and (wait or waiting[0][2].query()):  # type: ignore[no-untyped-call]
-            phase, first, last = waiting.popleft()
-            phase.device_ns = max(phase.device_ns, 0) + round(first.elapsed_time(last) * 1e6)
-            self._free += [first, last]
+        while pending and (wait or pending[0][2].query()):  # type: ignore[no-untyped-call]
+            phase, start_event, end_event = pending.popleft()
+            phase.device_ns = max(phase.device_ns, 0) + round(start_event.elapsed_time(end_event) * 1e6)
+            self._free_events += [start_event, end_event]
 
-    def _recorded(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _record_event(self) -> torch.cuda.Event:
+        event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -1,4 +1,4 @@
-"""PhaseTimes: a run's time by phase. Each moment is counted once, in the innermost phase that is open."""
+"""PhaseTimes: measure a run's time by phase. Each moment counts once, for the innermost open phase."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.errors import ConfigurationError
 
 
 class Markers(Protocol):
-    """Marks where phases begin and end on a device."""
+    """Records the beginnings and ends of phases on a device."""
 
     def begin(self, phase: Phase) -> Any: ...
 
@@ -20,16 +20,16 @@ class Markers(Protocol):
 
 
 class Phase:
-    """One phase within the phase around it. Times are in nanoseconds of the host's clock.
+    """A phase within its parent phase. Times are in nanoseconds of the host's clock.
 
     Attributes:
-        name: as it was started.
-        parent: the phase around it; None for the run.
-        children: phases within it, by name, in the order in which they first came.
+        name: the name with which it was started.
+        parent: the enclosing phase; None for the run.
+        children: the phases within it, by name, in the order of their first start.
         calls: how often it was started.
-        self_ns: time in it that is in none of its children.
-        longest_ns: the longest call, children included.
-        device_ns: what a device took between its marks; -1 where nothing was marked.
+        self_ns: the time without that of its children.
+        longest_ns: the time of the longest call, including children.
+        device_ns: the device time between its marks; -1 if nothing was marked.
     """
 
     __slots__ = ("began", "calls", "children", "device_ns", "longest_ns", "mark", "name", "parent", "self_ns")
@@ -47,85 +47,85 @@ class Phase:
 
     @property
     def total_ns(self) -> int:
-        """Time in it and in its children."""
+        """The time including that of its children."""
         return self.self_ns + sum(child.total_ns for child in self.children.values())
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Phase]]:
-        """Return it and all within it, each with its path; of siblings, the longest first."""
+        """Yield this phase and its descendants with their paths; the longest siblings come first."""
         yield path, self
-        for child in sorted(self.children.values(), key=lambda one: -one.total_ns):
+        for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk((*path, child.name))
 
-    def within(self, names: Collection[str], but: Collection[str] = ()) -> int:
-        """Return the time in phases called one of ``names``, the outermost below this one.
+    def within(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
+        """Return the total time of the outermost descendants with one of these names.
 
         Args:
-            names: which.
-            but: phases that are not looked into.
+            names: the names.
+            excluded: the names of phases that are skipped with all their descendants.
         """
         total = 0
         for child in self.children.values():
             if child.name in names:
                 total += child.total_ns
-            elif child.name not in but:
-                total += child.within(names, but)
+            elif child.name not in excluded:
+                total += child.within(names, excluded)
         return total
 
 
 class PhaseTimes:
-    """Counts the time between two moments in the innermost open phase, and its own in `own_ns`.
+    """Adds elapsed time to the innermost open phase, and the profiler's own time to `overhead_ns`.
 
-    So the sum over all phases and `own_ns` is the time from the beginning to the end, to the nanosecond.
+    The sum over all phases and `overhead_ns` is exactly the time from the beginning to the end.
 
     Args:
-        name: of the run, the phase around all.
-        markers: mark phases on a device; None for none.
+        name: the name of the root phase, the run.
+        markers: records phases on a device; None for none.
     """
 
     def __init__(self, name: str, markers: Markers | None = None) -> None:
         self.root = Phase(name, None)
-        self.own_ns = 0
-        self.across: dict[str, list[int]] = {}
-        """Calls and nanoseconds of phases that outlasted the phase that they began in; they overlap others."""
+        self.overhead_ns = 0
+        self.overlapping: dict[str, list[int]] = {}
+        """The calls and nanoseconds of phases that ended after their parent phase, and so overlap other phases."""
         self.began = self._last = perf_counter_ns()
         self.ended: int | None = None
         self._top: Phase | None = self.root
-        self._outlasting: dict[str, int] = {}
+        self._open_overlapping: dict[str, int] = {}
         self._thread = get_ident()
         self._markers = markers
         self.root.calls = 1
         self.root.began = self.began
 
     @property
-    def whole_ns(self) -> int:
-        """From the beginning to the end, or until now."""
+    def elapsed_ns(self) -> int:
+        """The time from the beginning to the end or, during the run, to the last measurement."""
         return (self._last if self.ended is None else self.ended) - self.began
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this is the thread of the run, whose phases alone are counted."""
+        """Whether this is the run's thread; phases of other threads are ignored."""
         return get_ident() == self._thread
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The open phases within the run, the outermost first."""
-        found: list[str] = []
+        """The names of the open phases below the root, outermost first."""
+        names: list[str] = []
         phase = self._top
         while phase is not None and phase.parent is not None:
-            found.append(phase.name)
+            names.append(phase.name)
             phase = phase.parent
-        return tuple(reversed(found))
+        return tuple(reversed(names))
 
     @property
     def depth(self) -> int:
-        """How many phases are open, the run included."""
+        """The number of open phases, including the root."""
         depth, phase = 0, self._top
         while phase is not None:
             depth, phase = depth + 1, phase.parent
         return depth
 
     def start(self, name: str) -> None:
-        """Begin a phase within the one that is open. Other threads than the run's are left alone."""
+        """Begin a phase within the innermost open one. Calls from other threads are ignored."""
         now = perf_counter_ns()
         top = self._top
         if top is None or get_ident() != self._thread:
@@ -140,32 +140,32 @@ class PhaseTimes:
         if self._markers is not None:
             phase.mark = self._markers.begin(phase)
         self._last = end = perf_counter_ns()
-        self.own_ns += end - now
+        self.overhead_ns += end - now
 
     def stop(self, name: str) -> None:
-        """End a phase, and with it those that were begun in it and not ended.
+        """End a phase and all open phases within it.
 
         Raises:
-            ConfigurationError: it was not begun.
+            ConfigurationError: the phase was not started.
         """
         now = perf_counter_ns()
         top = self._top
         if top is None or get_ident() != self._thread:
             return
         if top.name != name or top.parent is None:
-            if name in self._outlasting:
-                calls_and_time = self.across.setdefault(name, [0, 0])
+            if name in self._open_overlapping:
+                calls_and_time = self.overlapping.setdefault(name, [0, 0])
                 calls_and_time[0] += 1
-                calls_and_time[1] += now - self._outlasting.pop(name)
+                calls_and_time[1] += now - self._open_overlapping.pop(name)
                 return
-            top = self._outlast(top, name, now)
+            top = self._close_overlapping(top, name, now)
         self._close(top, now)
         self._last = end = perf_counter_ns()
-        self.own_ns += end - now
+        self.overhead_ns += end - now
 
     @contextmanager
-    def own_time(self) -> Iterator[None]:
-        """Count what is done within it as the profiler's own, and in no phase."""
+    def overhead(self) -> Iterator[None]:
+        """Context manager whose time counts as the profiler's overhead."""
         now = perf_counter_ns()
         if self._top is not None:
             self._top.self_ns += now - self._last
@@ -175,10 +175,10 @@ class PhaseTimes:
         finally:
             if self._top is not None:
                 self._last = end = perf_counter_ns()
-                self.own_ns += end - now
+                self.overhead_ns += end - now
 
     def end(self) -> None:
-        """End the run, and every phase that is open."""
+        """End the run and every open phase."""
         now = perf_counter_ns()
         while self._top is not None:
             self._close(self._top, now)
@@ -193,23 +193,23 @@ class PhaseTimes:
             phase.mark = None
         self._top = phase.parent
 
-    def _outlast(self, top: Phase, name: str, now: int) -> Phase:
-        """Close what was begun within phase ``name`` and goes on after it."""
+    def _close_overlapping(self, top: Phase, name: str, now: int) -> Phase:
+        """Close the phases that are open within phase ``name``, remember that they continue, and return ``name``'s."""
         phase: Phase | None = top
         while phase is not None and (phase.name != name or phase.parent is None):
             phase = phase.parent
         if phase is None:
             raise ConfigurationError(
                 f"profiler.stop({name!r}) without a start.",
-                "what is stopped must have been started before, in the same thread.",
+                "a phase must be started before it is stopped, in the same thread.",
                 f"call profiler.start({name!r}), or write with profiler.profile({name!r}):.",
             )
         while top is not phase:
-            self._outlasting[top.name] = top.began
+            self._open_overlapping[top.name] = top.began
             self._close(top, now)
             assert top.parent is not None
             top = top.parent
         return phase
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_markers": None, "_top": None}  # one that is over can be sent elsewhere
+        return self.__dict__ | {"_markers": None, "_top": None}  # Only finished measurements are pickled.

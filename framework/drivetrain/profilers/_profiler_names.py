@@ -1,4 +1,4 @@
-"""Profilers by name: those that come with drivetrain, and those that other packages register."""
+"""Look up profilers by name: drivetrain's own, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ _NAMES = Names[Profiler](
     Profiler,  # type: ignore[type-abstract]
     {"simple": _simple, "advanced": _advanced, "pytorch": _pytorch},
     words=(),
-    why="it names what measures a run",
+    why="it names a profiler",
     instead="a drivetrain.profilers.Profiler, or None",
 )
 
 
-def profiler_of(given: object) -> Profiler:
-    """Return what ``Fit(profiler=...)`` means.
+def resolve_profiler(profiler: object) -> Profiler:
+    """Return the profiler for the value of ``Fit(profiler=...)``.
 
     Args:
-        given: a profiler, or the name of one.
+        profiler: a profiler or its name.
 
     Raises:
-        ConfigurationError: nobody has the name, what is registered makes no profiler, or it is neither.
+        ConfigurationError: no profiler has the name, the registered object does not make a profiler, or the value is
+            neither a name nor a profiler.
     """
-    if isinstance(given, str):
-        _NAMES.check(given)
-        return _NAMES.make(given)
-    if isinstance(given, Profiler):
-        return given
+    if isinstance(profiler, str):
+        _NAMES.check(profiler)
+        return _NAMES.make(profiler)
+    if isinstance(profiler, Profiler):
+        return profiler
     raise ConfigurationError(
-        f"profiler={given!r} is no Profiler.",
-        "the engine starts and stops its phases through that interface.",
+        f"profiler={profiler!r} is not a Profiler.",
+        "the engine starts and stops phases through that interface.",
         "pass 'simple', 'advanced', 'pytorch', a drivetrain.profilers.Profiler, or None.",
     )

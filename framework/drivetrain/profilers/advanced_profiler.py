@@ -1,4 +1,4 @@
-"""AdvancedProfiler: which functions each phase of a run spends its time in, by cProfile."""
+"""AdvancedProfiler: profile the functions of each phase of a run by cProfile."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
-_MOST_SHOWN = 8
-"""Phases whose functions are printed; the file has all."""
+_MAX_PHASES = 8
+"""The number of phases whose functions are printed; the file contains all phases."""
 
 
 class AdvancedProfiler(Profiler):
-    """Profiles every Python function by phase; slows the run down by half and more.
+    """Profiles every Python function by phase. It can more than double the time of a short step.
 
-    A function's time is counted in the innermost phase that is open, so that nothing is counted twice.
+    A function's time counts for the innermost open phase, so that nothing is counted twice.
 
     Args:
         dirpath: a folder or fsspec URL for its files; None for ``profile/`` in the run's folder.
-        filename: what their names begin with; None for ``<stage>-advanced``.
-        line_count_restriction: how many of each phase's functions are shown: an int counts them, a float is a part.
-        dump_stats: write each phase's statistics as well, for `pstats.Stats` and for viewers such as snakeviz.
+        filename: the prefix of their names; None for ``<stage>-advanced``.
+        line_count_restriction: how many of each phase's functions are shown: an int is a number, a float a share.
+        dump_stats: also write each phase's statistics, for `pstats.Stats` and viewers such as snakeviz.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class AdvancedProfiler(Profiler):
         self._stats: dict[str, pstats.Stats] = {}
 
     def begin(self, run: ProfiledRun) -> None:
-        """Forget what was measured before, and begin.
+        """Discard earlier measurements and start.
 
         Raises:
-            ConfigurationError: another profiler watches this thread.
+            ConfigurationError: another profiler is active in this thread.
         """
         if sys.getprofile() is not None:
             raise ConfigurationError(
-                f"profiler='advanced' while {type(sys.getprofile()).__name__} watches this thread.",
-                "Python calls one profiler at a time.",
-                "end the other one, or use profiler='simple'.",
+                f"profiler='advanced' while {type(sys.getprofile()).__name__} is active in this thread.",
+                "Python supports one profiler at a time.",
+                "stop the other one, or use profiler='simple'.",
             )
         self._run = run
         self._times = PhaseTimes(run.stage)
@@ -68,7 +68,7 @@ class AdvancedProfiler(Profiler):
         self._enter()
 
     def start(self, phase: str) -> None:
-        """Begin a phase: functions are counted in it from here on."""
+        """Begin a phase, for which functions count from now on."""
         if self._times is None or not self._open or not self._times.is_own_thread:
             return
         self._open[-1].disable()
@@ -79,7 +79,7 @@ class AdvancedProfiler(Profiler):
         """End a phase.
 
         Raises:
-            ConfigurationError: it was not begun.
+            ConfigurationError: the phase was not started.
         """
         if self._times is None or not self._open or not self._times.is_own_thread:
             return
@@ -101,34 +101,34 @@ class AdvancedProfiler(Profiler):
         self._profiles = {}
 
     def summary(self) -> str:
-        """Return the functions of the phases that took longest, and what to do next."""
-        return self._text(_MOST_SHOWN)
+        """Return the functions of the longest phases, and recommendations."""
+        return self._text(_MAX_PHASES)
 
-    def _text(self, most: int | None) -> str:
+    def _text(self, limit: int | None) -> str:
         if self._times is None:
             return ""
-        ordered = sorted(self._stats.items(), key=lambda item: -_seconds_of(item[1]))
-        parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:most]]
-        if most is not None and len(ordered) > most:
-            parts.append(f"{len(ordered) - most} more phases are in the file.")
+        ordered = sorted(self._stats.items(), key=lambda item: -_total_seconds(item[1]))
+        parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:limit]]
+        if limit is not None and len(ordered) > limit:
+            parts.append(f"{len(ordered) - limit} more phases are in the file.")
         parts.append("\n".join(f"- {line}" for line in next_steps(self._times.root, self._run)))
         return "\n\n".join(part for part in parts if part)
 
     def _functions(self, stats: pstats.Stats) -> str:
         stream = io.StringIO()
-        before, stats.stream = stats.stream, stream  # type: ignore[attr-defined]
+        previous_stream, stats.stream = stats.stream, stream  # type: ignore[attr-defined]
         try:
             stats.sort_stats("cumulative").print_stats(self.line_count_restriction)
         finally:
-            stats.stream = before  # type: ignore[attr-defined]
+            stats.stream = previous_stream  # type: ignore[attr-defined]
         return stream.getvalue().strip()
 
     def write(self, folder: str, name: str) -> list[str]:
-        """Write the functions of all phases, and each phase's statistics where ``dump_stats``."""
+        """Write the functions of all phases and, with ``dump_stats``, each phase's statistics."""
         written = [publish(folder, f"{name}.txt", self._text(None).encode())]
         if self.dump_stats:
             for phase, stats in self._stats.items():
-                written.append(_publish_stats(stats, folder, f"{name}-{_as_name(phase)}.prof"))
+                written.append(_publish_stats(stats, folder, f"{name}-{_file_name_part(phase)}.prof"))
         return written
 
     def _enter(self) -> None:
@@ -139,11 +139,11 @@ class AdvancedProfiler(Profiler):
             profile = self._profiles[phase] = cProfile.Profile()
         try:
             profile.enable()
-        except ValueError as error:  # from Python 3.12 on, of another one that is active
+        except ValueError as error:  # From Python 3.12 on, this means that another profiler is active.
             raise ConfigurationError(
-                "profiler='advanced' while another profiler watches this process.",
-                "Python calls one profiler at a time.",
-                "end the other one, or use profiler='simple'.",
+                "profiler='advanced' while another profiler is active in this process.",
+                "Python supports one profiler at a time.",
+                "stop the other one, or use profiler='simple'.",
             ) from error
         self._open.append(profile)
 
@@ -151,9 +151,9 @@ class AdvancedProfiler(Profiler):
         return self.__dict__ | {"_open": [], "_profiles": {}, "_stats": {}}
 
 
-def _seconds_of(stats: pstats.Stats) -> float:
-    found: float = stats.total_tt  # type: ignore[attr-defined]
-    return found
+def _total_seconds(stats: pstats.Stats) -> float:
+    seconds: float = stats.total_tt  # type: ignore[attr-defined]
+    return seconds
 
 
 def _has_entries(profile: cProfile.Profile) -> bool:
@@ -164,12 +164,12 @@ def _has_entries(profile: cProfile.Profile) -> bool:
 def _publish_stats(stats: pstats.Stats, folder: str, name: str) -> str:
     import tempfile
 
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, name)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, name)
         stats.dump_stats(path)
         return publish(folder, name, path)
 
 
-def _as_name(phase: str) -> str:
-    """A phase as a part of a file's name."""
+def _file_name_part(phase: str) -> str:
+    """Return a phase's name in a form that is safe in a file name."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in phase)

@@ -1,4 +1,4 @@
-"""Profiler: the interface between a run and whatever measures it."""
+"""Profiler: the interface through which a run is measured."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 
 @dataclass(slots=True)
 class ProfiledRun:
-    """What a profiler is told of a run. What has a default is filled in once the engine knows it.
+    """Describes a run to a profiler. The engine sets the attributes with defaults once it knows them.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
-        rank: this process among all.
-        world_size: processes.
-        device: on which this rank computes.
-        log_every_n_steps: as `Fit` has it.
-        compiles: whether `Fit(compile=...)` is on.
-        num_workers: worker processes of the loader; None where nothing tells.
-        pin_memory: whether the loader's batches are in pinned memory; None where nothing tells.
-        folder: where files go, a path or URL that may not be there yet; None for nowhere, as with ``fast_dev_run``.
-        name: what files' names begin with, other on each rank: ``fit-simple-rank-0``.
+        rank: this process's rank.
+        world_size: the number of processes.
+        device: the device of this rank.
+        log_every_n_steps: the value in `Fit`.
+        compiles: whether `Fit(compile=...)` is enabled.
+        num_workers: the number of the loader's worker processes; None if unknown.
+        pin_memory: whether the loader's batches are in pinned memory; None if unknown.
+        folder: the path or URL for files, which may not exist yet; None to write none, as with ``fast_dev_run``.
+        name: the prefix of file names, which differs between ranks: ``fit-simple-rank-0``.
     """
 
     stage: str
@@ -42,25 +42,25 @@ class ProfiledRun:
 
 
 class Profiler(ABC):
-    """Base class of everything that measures a run. Three methods must be written: `start`, `stop` and `summary`.
+    """Base class of profilers.
 
-    What may be written besides: `begin` and `end` (of a run), `step` (a micro-batch is over), `write` (files),
-    `measured` and `take_ranks` (what ranks tell each other at the end). Every rank has a profiler and calls it from the
-    thread of the run; the engine's phases nest, and are stopped in the reverse order of their starts, also where an
-    error ends them.
+    A subclass must implement `start`, `stop` and `summary`. It may implement `begin` and `end` of a run, `step` after
+    each micro-batch, `write` for files, and `measured` and `take_ranks` to exchange results between ranks. Every rank
+    has a profiler and calls it from the run's thread. The engine's phases nest and are stopped in the reverse order of
+    their starts, also after an error.
 
-    Building one touches no disk and starts no measurement. It must be possible to pickle one that is not in a run:
-    launchers send it to the processes that they start.
+    The constructor must not touch the disk or start measuring. A profiler that is not in a run must be picklable,
+    because launchers send it to the processes that they start.
 
-    Give one to ``Fit(profiler=...)``, or register a callable that takes no arguments and makes one in the entry-point
-    group ``drivetrain.profilers``, and give its name.
+    Pass one to ``Fit(profiler=...)``. To select it by name, register a callable without arguments that returns one in
+    the entry-point group ``drivetrain.profilers``.
 
     Args:
         dirpath: a folder or fsspec URL for its files; None for ``profile/`` in the run's folder.
-        filename: what their names begin with; None for the stage and the kind of profiler: ``fit-simple``.
+        filename: the prefix of their names; None for the stage and the kind of profiler: ``fit-simple``.
     """
 
-    dirpath: str | None = None  # of a class whose __init__ does not call this one, too
+    dirpath: str | None = None  # The defaults serve subclasses that do not call this `__init__`.
     filename: str | None = None
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
@@ -69,18 +69,18 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, phase: str) -> None:
-        """Begin ``phase``: the engine's ("data", "forward", "Net.on_train_start"), or one of the user's own."""
+        """Begin a phase: one of the engine's ("data", "forward", "Net.on_train_start") or of the user's."""
 
     @abstractmethod
     def stop(self, phase: str) -> None:
-        """End the ``phase`` that was begun last."""
+        """End the ``phase`` that was started last."""
 
     @abstractmethod
     def summary(self) -> str:
-        """Return what was measured, as text. Rank 0 prints it at the end of the run; "" prints nothing."""
+        """Return the results as text, which rank 0 prints at the end of the run; "" prints nothing."""
 
     def profile(self, phase: str) -> AbstractContextManager[None]:
-        """Return a context that is a phase: ``with self.trainer.profiler.profile("augmentation"): ...``."""
+        """Return a context manager for a phase: ``with self.trainer.profiler.profile("augmentation"): ...``."""
         return self._phase(phase)
 
     @contextmanager
@@ -92,51 +92,51 @@ class Profiler(ABC):
             self.stop(phase)
 
     def begin(self, run: ProfiledRun) -> None:
-        """Take note that a run begins; what was measured in an earlier one may be forgotten.
+        """Called when a run begins; it may discard the measurements of an earlier run.
 
         Raises:
-            ConfigurationError: it cannot measure such a run.
+            ConfigurationError: the profiler does not support such a run.
         """
 
     def step(self) -> None:
-        """Take note that a micro-batch of training or evaluation is over, with all hooks that come after it."""
+        """Called after each micro-batch of training or evaluation, including the hooks after it."""
 
     def end(self) -> None:
-        """Take note that the run is over, also where it failed. `summary` and `write` come afterwards."""
+        """Called when the run ends, also if it failed, before `summary` and `write`."""
 
     def write(self, folder: str, name: str) -> list[str]:
-        """Write files, on every rank, and return their paths. By default the summary.
+        """Write files and return their paths; by default, one with the summary. Called on every rank.
 
         Args:
-            folder: a path or URL, which may not be there yet.
-            name: what each file's name begins with, other on each rank: ``fit-simple-rank-0``.
+            folder: a path or URL, which may not exist yet.
+            name: the prefix of file names, which differs between ranks: ``fit-simple-rank-0``.
 
         Raises:
-            OSError: the storage refuses; the run then warns, and goes on.
+            OSError: writing failed; the run continues with a warning.
         """
-        from drivetrain.profilers._atomic_publish import publish  # by runs that have files
+        from drivetrain.profilers._atomic_publish import publish  # imported only by runs that write files
 
         text = self.summary()
         return [publish(folder, f"{name}.txt", text.encode())] if text else []
 
     def measured(self) -> Any:
-        """Return what rank 0 is to know of this rank: numbers, text, lists and dicts; None for nothing."""
+        """Return this rank's results for `take_ranks`: numbers, text, lists and dicts; None for nothing."""
         return None
 
     def take_ranks(self, measured: Sequence[Any]) -> None:
-        """Take what `measured` returned on every rank, by rank. Called on every rank at the end of a whole run."""
+        """Receive what `measured` returned on each rank. Called on every rank at the end of a run that did not fail."""
 
     @property
     def kind(self) -> str:
-        """What the names of its files say it is: the class in lower case, without "Profiler"."""
+        """The kind of profiler in file names: the class name in lower case without "Profiler"."""
         return type(self).__name__.removesuffix("Profiler").lower() or "profiler"
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing: ``trainer.profiler`` where `Fit` was given none."""
+    """Measures nothing; ``trainer.profiler`` of a `Fit` without a profiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,5 +152,5 @@ class PassThroughProfiler(Profiler):
         return ""
 
     def profile(self, phase: str) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return _NOTHING
+        """Return a context manager that does nothing."""
+        return _NULL_CONTEXT

@@ -1,4 +1,4 @@
-"""SimpleProfiler: a table of a run's time by phase, which adds up to the run's time."""
+"""SimpleProfiler: a table of a run's time by phase, whose sum is the run's time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
-OWN = "profiler"
+PROFILER_ROW = "profiler"
 
 
 class PhaseRow(NamedTuple):
     """A row of the table. Times are in nanoseconds.
 
     Attributes:
-        path: the phase and those around it, the outermost first: ``("training", "validation", "forward")``.
+        path: the names of the enclosing phases and the phase: ``("training", "validation", "forward")``.
         calls: how often it was started.
-        self_ns: time in it that is in no phase within it. Over all rows it adds up to the run's time.
-        total_ns: with the phases within it.
-        longest_ns: the longest call; 0 where the row is no phase.
-        device_ns: what a CUDA device took, by events; None where nothing was measured.
+        self_ns: the time without that of nested phases. The sum over all rows is the run's time.
+        total_ns: the time including nested phases.
+        longest_ns: the time of the longest call; 0 if the row is not a phase.
+        device_ns: the time on a CUDA device, measured by events; None if it was not measured.
     """
 
     path: tuple[str, ...]
@@ -37,17 +37,17 @@ class PhaseRow(NamedTuple):
 
 
 class SimpleProfiler(Profiler):
-    """Times each phase and hook by the host's clock, and prints a table at the end of the run.
+    """Measures each phase and hook by the host's clock, and prints a table at the end of the run.
 
-    Each moment is counted in the innermost phase that is open, so that the column "self" adds up to the run's time;
-    what is in no phase is the row "other", and what the profiler itself takes is the row "profiler".
+    Each moment counts for the innermost open phase, so that the sum of the column "self" is the run's time. The row
+    "other" is the time outside of phases, and the row "profiler" is the profiler's own time.
 
     Args:
         dirpath: a folder or fsspec URL for its file; None for ``profile/`` in the run's folder.
-        filename: what its name begins with; None for ``<stage>-simple``.
-        extended: show calls, means and longest calls; and with several ranks what the quickest and the slowest took.
-        device_times: on CUDA, time what phases give to the device as well, by an event at each beginning and end, for
-            which nothing waits. False leaves them out.
+        filename: the prefix of its name; None for ``<stage>-simple``.
+        extended: show calls, means and longest calls and, with several ranks, the times of the quickest and the slowest
+            rank.
+        device_times: on CUDA, also measure the device time of phases by events, without synchronising.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class SimpleProfiler(Profiler):
         self._run = ProfiledRun("fit")
         self._times: PhaseTimes | None = None
         self._device: DeviceTimes | None = None
-        self._uncounted = 0.0
+        self._uncounted_ns = 0.0
         self._ranks: list[dict[str, int]] = []
 
     def begin(self, run: ProfiledRun) -> None:
-        """Forget what was measured before, and start the clock."""
+        """Discard earlier measurements and start the clock."""
         self._run, self._ranks = run, []
-        self._uncounted = _uncounted()
+        self._uncounted_ns = _uncounted_ns()
         self._device = DeviceTimes(run.device) if self.device_times and run.device.type == "cuda" else None
         self._times = PhaseTimes(run.stage, self._device)
 
     def start(self, phase: str) -> None:
-        """Begin a phase; outside of a run nothing happens."""
+        """Begin a phase; do nothing before the first run."""
         if self._times is not None:
             self._times.start(phase)
 
@@ -82,7 +82,7 @@ class SimpleProfiler(Profiler):
         """End a phase.
 
         Raises:
-            ConfigurationError: it was not begun.
+            ConfigurationError: the phase was not started.
         """
         if self._times is not None:
             self._times.stop(phase)
@@ -95,15 +95,15 @@ class SimpleProfiler(Profiler):
             self._device.read(wait=True)
             self._device = None
 
-    # What was measured
+    # Results
 
     @property
     def total_ns(self) -> int:
-        """The run's time in nanoseconds; 0 before there was one."""
-        return 0 if self._times is None else self._times.whole_ns
+        """The run's time in nanoseconds; 0 before the first run."""
+        return 0 if self._times is None else self._times.elapsed_ns
 
     def rows(self) -> list[PhaseRow]:
-        """Return the rows of the table: phases, "other" and "profiler"."""
+        """Return the rows of the table: the phases, "other" and "profiler"."""
         times = self._times
         if times is None:
             return []
@@ -119,37 +119,39 @@ class SimpleProfiler(Profiler):
             for path, phase in times.root.walk()
         ]
         spans = sum(row.calls for row in rows) - 1
-        return [*rows[1:], rows[0], PhaseRow((OWN,), spans, times.own_ns, times.own_ns, 0)]
+        return [*rows[1:], rows[0], PhaseRow((PROFILER_ROW,), spans, times.overhead_ns, times.overhead_ns, 0)]
 
     def measured(self) -> Mapping[str, int]:
-        """Return the time in each phase, its children not counted, by its path."""
+        """Return the time of each phase without nested phases, by its path."""
         return {" > ".join(row.path): row.self_ns for row in self.rows()}
 
     def take_ranks(self, measured: Sequence[Any]) -> None:
-        """Take what the ranks measured, for the columns of the quickest and the slowest."""
+        """Receive the results of all ranks, for the columns of the quickest and the slowest rank."""
         self._ranks = list(measured)
 
     def next_steps(self) -> list[str]:
-        """Return what to do next, in three lines at most, each with the share of the time that it comes from."""
+        """Return at most three recommendations, each with its share of the time."""
         return [] if self._times is None else next_steps(self._times.root, self._run)
 
     def summary(self) -> str:
-        """Return the table, and what to do next; "" before there was a run."""
+        """Return the table and recommendations; "" before the first run."""
         times = self._times
         if times is None:
             return ""
         run, rows = self._run, self.rows()
-        among = f", rank {run.rank} of {run.world_size}" if run.world_size > 1 else ""
-        lines = [f"Profile of {run.stage} on {run.device}{among}: {_in_s(times.whole_ns)} s by the host's clock"]
-        lines += _table([*rows, PhaseRow(("total",), 1, times.whole_ns, times.whole_ns, 0)], self)
+        rank_text = f", rank {run.rank} of {run.world_size}" if run.world_size > 1 else ""
+        lines = [
+            f"Profile of {run.stage} on {run.device}{rank_text}: {_seconds(times.elapsed_ns)} s by the host's clock"
+        ]
+        lines += _format_table([*rows, PhaseRow(("total",), 1, times.elapsed_ns, times.elapsed_ns, 0)], self)
         spans = rows[-1].calls
         lines.append(
-            f"Measuring {spans} phases took what the row {OWN!r} says, and about {self._uncounted * spans / 1e9:.6f} s "
-            "more, for calls, that lie in the other rows."
+            f"Measuring {spans} phases took the time in the row {PROFILER_ROW!r}, and about "
+            f"{self._uncounted_ns * spans / 1e9:.6f} s of calls, which are included in the other rows."
         )
-        lines += _about_device(run, self._device_was_timed())
-        for name, (calls, time) in times.across.items():
-            lines.append(f"{name!r} went on after the phase that it began in: {calls} times, {_in_s(time)} s in all.")
+        lines += _device_notes(run, self._device_was_timed())
+        for name, (calls, time) in times.overlapping.items():
+            lines.append(f"{name!r} ended after its parent phase {calls} times, with {_seconds(time)} s in total.")
         lines += [f"- {line}" for line in self.next_steps()]
         return "\n".join(lines)
 
@@ -160,8 +162,8 @@ class SimpleProfiler(Profiler):
         return self.__dict__ | {"_device": None}
 
 
-def _uncounted(rounds: int = 300) -> float:
-    """Return the nanoseconds that a phase takes beyond what is counted as the profiler's own, measured here and now."""
+def _uncounted_ns(rounds: int = 300) -> float:
+    """Measure and return the overhead of a phase in nanoseconds that is not counted as the profiler's own time."""
     profiler = SimpleProfiler()
     times = profiler._times = PhaseTimes("calibration")
     start, stop = profiler.start, profiler.stop
@@ -169,7 +171,7 @@ def _uncounted(rounds: int = 300) -> float:
     def nothing(*args: Any, **options: Any) -> None:
         return None
 
-    def spanned(*args: Any, **options: Any) -> None:
+    def profiled_nothing(*args: Any, **options: Any) -> None:
         start("nothing")
         try:
             return nothing(*args, **options)
@@ -181,65 +183,72 @@ def _uncounted(rounds: int = 300) -> float:
         nothing(None)
     between = perf_counter_ns()
     for _ in range(rounds):
-        spanned(None)
-    return max(0.0, (perf_counter_ns() - between - times.own_ns - (between - began)) / rounds)
+        profiled_nothing(None)
+    return max(0.0, (perf_counter_ns() - between - times.overhead_ns - (between - began)) / rounds)
 
 
-def _about_device(run: ProfiledRun, timed: bool) -> list[str]:
+def _device_notes(run: ProfiledRun, timed: bool) -> list[str]:
     if run.device.type == "cpu":
         return []
-    beside = ' The column "device" is what the device took, by events.' if timed else ""
+    device_column = ' The column "device" is the device\'s time, by events.' if timed else ""
     return [
-        f"The host does not wait for {run.device}: a phase's time is what the host took to give it work.{beside} "
-        "Device work is waited for in: logging, checkpoint, the end of a validation, an optimizer's step in fp16, and "
-        "wherever your code reads a tensor (.item(), print)."
+        f"The host does not wait for {run.device}: a phase's time is the host's time to launch its work."
+        f"{device_column} The host waits for the device in: logging, checkpoint, the end of a validation, an "
+        "optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
     ]
 
 
-def _in_s(nanoseconds: float) -> str:
+def _seconds(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e9:.6f}"
 
 
-def _table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[str]:
-    """Lay rows out in columns; the last is the total of all."""
-    whole = rows[-1].self_ns
+def _format_table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[str]:
+    """Return the lines of the table; the last row is the total."""
+    total_ns = rows[-1].self_ns
     ranks = profiler._ranks if len(profiler._ranks) > 1 else []
     timed = profiler._device_was_timed()
-    head = ["phase", "self s", "share", "total s"]
-    head += ["calls", "mean s", "longest s"] if profiler.extended else []
-    head += ["device s"] if timed else []
-    head += ["quickest rank s", "slowest rank s"] if ranks and profiler.extended else []
-    cells = [head]
+    header = ["phase", "self s", "share", "total s"]
+    header += ["calls", "mean s", "longest s"] if profiler.extended else []
+    header += ["device s"] if timed else []
+    header += ["quickest rank s", "slowest rank s"] if ranks and profiler.extended else []
+    cells = [header]
     for row in rows:
-        line = ["  " * (len(row.path) - 1) + row.path[-1], _in_s(row.self_ns), f"{row.self_ns / (whole or 1):.1%}"]
-        line.append(_in_s(row.total_ns))
+        line = [
+            "  " * (len(row.path) - 1) + row.path[-1],
+            _seconds(row.self_ns),
+            f"{row.self_ns / (total_ns or 1):.1%}",
+        ]
+        line.append(_seconds(row.total_ns))
         if profiler.extended:
             line += [
                 str(row.calls),
-                _in_s(row.total_ns / (row.calls or 1)),
-                _in_s(row.longest_ns) if row.longest_ns else "",
+                _seconds(row.total_ns / (row.calls or 1)),
+                _seconds(row.longest_ns) if row.longest_ns else "",
             ]
         if timed:
-            line.append("" if row.device_ns is None else _in_s(row.device_ns))
+            line.append("" if row.device_ns is None else _seconds(row.device_ns))
         if ranks and profiler.extended:
-            line += _over_ranks(row, ranks, profiler._run.rank)
+            line += _rank_extremes(row, ranks, profiler._run.rank)
         cells.append(line)
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-    laid = [
+    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+    lines = [
         "  ".join(
             [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
         )
         for line in cells
     ]
-    rule = "-" * len(laid[0])
-    return [line.rstrip() for line in (laid[0], rule, *laid[1:-1], rule, laid[-1])]
+    rule = "-" * len(lines[0])
+    return [line.rstrip() for line in (lines[0], rule, *lines[1:-1], rule, lines[-1])]
 
 
-def _over_ranks(row: PhaseRow, ranks: Sequence[Mapping[str, int]], own: int) -> list[str]:
-    """What the quickest and the slowest rank took, as far as the others had come when they told."""
+def _rank_extremes(row: PhaseRow, ranks: Sequence[Mapping[str, int]], rank: int) -> list[str]:
+    """Return the cells with the times of the quickest and the slowest rank.
+
+    The times of other ranks are those when they reported them.
+    """
     if row.path == ("total",):
-        found = [sum(one.values()) for one in ranks]
+        times = [sum(times_of_rank.values()) for times_of_rank in ranks]
     else:
-        found = [one.get(" > ".join(row.path), 0) for one in ranks]
-    found[own] = row.self_ns
-    return [_in_s(min(found)), _in_s(max(found))]
+        times = [times_of_rank.get(" > ".join(row.path), 0) for times_of_rank in ranks]
+    times[rank] = row.self_ns
+    return [_seconds(min(times)), _seconds(max(times))]

@@ -157,7 +157,7 @@ def test_batches_are_what_predict_returns(tmp_path: Path) -> None:  # L-03
         assert one["note"] == other["note"]
         assert torch.equal(one["mean"], other["mean"])
         assert torch.equal(one["rows"], other["rows"])
-    with pytest.raises(CheckpointError, match="not one for each sample"):
+    with pytest.raises(CheckpointError, match="cannot be split by sample"):
         read[0]
 
 
@@ -305,7 +305,7 @@ def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L
 
     predict(tmp_path / "out", None, None, Reading())
     assert len(seen) == 3
-    assert "are not whole: predictions.json is missing" in seen[0]
+    assert "are incomplete: predictions.json is missing" in seen[0]
     assert len(read_predictions(tmp_path / "out")) == 11
     with pytest.raises(CheckpointError, match="There are no predictions at"):
         read_predictions(tmp_path / "nowhere")
@@ -447,7 +447,7 @@ def test_a_sampler_that_draws_twice_is_not_gone_on_with(tmp_path: Path) -> None:
     cut_off(tmp_path / "out", at=2, loaders=twice())
     with pytest.raises(CheckpointError, match="not complete: 5 of 6 were written"):
         predict(tmp_path / "out", loaders=twice())
-    with pytest.raises(CheckpointError, match="are not whole"):
+    with pytest.raises(CheckpointError, match="are incomplete"):
         read_predictions(tmp_path / "out")
 
 
@@ -494,7 +494,7 @@ def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None
                 if number < begun + batches - 1:
                     process.stdin.write("\n")
                     process.stdin.flush()
-            with pytest.raises(CheckpointError, match="are not whole"):
+            with pytest.raises(CheckpointError, match="are incomplete"):
                 read_predictions(tmp_path / "out")
             os.kill(process.pid, signal.SIGKILL)
         begun += batches - 1  # the last one was not finished
@@ -519,7 +519,7 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
 def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
     fsspec.filesystem("memory").store.clear()
     cut_off("memory://bucket/out", at=2)
-    with pytest.raises(CheckpointError, match="are not whole"):
+    with pytest.raises(CheckpointError, match="are incomplete"):
         read_predictions("memory://bucket/out")
     module = Predicting()
     predict("memory://bucket/out", module)
@@ -541,7 +541,7 @@ def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     store.fail("put", "other/part-00000-000001-*", times=None)
     with pytest.raises(OSError, match="503"):
         predict(f"{store.url}/other")
-    with pytest.raises(CheckpointError, match="are not whole"):
+    with pytest.raises(CheckpointError, match="are incomplete"):
         read_predictions(f"{store.url}/other")
     store.heal()
     module = Predicting()

@@ -1,4 +1,4 @@
-"""Copies of batches that are kept for later: of objects with slots. Row I-11."""
+"""Copies of batches, of objects with slots. Row I-11."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.data._batch_copies import own_containers, own_memory
+from drivetrain.data._batch_copies import copy_batch, copy_containers
 
 
 class Slotted:
@@ -41,11 +41,11 @@ class ReadOnly(Slotted):
 def test_slots_are_copied() -> None:  # I-11, O-06
     for kind in (Slotted, ReadOnly):
         batch: Any = kind(torch.zeros(2))
-        kept = own_memory({"one": batch})["one"]
+        kept = copy_batch({"one": batch})["one"]
         batch.value.add_(1)
         assert kept.value.tolist() == kept.hidden.tolist() == [0, 0]
         assert not hasattr(kept, "empty")
 
 
 def test_a_path_stays_one() -> None:  # I-11, O-06
-    assert own_containers([Path("a") / "b"]) == own_memory([Path("a/b")]) == [Path("a/b")]
+    assert copy_containers([Path("a") / "b"]) == copy_batch([Path("a/b")]) == [Path("a/b")]

@@ -67,14 +67,14 @@ def test_bare_collections() -> None:
 
 def test_the_first_loader_s_samples_count() -> None:
     ranks = [prepare_loader([loader(5), loader(9)], training=True, rank=rank, world_size=2) for rank in (0, 1)]
-    shares = [[share for _, share in source.epoch(0)] for source in ranks]
-    assert [[(share.samples, share.total, share.joins) for share in rank] for rank in shares] == [
+    shards = [[shard for _, shard in source.epoch(0)] for source in ranks]
+    assert [[(shard.samples, shard.total, shard.joins) for shard in rank] for rank in shards] == [
         [(2, 4, False), (1, 1, False), (2, 4, False)],
         [(2, 4, False), (0, 1, True), (2, 4, False)],
     ]
     # Once the first is through, the next that has a batch counts.
     source = prepare_loader(CombinedLoader([loader(2), loader(5)], "max_size"), training=True)
-    assert [share.total for _, share in source.epoch(0)] == [2, 2, 1]
+    assert [shard.total for _, shard in source.epoch(0)] == [2, 2, 1]
 
 
 def test_a_loader_that_starts_again_is_shuffled_again() -> None:
@@ -119,7 +119,7 @@ def test_refusals() -> None:
     # G-06
     with pytest.raises(ConfigurationError, match="Did you mean 'max_size_cycle'"):
         CombinedLoader(loaders(), "max_size_cicle")
-    with pytest.raises(ConfigurationError, match="holds no loader"):
+    with pytest.raises(ConfigurationError, match="contains no loader"):
         prepare_loader({}, training=True)
 
 

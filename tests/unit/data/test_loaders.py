@@ -1,4 +1,4 @@
-"""Preparing loaders: iterables, subclasses, what is refused, and what a batch costs."""
+"""prepare_loader: iterables, subclasses, errors, and the cost of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from drivetrain.data._loaders import prepare_loader
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 
 
@@ -45,29 +45,29 @@ class SizedStream(Stream):
 def test_an_iterable_data_set_is_each_rank_s_own_part() -> None:
     stream = Stream(10)
     source = prepare_loader(DataLoader(stream, 4), training=True, rank=1, world_size=2)
-    assert (source.length, source.static) == (None, False)
-    pairs = [(batch.tolist(), share) for batch, share in source.epoch(3)]
+    assert (source.length, source.shards_known) == (None, False)
+    pairs = [(batch.tolist(), shard) for batch, shard in source.epoch(3)]
     assert pairs == [
-        ([0, 1, 2, 3], Share(4, None, False, 0)),
-        ([4, 5, 6, 7], Share(4, None, False, 4)),
-        ([8, 9], Share(2, None, False, 8)),
+        ([0, 1, 2, 3], BatchShard(4, None, False, 0)),
+        ([4, 5, 6, 7], BatchShard(4, None, False, 4)),
+        ([8, 9], BatchShard(2, None, False, 8)),
     ]
     assert stream.epochs == [3]
-    assert [(batch.tolist(), share) for batch, share in source.epoch(4, 2)] == pairs[2:]
+    assert [(batch.tolist(), shard) for batch, shard in source.epoch(4, 2)] == pairs[2:]
 
 
 def test_on_one_process_nothing_is_left_to_ask() -> None:
     source = prepare_loader(DataLoader(SizedStream(10), 4), training=True)
-    assert (source.length, source.static) == (3, True)
-    assert [share for _, share in source.epoch(0)][-1] == Share(2, 2, False, 8)
+    assert (source.length, source.shards_known) == (3, True)
+    assert [shard for _, shard in source.epoch(0)][-1] == BatchShard(2, 2, False, 8)
 
 
 def test_any_iterable_of_batches_will_do() -> None:
     batches = [{"x": torch.zeros(3, 2)}, {"x": torch.zeros(1, 2)}]
     source = prepare_loader(batches, training=True)
     assert source.length == 2
-    assert [share.samples for _, share in source.epoch(0)] == [3, 1]
-    assert [share.samples for _, share in source.epoch(1, 1)] == [1]
+    assert [shard.samples for _, shard in source.epoch(0)] == [3, 1]
+    assert [shard.samples for _, shard in source.epoch(1, 1)] == [1]
 
 
 def test_a_batch_without_tensors_counts_as_one_and_says_so() -> None:
@@ -106,20 +106,20 @@ def test_a_global_batch_that_drop_last_leaves_no_sample_for_is_refused() -> None
 
 def test_an_iterable_that_turns_out_empty_is_refused() -> None:
     # G-06
-    with pytest.raises(ConfigurationError, match="gave no batch"):
+    with pytest.raises(ConfigurationError, match="yielded no batch"):
         list(prepare_loader(DataLoader(Stream(0), 4), training=True).epoch(0))
 
 
 def test_an_iterator_lasts_for_one_epoch() -> None:
     source = prepare_loader(iter([torch.zeros(2)]), training=True)
     assert len(list(source.epoch(0))) == 1
-    with pytest.raises(ConfigurationError, match="an iterator gives its batches once"):
+    with pytest.raises(ConfigurationError, match="an iterator can be read only once"):
         list(source.epoch(1))
 
 
 def test_what_is_no_loader_is_refused() -> None:
     # G-06
-    with pytest.raises(ConfigurationError, match="int is no loader"):
+    with pytest.raises(ConfigurationError, match="int is not a loader"):
         prepare_loader(3, training=True)
     with pytest.raises(ConfigurationError, match="rank=2"):
         prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
@@ -129,7 +129,7 @@ def test_what_is_no_loader_is_refused() -> None:
 
 
 class Doubling(DataLoader[Any]):
-    """A subclass whose constructor takes something else, and whose batches are not what its samples were."""
+    """A subclass with another constructor, whose batches are not its collated samples."""
 
     def __init__(self, length: int, *, secret: str) -> None:
         super().__init__(numbers(length), batch_size=4, shuffle=True)
@@ -183,18 +183,18 @@ def test_a_loader_that_gives_more_or_fewer_than_it_is_asked_for_is_gone_through(
     sampler = WeightedRandomSampler([1.0] * 9, 9) if shuffled else None
     source = prepare_loader(kind(numbers(9), 2, sampler=sampler), training=True)
     pairs = list(source.epoch(0))
-    assert [share.samples for _, share in pairs] == samples == [len(batch[0]) for batch, _ in pairs]
-    assert (source.length, source.certain, source.static) == (5, False, True)
+    assert [shard.samples for _, shard in pairs] == samples == [len(batch[0]) for batch, _ in pairs]
+    assert (source.length, source.length_is_exact, source.shards_known) == (5, False, True)
 
 
 def test_on_several_ranks_its_batches_are_each_rank_s_own() -> None:
     # I-04
     for rank in (0, 1):
         source = prepare_loader(Losing(numbers(9), 2), training=True, rank=rank, world_size=2)
-        assert not source.static
-        assert [share.total for _, share in source.epoch(0)] == [None, None]
-        # What torch itself iterates is known on every rank without talking, as before.
-        assert prepare_loader(DataLoader(numbers(9), 2), training=True, rank=rank, world_size=2).static
+        assert not source.shards_known
+        assert [shard.total for _, shard in source.epoch(0)] == [None, None]
+        # With torch's own iteration, every rank knows all shards without communication, as before.
+        assert prepare_loader(DataLoader(numbers(9), 2), training=True, rank=rank, world_size=2).shards_known
 
 
 def test_batches_whose_first_dimension_is_no_number_of_samples_count_as_the_sampler_says() -> None:
@@ -204,12 +204,12 @@ def test_batches_whose_first_dimension_is_no_number_of_samples_count_as_the_samp
             return (torch.zeros(7 + index, 3) for index, _ in enumerate(super().__iter__()))
 
     source = prepare_loader(Graphs(numbers(9), 2), training=True)
-    assert [share.samples for _, share in source.epoch(0)] == [2, 2, 2, 2, 1]
+    assert [shard.samples for _, shard in source.epoch(0)] == [2, 2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_who_joins_asks_for_a_sample_that_is_not_counted(training: bool) -> None:
-    # I-04, B-04: a loader that iterates in a way of its own, and keeps its word.
+    # I-04, B-04: a loader with custom iteration that yields what its sampler requests.
     class Faithful(DataLoader[Any]):
         def __iter__(self) -> Any:
             return iter(list(super().__iter__()))
@@ -220,10 +220,10 @@ def test_who_joins_asks_for_a_sample_that_is_not_counted(training: bool) -> None
             options: dict[str, Any] = {"training": training, "rank": rank, "world_size": world_size}
             own = list(prepare_loader(Faithful(numbers(samples), 2), **options).epoch(0))
             plain = list(prepare_loader(DataLoader(numbers(samples), 2), **options).epoch(0))
-            assert [(share.samples, share.joins, share.start) for _, share in own] == [
-                (share.samples, share.joins, share.start) for _, share in plain
+            assert [(shard.samples, shard.joins, shard.start) for _, shard in own] == [
+                (shard.samples, shard.joins, shard.start) for _, shard in plain
             ]
-            counted += sum(share.samples for _, share in own)
+            counted += sum(shard.samples for _, shard in own)
         assert counted == samples
 
 

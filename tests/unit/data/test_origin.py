@@ -1,4 +1,4 @@
-"""The rest of an epoch is dealt anew at another world size or batch size, sample-exact: F-02."""
+"""The rest of an epoch is re-sharded for another world size or batch size, sample-exact: F-02."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from drivetrain.data._loaders import prepare_loader
-from drivetrain.data._sharding import Origin
+from drivetrain.data._sharding import ShardingOrigin
 from drivetrain.errors import ConfigurationError
 
 SAMPLES = 102
@@ -34,13 +34,15 @@ def _starts() -> Iterator[int]:
         start += 1 + start % 7
 
 
-def read(kind: str, world_size: int, batch_size: int, start: int, origin: Origin, limit: int | None = None) -> Any:
+def read(
+    kind: str, world_size: int, batch_size: int, start: int, origin: ShardingOrigin, limit: int | None = None
+) -> Any:
     """Every rank's batches of epoch 3, by micro-batch: lists of samples without the joiners'."""
     by_rank = []
     for rank in range(world_size):
         source = prepare_loader(loader(kind, batch_size), training=True, rank=rank, world_size=world_size, seed=5)
         pairs = list(source.epoch(3, start, origin))[:limit]
-        by_rank.append([[] if share.joins else batch[0].tolist() for batch, share in pairs])
+        by_rank.append([[] if shard.joins else batch[0].tolist() for batch, shard in pairs])
     return [list(chain.from_iterable(row)) for row in zip(*by_rank, strict=True)]
 
 
@@ -50,19 +52,19 @@ def read(kind: str, world_size: int, batch_size: int, start: int, origin: Origin
 def test_what_was_seen_is_not_seen_again_and_what_was_not_is(
     kind: str, before: tuple[int, int], after: tuple[int, int], done: int
 ) -> None:
-    whole = [sample for batch in read(kind, 1, 1, 0, Origin()) for sample in batch]
+    whole = [sample for batch in read(kind, 1, 1, 0, ShardingOrigin()) for sample in batch]
     assert sorted(whole) == list(range(SAMPLES))
-    seen = [sample for batch in read(kind, *before, 0, Origin(), done) for sample in batch]
-    origin = Origin(len(seen), 11)
+    seen = [sample for batch in read(kind, *before, 0, ShardingOrigin(), done) for sample in batch]
+    origin = ShardingOrigin(len(seen), 11)
     rest = read(kind, *after, 11, origin)
     assert sorted(sample for batch in rest for sample in batch) == sorted(set(range(SAMPLES)) - set(seen))
-    # A second stop within that epoch goes on at any micro-batch of the new dealing.
+    # After a second stop within that epoch, the run resumes at any micro-batch of the new sharding.
     assert read(kind, *after, 12, origin) == rest[1:]
 
 
 def test_the_rest_is_in_the_epoch_s_order() -> None:
-    whole = [sample for batch in read("shuffled", 2, 8, 0, Origin()) for sample in batch]
-    rest = [sample for batch in read("shuffled", 3, 5, 2, Origin(32, 2)) for sample in batch]
+    whole = [sample for batch in read("shuffled", 2, 8, 0, ShardingOrigin()) for sample in batch]
+    rest = [sample for batch in read("shuffled", 3, 5, 2, ShardingOrigin(32, 2)) for sample in batch]
     assert rest == whole[32:]
 
 
@@ -82,7 +84,7 @@ class Stream(IterableDataset[Any]):
 def test_what_cannot_be_dealt_anew_is_refused(given: Any) -> None:
     source = prepare_loader(given, training=True, rank=0, world_size=2)
     with pytest.raises(ConfigurationError, match="another world size"):
-        source.epoch(0, 1, Origin(4, 1))
+        source.epoch(0, 1, ShardingOrigin(4, 1))
 
 
 def test_a_batch_sampler_of_torch_s_is_dealt_by_indices() -> None:
@@ -90,4 +92,4 @@ def test_a_batch_sampler_of_torch_s_is_dealt_by_indices() -> None:
     sampler = BatchSampler(WeightedRandomSampler([1.0] * 20, 20, replacement=False), 4, drop_last=True)
     source = prepare_loader(DataLoader(data, batch_sampler=sampler), training=True, seed=1)
     whole = [batch[0].tolist() for batch, _ in source.epoch(0)]
-    assert [batch[0].tolist() for batch, _ in source.epoch(0, 1, Origin(8, 1))] == whole[2:]
+    assert [batch[0].tolist() for batch, _ in source.epoch(0, 1, ShardingOrigin(8, 1))] == whole[2:]

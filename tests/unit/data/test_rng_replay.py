@@ -1,4 +1,4 @@
-"""What was read ahead is read, and drawn, again after a resume: F-02."""
+"""Batches that were read ahead are read again after a resume, with the same random numbers: F-02."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from drivetrain._runtime.generators import generator_states, set_generators
-from drivetrain.data._rng_replay import ReadAhead
-from drivetrain.data._sharding import Share
+from drivetrain.data._rng_replay import RngReplay
+from drivetrain.data._sharding import BatchShard
 
 CPU = torch.device("cpu")
 
 
-def drawing(first: int, length: int) -> Iterator[tuple[Any, Share]]:
+def drawing(first: int, length: int) -> Iterator[tuple[Any, BatchShard]]:
     """A data set that augments: each batch draws from two generators as it is read."""
     for number in range(first, length):
-        yield (number, torch.rand(()).item(), random.random()), Share(1, 1, False, number)
+        yield (number, torch.rand(()).item(), random.random()), BatchShard(1, 1, False, number)
 
 
 def reading(pairs: Iterator[Any], ahead: int) -> Iterator[Any]:
@@ -36,7 +36,7 @@ class Run:
     """A training loop that draws a mask for each batch, and can be saved after any of them."""
 
     def __init__(self) -> None:
-        self.ahead = ReadAhead(CPU)
+        self.ahead = RngReplay(CPU)
         self.trained = 0
         self.seen: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Dealing, by simulating all ranks in one process: the fine print of Dealing, Lockstep and Evaluation."""
+"""Sharding for training and evaluation, with all ranks simulated in one process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch.utils.data import (
 
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._loaders import prepare_loader
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 from drivetrain.errors import ConfigurationError
 
 
 class Numbers(Dataset[int]):
-    """Sample i is i; what was read is remembered."""
+    """Sample i is i; records which samples were read."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -43,7 +43,7 @@ class Numbers(Dataset[int]):
 
 
 class Shuffled(Sampler[int]):
-    """A sampler of a user's own, drawing from the global generator."""
+    """A custom sampler that draws from the global generator."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -56,7 +56,7 @@ class Shuffled(Sampler[int]):
 
 
 class Uneven(Sampler[list[int]]):
-    """A batch sampler of a user's own: batches of 1, 2, 3, ... samples."""
+    """A custom batch sampler with batches of 1, 2, 3, ... samples."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -71,7 +71,7 @@ class Uneven(Sampler[list[int]]):
             start, size = start + size, size + 1
 
 
-Step = list[tuple[list[int], Share]]
+Step = list[tuple[list[int], BatchShard]]
 
 
 def sources(loader_of: Any, world_size: int, **options: Any) -> list[BatchSource]:
@@ -80,32 +80,32 @@ def sources(loader_of: Any, world_size: int, **options: Any) -> list[BatchSource
 
 
 def steps(ranks: list[BatchSource], epoch: int = 0, start: int = 0) -> list[Step]:
-    """Return for each global micro-batch the indices and share of every rank, asserting that all take as many."""
-    epochs = [[(batch.tolist(), share) for batch, share in source.epoch(epoch, start)] for source in ranks]
+    """Return the indices and the shard of every rank for each global micro-batch; assert that all have as many."""
+    epochs = [[(batch.tolist(), shard) for batch, shard in source.epoch(epoch, start)] for source in ranks]
     assert len({len(batches) for batches in epochs}) == 1
     for source in ranks:
         assert source.length in (None, len(epochs[0]) + start)
-        assert source.static
+        assert source.shards_known
     return [list(step) for step in zip(*epochs, strict=True)]
 
 
 def samples_of(step: Step) -> list[int]:
-    return [index for batch, share in step if not share.joins for index in batch]
+    return [index for batch, shard in step if not shard.joins for index in batch]
 
 
 def check(found: list[Step], position: int = 0) -> list[int]:
-    """Assert what holds of every deal, and return the epoch's samples in order."""
+    """Assert the properties of every sharding, and return the epoch's samples in order."""
     for step in found:
         held = samples_of(step)
-        for batch, share in step:
-            assert share.total == len(held)
-            if share.joins:
-                assert (share.samples, batch, share.start) == (0, held[:1], position)
+        for batch, shard in step:
+            assert shard.total == len(held)
+            if shard.joins:
+                assert (shard.samples, batch, shard.start) == (0, held[:1], position)
             else:
                 # Contiguous slices, in the order of ranks.
-                assert share.samples == len(batch) > 0
-                assert share.start - position == held.index(batch[0])
-                assert batch == held[share.start - position :][: len(batch)]
+                assert shard.samples == len(batch) > 0
+                assert shard.start - position == held.index(batch[0])
+                assert batch == held[shard.start - position :][: len(batch)]
         position += len(held)
     return [index for step in found for index in samples_of(step)]
 
@@ -142,7 +142,7 @@ def test_every_sample_exactly_once(shuffle: bool, drop_last: bool, training: boo
         if not shuffle:
             assert seen == list(range(kept))
         for step in found:
-            sizes = [share.samples for _, share in step]
+            sizes = [shard.samples for _, shard in step]
             # Evenly, lower ranks first.
             assert sizes == sorted(sizes, reverse=True)
             assert sizes[0] - sizes[-1] <= 1
@@ -150,22 +150,22 @@ def test_every_sample_exactly_once(shuffle: bool, drop_last: bool, training: boo
         if training:
             assert [len(samples_of(step)) for step in found[: length // stride]] == [stride] * (length // stride)
         elif length >= world_size and batch_size >= 2:
-            assert not any(share.joins for step in found for _, share in step)
+            assert not any(shard.joins for step in found for _, shard in step)
 
 
 def test_the_acceptance_case() -> None:
     # B-04: 102 samples, 4 ranks, batch 8.
     ranks = sources(lambda: DataLoader(Numbers(102), 8, shuffle=True), 4)
     found = steps(ranks)
-    assert [[share.samples for _, share in step] for step in found] == [[8] * 4] * 3 + [[2, 2, 1, 1]]
+    assert [[shard.samples for _, shard in step] for step in found] == [[8] * 4] * 3 + [[2, 2, 1, 1]]
     # 98 samples leave 2 for 4 ranks: two join in training ...
     found = steps(sources(lambda: DataLoader(Numbers(98), 8), 4))
-    assert [share.samples for _, share in found[-1]] == [1, 1, 0, 0]
+    assert [shard.samples for _, shard in found[-1]] == [1, 1, 0, 0]
     assert [batch for batch, _ in found[-1]] == [[96], [97], [96], [96]]
-    assert [share.joins for _, share in found[-1]] == [False, False, True, True]
+    assert [shard.joins for _, shard in found[-1]] == [False, False, True, True]
     # ... and none in evaluation.
     found = steps(sources(lambda: DataLoader(Numbers(98), 8), 4, training=False))
-    assert [[share.samples for _, share in step] for step in found[-2:]] == [[5, 4, 4, 4], [5, 4, 4, 4]]
+    assert [[shard.samples for _, shard in step] for step in found[-2:]] == [[5, 4, 4, 4], [5, 4, 4, 4]]
 
 
 def test_global_batches_are_the_same_at_every_world_size() -> None:
@@ -218,14 +218,14 @@ def test_a_billion_samples_start_at_once_anywhere() -> None:
     tracemalloc.start()
     for start in (0, 31_249_999):
         for batches in (source, prepare_loader(shuffled, training=True, world_size=4)):
-            batch, share = next(batches.epoch(0, start))
+            batch, shard = next(batches.epoch(0, start))
             assert len(batch) == 8
-            assert share.start // 32 == start
+            assert shard.start // 32 == start
     assert tracemalloc.get_traced_memory()[1] < 4_000_000
     tracemalloc.stop()
 
 
-# Samplers of a user's own
+# Custom samplers
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -249,7 +249,7 @@ def test_a_custom_sampler_keeps_its_order_and_draws_alike_on_every_rank(training
             seen = check(found)
             assert len(set(seen)) == len(seen) == kept
             if not training and length >= world_size and batch_size >= 2:
-                assert not any(share.joins for step in found for _, share in step)
+                assert not any(shard.joins for step in found for _, shard in step)
 
 
 def test_a_custom_sampler_s_global_batches_are_the_same_at_every_world_size() -> None:
@@ -271,7 +271,7 @@ def test_weighted_draws_follow_seed_and_epoch_and_leave_the_generators_alone(own
     ranks = sources(loader, 2)
     iterators = [source.epoch(0) for source in ranks]  # torch itself draws a base seed here
     before = torch.get_rng_state(), generator.get_state() if generator is not None else None
-    epochs = [[(batch.tolist(), share) for batch, share in iterator] for iterator in iterators]
+    epochs = [[(batch.tolist(), shard) for batch, shard in iterator] for iterator in iterators]
     assert torch.equal(torch.get_rng_state(), before[0])
     if generator is not None:
         assert torch.equal(generator.get_state(), before[1])  # type: ignore[arg-type]
@@ -292,7 +292,7 @@ def test_w_batches_of_a_batch_sampler_make_a_global_one() -> None:
     check(found)
     assert [batch for batch, _ in found[0]] == [[0], [1, 2], [3, 4, 5]]
     assert [batch for batch, _ in found[1]] == [[6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20]]
-    # Two are left for three ranks: they are dealt evenly.
+    # Two are left for three ranks: they are split evenly.
     assert [batch for batch, _ in found[2]] == [[21, 22, 23], [24, 25, 26], [27, 28, 29]]
 
 
@@ -326,10 +326,10 @@ def test_a_sampler_that_yields_one_rank_s_part_is_not_dealt_again() -> None:
     for rank in (0, 1):
         loader = DataLoader(Numbers(20), 4, sampler=Own(Numbers(20), num_replicas=2, rank=rank, shuffle=False))
         source = prepare_loader(loader, training=True, rank=rank, world_size=2)
-        assert (source.length, source.static) == (3, False)
+        assert (source.length, source.shards_known) == (3, False)
         pairs = list(source.epoch(0))
-        assert [share.samples for _, share in pairs] == [4, 4, 2]
-        assert all(share.total is None for _, share in pairs)
+        assert [shard.samples for _, shard in pairs] == [4, 4, 2]
+        assert all(shard.total is None for _, shard in pairs)
         parts.append([index for batch, _ in pairs for index in batch.tolist()])
     assert sorted(parts[0] + parts[1]) == list(range(20))
 
@@ -359,11 +359,11 @@ def test_use_distributed_sampler_false_leaves_the_loader_alone() -> None:
     source = prepare_loader(plain, training=True, replace_sampler=False)
     pairs = list(source.epoch(0))
     assert [batch.tolist() for batch, _ in pairs] == expected
-    assert [share.samples for _, share in pairs] == [3] * 6 + [2]
-    assert (source.static, source.length) == (True, 7)
+    assert [shard.samples for _, shard in pairs] == [3] * 6 + [2]
+    assert (source.shards_known, source.length) == (True, 7)
     several = prepare_loader(plain, training=True, rank=1, world_size=2, replace_sampler=False)
-    assert (several.static, several.length) == (False, 7)
-    assert {share.total for _, share in several.epoch(0)} == {None}
+    assert (several.shards_known, several.length) == (False, 7)
+    assert {shard.total for _, shard in several.epoch(0)} == {None}
 
 
 def test_an_endless_sampler_has_no_length() -> None:
@@ -374,7 +374,7 @@ def test_an_endless_sampler_has_no_length() -> None:
     ranks = sources(lambda: DataLoader(Numbers(5), 2, sampler=Endless()), 2)
     assert ranks[0].length is None
     taken = [list(itertools.islice(source.epoch(0), 70)) for source in ranks]
-    assert check([[(batch.tolist(), share) for batch, share in step] for step in zip(*taken, strict=True)])[:6] == [
+    assert check([[(batch.tolist(), shard) for batch, shard in step] for step in zip(*taken, strict=True)])[:6] == [
         *range(5),
         0,
     ]
@@ -385,11 +385,11 @@ def test_an_endless_sampler_has_no_length() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_prediction_keeps_the_order_of_the_data_set(world_size: int) -> None:
-    # B-04: no duplicates, all of it, in an order that the shares tell.
+    # B-04: no duplicates, all samples, in the order that the shards specify.
     for length in (3, 4, 17, 65, 102):
         loader = lambda n=length: DataLoader(Numbers(n), 8, shuffle=True, drop_last=True)  # noqa: E731
         found = steps(sources(loader, world_size, training=False, predicting=True))
-        outputs = [(share.start, batch) for step in found for batch, share in step if not share.joins]
+        outputs = [(shard.start, batch) for step in found for batch, shard in step if not shard.joins]
         assert [index for _, batch in sorted(outputs) for index in batch] == list(range(length))
 
 
@@ -409,13 +409,13 @@ def test_a_data_set_that_holds_batches(world_size: int) -> None:
     for rank in range(world_size):
         loader = DataLoader(Batches(), batch_size=None, shuffle=True)
         source = prepare_loader(loader, training=True, rank=rank, world_size=world_size)
-        assert source.static == (world_size == 1)
+        assert source.shards_known == (world_size == 1)
         pairs = list(source.epoch(0))
         assert len(pairs) == source.length == -(-7 // world_size)
-        for batch, share in pairs:
-            assert share.samples == (0 if share.joins else len(batch))
-            assert share.total == (len(batch) if world_size == 1 else None)
-            seen += [] if share.joins else [int(batch[0])]
+        for batch, shard in pairs:
+            assert shard.samples == (0 if shard.joins else len(batch))
+            assert shard.total == (len(batch) if world_size == 1 else None)
+            seen += [] if shard.joins else [int(batch[0])]
     assert sorted(seen) == list(range(7))
 
 

@@ -1,4 +1,4 @@
-"""Splitting an iterable by rank and worker, and what tells ranks that they read the same. Row I-08."""
+"""Splitting an iterable by rank and worker, and detecting ranks that read the same data. Row I-08."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDa
 
 from drivetrain.data import CombinedLoader, split_by_rank
 from drivetrain.data._loaders import prepare_loader
-from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_of
+from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_fingerprint
 from drivetrain.data.splitting import read_from
 
 
@@ -121,19 +121,21 @@ def test_digests_tell_orders_and_batches_apart_and_nothing_else() -> None:  # I-
 
 def test_what_was_chosen_of_a_data_set_is_told_in_a_few_values() -> None:  # I-08
     data = TensorDataset(torch.zeros(100_000))
-    assert subset_of(data) is None
-    assert subset_of(ConcatDataset([data, data])) is None
-    first, second = (subset_of(Subset(data, list(range(start, 90_000)))) for start in (0, 1))
+    assert subset_fingerprint(data) is None
+    assert subset_fingerprint(ConcatDataset([data, data])) is None
+    first, second = (subset_fingerprint(Subset(data, list(range(start, 90_000)))) for start in (0, 1))
     assert first is not None
     assert second is not None
     assert first[:3] == [0, 22, 44]
     assert len(first) < 10
     assert first != second
-    assert subset_of(Subset(Subset(data, [5, 3]), [1])) != subset_of(Subset(Subset(data, [5, 4]), [1]))
-    assert subset_of(Subset(data, torch.tensor([2, 1]))) == subset_of(Subset(data, [2, 1]))  # type: ignore[arg-type]
-    assert subset_of(Subset(data, [])) == subset_of(Subset(data, []))
-    assert subset_of(Subset(data, [object()])) == subset_of(Subset(data, [object()]))  # type: ignore[list-item]
-    assert subset_of(First(data)) is None
+    assert subset_fingerprint(Subset(Subset(data, [5, 3]), [1])) != subset_fingerprint(
+        Subset(Subset(data, [5, 4]), [1])
+    )
+    assert subset_fingerprint(Subset(data, torch.tensor([2, 1]))) == subset_fingerprint(Subset(data, [2, 1]))  # type: ignore[arg-type]
+    assert subset_fingerprint(Subset(data, [])) == subset_fingerprint(Subset(data, []))
+    assert subset_fingerprint(Subset(data, [object()])) == subset_fingerprint(Subset(data, [object()]))  # type: ignore[list-item]
+    assert subset_fingerprint(First(data)) is None
 
 
 class First(Subset[Any]):
@@ -145,10 +147,10 @@ class First(Subset[Any]):
 
 def _names(loader: Any, **options: Any) -> list[str]:
     source = prepare_loader(loader, training=True, world_size=2, **options)
-    if not source.to_compare:
+    if not source.needs_order_check:
         return []
     next(iter(source.epoch(0)))
-    return [sight.name for sight in source.seen_first()]
+    return [sight.name for sight in source.order_fingerprints()]
 
 
 def test_what_is_compared_is_known_by_the_name_of_who_draws_it() -> None:  # I-08

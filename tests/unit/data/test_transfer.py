@@ -1,4 +1,4 @@
-"""Moving nested collections and counting samples; the copy ahead needs a GPU."""
+"""Moving nested collections and counting samples; prefetching needs a GPU."""
 
 from __future__ import annotations
 

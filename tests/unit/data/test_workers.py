@@ -1,4 +1,4 @@
-"""Draws in data-loading workers, with real workers."""
+"""Random numbers in data-loading workers, with real workers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_draws_of_an_iterable_data_set_differ_between_ranks_workers_and_epochs(p
 
 
 class Opening(Dataset[int]):
-    """Counts on what its worker_init_fn sets on it."""
+    """Depends on an attribute that its worker_init_fn sets."""
 
     offset = 0
 
@@ -153,7 +153,7 @@ def workers_alive() -> int:
 
 
 class Wrapped(DataLoader[Any]):
-    """What its ``__iter__`` returns knows nothing of workers, and takes no weak reference."""
+    """A loader whose ``__iter__`` returns a generator, which hides the workers and has no weak references."""
 
     def __iter__(self) -> Any:
         return map(tuple, super().__iter__())

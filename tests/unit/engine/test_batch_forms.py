@@ -19,7 +19,7 @@ from drivetrain import TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.windows import exchanged_windows
 from drivetrain._runtime.transfer import cast_floating, move_to, samples_in
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 
 PRECISIONS = {
     "32-true": torch.float32,
@@ -180,8 +180,8 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any, precision: s
 
 def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
     # None was the marker for the missing batch of a joining rank.
-    share = Share(1, None, False, 0)
-    micro_batches = exchanged_windows(iter([(None, share)] * 3), 2, LocalControl(), None, None)
+    shard = BatchShard(1, None, False, 0)
+    micro_batches = exchanged_windows(iter([(None, shard)] * 3), 2, LocalControl(), None, None)
     assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3
 
 

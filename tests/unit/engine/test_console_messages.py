@@ -510,7 +510,7 @@ def test_a_missing_hyper_parameter_is_named(tmp_path: Path) -> None:  # I-17
         Sized.load_from_checkpoint(path)
     assert "save_hyperparameters()" in caught.value.fix
     assert isinstance(Sized.load_from_checkpoint(path, width=1, depth=2), Sized)
-    with pytest.raises(CheckpointError, match="Sized takes no 'height'"):
+    with pytest.raises(CheckpointError, match="Sized does not take 'height'"):
         Sized.load_from_checkpoint(path, width=1, depth=2, height=3)
 
 

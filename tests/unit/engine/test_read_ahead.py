@@ -9,7 +9,7 @@ import torch
 
 from drivetrain._engine import batches
 from drivetrain._loops.windows import single_windows
-from drivetrain.data._sharding import Share
+from drivetrain.data._sharding import BatchShard
 
 
 class _Immediate:
@@ -28,7 +28,7 @@ class _Immediate:
 def test_each_keeps_its_own_samples_while_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """`single_windows` reuses one object: reading ahead must not change the current micro-batch."""
     monkeypatch.setattr(batches, "Prefetcher", _Immediate)
-    pairs = ((number, Share(number + 1, number + 1, False, 0)) for number in range(4))
+    pairs = ((number, BatchShard(number + 1, number + 1, False, 0)) for number in range(4))
     move = batches.BatchMover((), None, (lambda batch, _: 10 * batch,), torch.device("cuda"))
     found = batches.move_micro_batches(single_windows(pairs), move)
     assert [(micro.batch, micro.samples, micro.weight) for micro in found] == [

@@ -212,7 +212,7 @@ def test_a_strategy_that_cannot_synchronise_batchnorm_is_not_asked_to(tmp_path: 
 
 def test_a_loader_of_an_iterator_that_is_spent_says_so(tmp_path: Path) -> None:
     batches = iter([torch.ones(2, 2)])
-    with pytest.raises(ConfigurationError, match="an iterator gives its batches once"):
+    with pytest.raises(ConfigurationError, match="an iterator can be read only once"):
         fit(tmp_path, max_epochs=2).fit(Tiny(), batches)
 
 

@@ -57,7 +57,7 @@ class TestHyperParameters:
                 super().__init__()
                 self.save_hyperparameters("widht")
 
-        with pytest.raises(ConfigurationError, match="'widht' are no arguments of __init__"):
+        with pytest.raises(ConfigurationError, match="'widht' are not arguments of __init__"):
             Wrong(1)
 
     def test_they_reach_the_loggers(self, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_removed_hyper_parameter_is_named_with_the_way_out(tmp_path: Path) -> 
     path = saved(tmp_path, width=3, lr=0.5)
     with pytest.raises(CheckpointError) as caught:
         Renamed.load_from_checkpoint(path)
-    assert caught.value.what == f"Renamed takes no 'width', which is among the hyper-parameters of {str(path)!r}."
+    assert caught.value.what == f"Renamed does not take 'width', which is among the hyper-parameters of {str(path)!r}."
     assert "__init__ takes breadth, lr" in caught.value.why
     assert "Renamed.load_from_checkpoint(path, ignore='width')" in caught.value.fix
     # The suggested fixes work.
@@ -61,7 +61,7 @@ def test_one_that_has_another_name_now_and_is_needed(tmp_path: Path) -> None:  #
             self.save_hyperparameters()
 
     path = saved(tmp_path, width=3)
-    with pytest.raises(CheckpointError, match="Needs takes no 'width'") as caught:
+    with pytest.raises(CheckpointError, match="Needs does not take 'width'") as caught:
         Needs.load_from_checkpoint(path)
     assert "Needs.load_from_checkpoint(path, ignore='width', breadth=...)" in caught.value.fix
     assert Needs.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3}
@@ -69,7 +69,7 @@ def test_one_that_has_another_name_now_and_is_needed(tmp_path: Path) -> None:  #
 
 def test_several_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
     path = saved(tmp_path, bredth=3, depth=2)
-    with pytest.raises(CheckpointError, match=r"takes no 'bredth', 'depth'.*Did you mean 'breadth'") as caught:
+    with pytest.raises(CheckpointError, match=r"does not take 'bredth', 'depth'.*Did you mean 'breadth'") as caught:
         Renamed.load_from_checkpoint(path)
     assert "ignore=('bredth', 'depth'))" in caught.value.fix
     assert Renamed.load_from_checkpoint(path, ignore=("bredth", "depth", "never saved")).hparams.breadth == 1
@@ -77,7 +77,7 @@ def test_several_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
 
 def test_an_override_that_nobody_takes_is_no_fault_of_the_checkpoints(tmp_path: Path) -> None:
     path = saved(tmp_path, lr=0.5)
-    with pytest.raises(CheckpointError, match=r"takes no 'breath', which was passed.*Did you mean 'breadth'"):
+    with pytest.raises(CheckpointError, match=r"does not take 'breath', which was passed.*Did you mean 'breadth'"):
         Renamed.load_from_checkpoint(path, breath=3)
 
 
@@ -104,13 +104,13 @@ class PassesOn(Base):
 def test_one_that_a_base_class_takes_no_longer(tmp_path: Path) -> None:  # J-14
     """Python's own error names neither the checkpoint nor a fix."""
     path = saved(tmp_path, lr=0.1, width=3, height=4)
-    with pytest.raises(CheckpointError, match="PassesOn takes no 'height', which is among") as caught:
+    with pytest.raises(CheckpointError, match="PassesOn does not take 'height', which is among") as caught:
         PassesOn.load_from_checkpoint(path)
     assert "ignore='height'" in caught.value.fix
     assert PassesOn.load_from_checkpoint(path, ignore="height").hparams == {"lr": 0.1, "width": 3, "depth": 1}
     with pytest.raises(CheckpointError, match="PassesOn needs 'width'"):
         PassesOn.load_from_checkpoint(path, ignore=("height", "width"))
-    with pytest.raises(CheckpointError, match="takes no 'hight', which was passed"):
+    with pytest.raises(CheckpointError, match="does not take 'hight', which was passed"):
         PassesOn.load_from_checkpoint(path, ignore="height", hight=4)
 
 
@@ -119,7 +119,7 @@ def test_one_that_no_base_class_takes(tmp_path: Path) -> None:  # J-14
         def __init__(self, **rest: Any) -> None:
             TrainModule.__init__(self, **rest)  # which hands it to torch's own
 
-    with pytest.raises(CheckpointError, match="Open takes no 'height', which is among"):
+    with pytest.raises(CheckpointError, match="Open does not take 'height', which is among"):
         Open.load_from_checkpoint(saved(tmp_path, height=4))
 
 
@@ -154,7 +154,7 @@ def test_what_the_class_passes_to_its_base_by_itself_is_no_argument(tmp_path: Pa
 
 def test_unless_it_was_another_value(tmp_path: Path) -> None:  # J-14
     path = saved(tmp_path, **Fixed(0.1, 128).hparams)
-    with pytest.raises(CheckpointError, match="FixedNow takes no 'width'"):
+    with pytest.raises(CheckpointError, match="FixedNow does not take 'width'"):
         FixedNow.load_from_checkpoint(path)
     assert FixedNow.load_from_checkpoint(path, ignore="width").hparams.width == 64
 

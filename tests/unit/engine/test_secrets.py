@@ -131,7 +131,7 @@ def test_a_secret_that_is_needed_is_asked_for(tmp_path: Path) -> None:  # J-11
     with pytest.raises(CheckpointError, match="Fetching needs 'api_token'") as caught:
         Fetching.load_from_checkpoint(path)
     assert "load_from_checkpoint(path, api_token=...)" in caught.value.fix
-    assert "secrets are left out" in caught.value.why
+    assert "checkpoints do not contain secrets" in caught.value.why
     assert "save_hyperparameters" not in str(caught.value)  # it was called
     with pytest.warns(UserWarning, match=r"built without 'auth.password'.*auth=\.\.\."):
         module = Fetching.load_from_checkpoint(path, api_token="another")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from drivetrain import Callback
-from drivetrain.data._loader_generators import own_generators
+from drivetrain.data._loader_generators import collect_generators
 
 
 def draw() -> float:
@@ -223,7 +223,7 @@ def test_own_generators_are_looked_for_among_few_objects() -> None:
 
     data: Any = Transformed(Composed(Noise()))
     data.samples = [Sample() for _ in range(10_000)]
-    assert len(own_generators(DataLoader(data, 4))) == 2
+    assert len(collect_generators(DataLoader(data, 4))) == 2
     assert Sample.looked_at == 0
 
 

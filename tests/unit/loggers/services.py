@@ -1,4 +1,4 @@
-"""The real wandb and mlflow, on this machine's disk alone: set up for a test, and read back."""
+"""Set up the real wandb and mlflow on a local disk for a test, and read their data back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.loggers._wandb_store import records_of, rows_of
+from drivetrain.loggers._wandb_store import read_records, read_rows
 
 OFFLINE = {
     "WANDB_MODE": "offline",
@@ -49,12 +49,12 @@ def wandb_records(folder: Path) -> list[list[Any]]:
     """By part of the run in a folder, its records by wandb's own schema. wandb 0.31 has no reader in Python."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    return [[Record.FromString(content) for content in records_of(str(path))] for path in _parts(folder)]
+    return [[Record.FromString(content) for content in read_records(str(path))] for path in _parts(folder)]
 
 
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
     """All rows of the run in a folder, over its parts in the order of wandb's own numbers."""
-    return sorted((row for path in _parts(folder) for row in rows_of(str(path))), key=lambda row: row["_step"])
+    return sorted((row for path in _parts(folder) for row in read_rows(str(path))), key=lambda row: row["_step"])
 
 
 def wandb_curve(folder: Path, name: str) -> list[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""CSVLogger where a store or a disk refuses. J-13"""
+"""CSVLogger with a store or a disk that fails. J-13"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = "logs/version_0/metrics.csv"
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(csv_logger, "_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(csv_logger, "_RETRY_DELAYS", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 
@@ -74,7 +74,7 @@ class TestAStore:
         store.fail("put", lost=lost, times=None)
         with caplog.at_level(logging.WARNING, "drivetrain"):
             log(one, 3, 4, 5)  # the run goes on
-        assert caplog.text.count("The run goes on") == 1
+        assert caplog.text.count("The run continues") == 1
         assert "503 Slow Down" in caplog.text
         with pytest.raises(DrivetrainError, match="503 Slow Down"):
             one.finalize("success")
@@ -180,7 +180,7 @@ class TestADisk:
             one.log_metrics({column: 3.0}, 6)
         with room(len(before) + 10), pytest.raises(DrivetrainError, match="File too large"):
             one.save()
-        assert caplog.text.count("The run goes on") == 1
+        assert caplog.text.count("The run continues") == 1
         assert path.read_text() == before
         assert [child.name for child in path.parent.iterdir()] == ["metrics.csv"]
         log(one, 7)

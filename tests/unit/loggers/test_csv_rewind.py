@@ -1,4 +1,4 @@
-"""CSVLogger, where a run goes on from a checkpoint: rows of later steps go, and each step is there once. J-13"""
+"""CSVLogger when a run resumes from a checkpoint: rows of later steps are removed, and each step appears once. J-13"""
 
 from __future__ import annotations
 
@@ -134,9 +134,7 @@ class TestCSV:
         before = table(tmp_path / "v")
         logger = CSVLogger(tmp_path, name="", version="v")
         (tmp_path / "v" / "metrics.csv.new").mkdir()  # as where what is beside cannot be written
-        with pytest.raises(
-            DrivetrainError, match=r"metrics\.csv below .* cannot be brought up to date: IsADirectoryError"
-        ):
+        with pytest.raises(DrivetrainError, match=r"metrics\.csv below .* cannot be written: IsADirectoryError"):
             logger.rewind(1)
         assert table(tmp_path / "v") == before
         (tmp_path / "v" / "metrics.csv.new").rmdir()

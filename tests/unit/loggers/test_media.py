@@ -1,4 +1,4 @@
-"""Pictures, figures, histograms, texts and tables: what CSVLogger and TensorBoardLogger make of them. L-04"""
+"""Images, figures, histograms, texts and tables in CSVLogger and TensorBoardLogger. L-04"""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_who_cannot_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         log_all(Numbers())
     told = [record.getMessage() for record in caplog.records]
     kinds = ("images", "figures", "histograms", "texts", "tables")
-    assert told == [f"Numbers cannot keep {kind}: they are passed over." for kind in kinds] * 2
+    assert told == [f"Numbers cannot log {kind}: they are ignored." for kind in kinds] * 2
     assert logger.experiment is None
 
 
@@ -180,7 +180,7 @@ def test_a_histogram_of_a_sparse_gradient() -> None:
 @pytest.mark.parametrize("value", ["text", None, {"a": torch.ones(2)}, [[1], [1, 2]]])
 def test_a_histogram_of_no_tensor(value: Any) -> None:
     # L-04
-    with pytest.raises(ConfigurationError, match="log_histogram was given a") as caught:
+    with pytest.raises(ConfigurationError, match="log_histogram got a") as caught:
         Histogram.of(value)
     assert "trainer.log_histogram" in str(caught.value)
 
@@ -214,7 +214,7 @@ def test_pixels() -> None:
     "value", [torch.rand(2, 3, 4, 5), torch.rand(2, 4, 5), "picture.png", None, [torch.rand(3, 2, 2)]]
 )
 def test_what_is_no_picture(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="log_image was given"):
+    with pytest.raises(ConfigurationError, match="log_image got"):
         pixels_of(value)
 
 
@@ -234,7 +234,7 @@ def test_tables() -> None:
     assert Table.of({"x": np.array([1.5]), "y": [Path("a")]}) == Table(["x", "y"], [[1.5, "a"]])
     assert Table.of([]) == Table([], [])
     for wrong in ({"x": [1], "y": []}, {"x": 1}, [1, 2], "text"):
-        with pytest.raises(ConfigurationError, match="log_table was given"):
+        with pytest.raises(ConfigurationError, match="log_table got"):
             Table.of(wrong)
 
 

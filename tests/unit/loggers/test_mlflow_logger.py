@@ -1,4 +1,4 @@
-"""MLFlowLogger on the real mlflow, with its local store, read back by mlflow's client. L-04"""
+"""MLFlowLogger with the real mlflow and its local store, read back by mlflow's client. L-04"""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_it_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert run.data.params == {"lr": "0.1", "net/width": "3", "path": "None"}
     assert mlflow_curve(root, folder, "a-epoch") == [(3, 0.0)]
     assert mlflow_curve(root, folder, "a-acc_1") == [(6, 0.5)]
-    assert "'a-acc_1' there" in caplog.text
+    assert "logged as 'a-acc_1'" in caplog.text
     (first, second) = mlflow_curve(root, folder, "a-loss")
     assert first == (3, 1.5)
     assert math.isnan(second[1])
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_has_no_fold(root: Path, caplog: pytest.LogCaptureFix
     run = mlflow_run(root, folder)
     assert run.info.status == "FINISHED"
     assert run.data.params == {"lr": "0.1", "width": "3", "new": "1"}
-    assert "had at first: lr." in caplog.text
+    assert "first values of these parameters: lr." in caplog.text
     # An evaluation afterwards goes into the same run.
     again.log_metrics({"test_loss": 0.5}, 10)
     again.finalize("success")
@@ -168,7 +168,7 @@ def test_a_parameter_that_begins_as_it_did_is_another(root: Path, caplog: pytest
     logger.log_hyperparams({"lr": 0.1, "long": "x" * 7000})
     assert "at first" not in caplog.text
     logger.log_hyperparams({"lr": 0.15, "long": "x" * 7000})  # MLflow has cut the long one
-    assert "had at first: lr." in caplog.text
+    assert "first values of these parameters: lr." in caplog.text
 
 
 def test_another_folder_is_another_run(root: Path) -> None:
@@ -194,9 +194,9 @@ def test_a_store_that_refuses_does_not_end_a_run(root: Path, caplog: pytest.LogC
     database.execute("ALTER TABLE metrics RENAME TO gone")
     for step in (2, 3):
         logger.log_metrics({"loss": float(step)}, step)
-    with pytest.raises(DrivetrainError, match="refuses rows"):
+    with pytest.raises(DrivetrainError, match="does not accept metrics"):
         logger.save()
-    assert caplog.text.count("The run goes on") == 1
+    assert caplog.text.count("The run continues") == 1
     database.execute("ALTER TABLE gone RENAME TO metrics")
     database.close()
     logger.finalize("success")
@@ -251,8 +251,8 @@ def test_without_the_packages(root: Path, monkeypatch: pytest.MonkeyPatch, missi
 def test_a_password_in_the_uri_is_not_told(caplog: pytest.LogCaptureFixture, root: Path) -> None:
     # J-11
     logger = MLFlowLogger(tracking_uri="sqlite://user:hunter2@/nowhere", save_dir=root)
-    logger._opened, logger._is_open = (logger.directory.path, "0"), True
+    logger._last_opened, logger._is_open = (logger.directory.path, "0"), True
     with caplog.at_level(logging.WARNING, "drivetrain"):
         logger.log_metrics({"loss": 1.0}, 1)
     (told,) = [record.getMessage() for record in caplog.records if record.name == "drivetrain"]
-    assert "//...@/nowhere" in told.split(" refuses ")[0]
+    assert "//...@/nowhere" in told.split(" does not accept ")[0]

@@ -137,7 +137,7 @@ def test_a_full_disk_does_not_end_a_run(
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setattr(tensorboard_logger, "_REST", 0.0)
+    monkeypatch.setattr(tensorboard_logger, "_RETRY_AFTER", 0.0)
     logger = TensorBoardLogger(tmp_path, version=0, max_queue=1)
     logger.log_metrics({"loss": 0.0}, 0)
     logger.save()

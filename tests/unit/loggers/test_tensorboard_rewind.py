@@ -1,4 +1,4 @@
-"""TensorBoardLogger, where a run goes on from a checkpoint: TensorBoard shows each step once. J-13"""
+"""TensorBoardLogger when a run resumes from a checkpoint: TensorBoard shows each step once. J-13"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WandbLogger on the real wandb, offline, read back from the files that ``wandb sync`` would send. L-04"""
+"""WandbLogger with the real wandb, offline, read back from the files that ``wandb sync`` would upload. L-04"""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "drivetrain"):
         found.log_metrics({"loss": 2.0}, 2)
     found.finalize("success")
-    assert "has a run under way" in caplog.text
+    assert "has an active run" in caplog.text
     assert wandb.run is run
     run.finish()
     assert wandb_curve(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
@@ -282,4 +282,4 @@ def test_rows_that_a_full_disk_has_torn_are_kept_once(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.save()
-    assert journal.cut(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
+    assert journal.rewind(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]

@@ -137,9 +137,9 @@ def without_example() -> Net:
     [
         (lambda: NoForward().to_onnx(), "NoForward has no forward"),
         (lambda: without_example().export(), "set self.example_input_array"),
-        (lambda: Hollow().export(), "lie on the meta device"),
-        (lambda: Net().to_onnx(dynamo=False), "leave dynamo out"),
-        (lambda: Net().to_onnx(args=(inputs(1),)), "give input_sample"),
+        (lambda: Hollow().export(), "are on the meta device"),
+        (lambda: Net().to_onnx(dynamo=False), "omit dynamo"),
+        (lambda: Net().to_onnx(args=(inputs(1),)), "pass input_sample"),
         (lambda: Net().to_torchscript("net.pt"), r"use export\(\)"),
     ],
 )
@@ -157,7 +157,7 @@ def test_where_the_translators_lack_the_line_for_pip_is_given(monkeypatch: pytes
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:  # L-08
     (tmp_path / "net.onnx").mkdir()
     for place in (tmp_path / "net.onnx", f"{tmp_path}/", "", 3, b"net.onnx"):
-        with pytest.raises(ConfigurationError, match="could not be written"):
+        with pytest.raises(ConfigurationError, match="cannot be written"):
             Net().to_onnx(place)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="could not be written"):

@@ -1,4 +1,4 @@
-"""Which functions each phase spends its time in (L-05)."""
+"""AdvancedProfiler: the functions of each phase (L-05)."""
 
 from __future__ import annotations
 

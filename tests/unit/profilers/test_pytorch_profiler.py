@@ -1,4 +1,4 @@
-"""A trace that Perfetto opens: its form, its spans, how much of a run it holds, where it is (L-05)."""
+"""PyTorchProfiler: the format, spans, extent and location of a trace for Perfetto (L-05)."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pyte
     runner = fit(tmp_path, profiler=PyTorchProfiler(dirpath=tmp_path / "file" / "below"))
     runner.fit(Net(), loader(32), loader())
     assert runner.global_step == 16
-    assert "Of this run's profile a trace is lost" in caplog.text
+    assert "A trace of this run's profile could not be written" in caplog.text
 
 
 def test_a_column_that_the_table_does_not_have_is_refused_at_once() -> None:

@@ -1,4 +1,4 @@
-"""What to do next: each case is constructed, and the advice that comes is the one for it (L-05)."""
+"""Recommendations: a run is constructed for each, and gets that recommendation (L-05)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def advice_of(path: Path, module: Any, data: DataLoader[Any], val: Any = None, *
 def test_a_slow_data_set_is_read_ahead(tmp_path: Path) -> None:
     # L-05
     advice = advice_of(tmp_path, Net(), loader(seconds=_LONG))
-    assert says(advice, "of training waited for data: read ahead in other processes, DataLoader(num_workers=4")
+    assert says(advice, "of training waited for data: read in worker processes, DataLoader(num_workers=4")
 
 
 def test_workers_that_do_not_keep_up_are_named(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_many_small_operations_are_seen_in_a_trace(tmp_path: Path) -> None:
 
     profiler = PyTorchProfiler(export_to_chrome=False)
     fit(tmp_path, profiler=profiler).fit(Small(), loader(32))
-    assert "of the time in operations went to kinds that take less than 20 us" in profiler.summary()
+    assert "of the time in operations was spent in ones below 20 us" in profiler.summary()
     assert "use a larger batch, compile=True, or an optimizer with fused=True" in profiler.summary()
 
     class Large(Net):

@@ -1,4 +1,4 @@
-"""The table of a run's time by phase: it adds up, to the nanosecond (L-05)."""
+"""SimpleProfiler: the sum of the table is the run's time to the nanosecond (L-05)."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_phase_that_outlasts_the_one_around_it_is_told_apart() -> None:
     profiler.end()
     assert adds_up(profiler)
     assert paths(profiler).keys() == {"hook", "hook > across", "forward", "other", "profiler"}
-    assert "'across' went on after the phase that it began in: 1 times" in profiler.summary()
+    assert "'across' ended after its parent phase 1 times" in profiler.summary()
 
 
 def test_a_stop_without_a_start_is_refused() -> None:

@@ -7,14 +7,18 @@ from typing import Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.sampler import BatchSampler
 
-from drivetrain.data._order_fingerprint import digest_of_batch, subset_of
-from drivetrain.data._samplers import sized
+from drivetrain.data._order_fingerprint import digest_of_batch, subset_fingerprint
+from drivetrain.data._samplers import len_or_none
 
 
 def data_identity(loader: Any) -> dict[str, Any]:
     """Return what identifies a loader's data and its order, as JSON-serializable values."""
     data = getattr(loader, "dataset", loader)
-    identity: dict[str, Any] = {"class": class_name(data), "samples": sized(data), "subset": subset_of(data)}
+    identity: dict[str, Any] = {
+        "class": class_name(data),
+        "samples": len_or_none(data),
+        "subset": subset_fingerprint(data),
+    }
     if isinstance(loader, DataLoader):
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         inner = sampler.sampler if type(sampler) is BatchSampler else sampler

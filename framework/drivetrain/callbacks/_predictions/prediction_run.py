@@ -23,12 +23,12 @@ from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, head
 from drivetrain.data._prediction_files import (
     Entry,
     Part,
-    entries_as_json,
+    as_integer_indices,
+    decode_part_index,
+    encode_part_index,
     entries_from_json,
-    index_of,
-    part_of,
-    runs_of,
-    whole_numbers,
+    entries_to_json,
+    index_runs,
 )
 from drivetrain.data._sample_rows import layout_of, rows_of
 from drivetrain.errors import CheckpointError
@@ -94,7 +94,7 @@ class PredictionRun:
 
     def check_written(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
         """Return whether an earlier run has written all of a batch, and if so count its samples."""
-        numbers = whole_numbers(indices)
+        numbers = as_integer_indices(indices)
         is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, numbers)
         if is_written:
             self._count_samples(
@@ -106,7 +106,7 @@ class PredictionRun:
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
         """Buffer the samples of an output that were not written before, and write the buffer if it is large enough."""
-        numbers = whole_numbers(indices)
+        numbers = as_integer_indices(indices)
         count = len(indices) if indices is not None else samples or 1
         self._count_samples(dataloader_idx, batch_idx, count)
         rows = self._completed.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
@@ -125,15 +125,17 @@ class PredictionRun:
                 )
             assert numbers is not None
             output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
-        runs = None if numbers is None else runs_of(numbers)
-        self._buffer(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
+        runs = None if numbers is None else index_runs(numbers)
+        self._buffer(
+            on_host(output, fresh_memory=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs)
+        )
         if self._buffered_bytes >= self._part_bytes or time.monotonic() - self._buffered_since > _SECONDS:
             self._flush()
 
     def publish(self) -> None:
         """Write the buffer, and publish the predictions of all ranks. Collective."""
         run_collectively(self._control, self._failure_message, self._flush)
-        mine = [(part.stem, index_of(part).decode()) for part in self._parts]
+        mine = [(part.stem, encode_part_index(part).decode()) for part in self._parts]
         written_by_rank = gather_or_raise(
             self._control, self._failure_message, (mine, self._sample_count if self._is_data_leader else 0), None
         )
@@ -142,7 +144,7 @@ class PredictionRun:
             if self._rank != 0:
                 return
             parts = [
-                part_of(stem, text.encode(), self.store.path)
+                decode_part_index(stem, text.encode(), self.store.path)
                 for indices, _ in written_by_rank
                 for stem, text in indices
             ]
@@ -214,7 +216,7 @@ def _broadcast(
     control: ControlPlane, entries: Sequence[Entry], resumes: bool
 ) -> tuple[CompletedPredictions, str, bool]:
     """Broadcast rank 0's entries, whether it resumes, and the token in this run's file names. Collective."""
-    message = json.dumps([entries_as_json(entries), secrets.token_hex(8), resumes]).encode()
+    message = json.dumps([entries_to_json(entries), secrets.token_hex(8), resumes]).encode()
     written, token, resumes = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
     return CompletedPredictions(list(entries_from_json(written))), token, resumes
 

@@ -21,20 +21,20 @@ from drivetrain.checkpoint._format.object_file import make_folder, open_object
 from drivetrain.checkpoint._format.object_storage import put_with_retries
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.data._prediction_files import (
-    BEGINNING,
     LOCK,
-    LONGEST,
     MANIFEST,
+    MAX_DOCUMENT_BYTES,
+    START_DOCUMENT,
     Entry,
     Part,
-    beginning,
-    index_of,
-    is_ours,
+    decode_part_index,
+    describe_errors_as_predictions,
+    encode_part_index,
+    encode_start_document,
+    is_prediction_file,
     manifest,
-    opened,
-    part_of,
-    speaking_of_predictions,
-    stems_in,
+    parse_document,
+    part_stems,
 )
 from drivetrain.errors import CheckpointError, listed
 
@@ -79,7 +79,7 @@ class PredictionStore:
         self._make_folder()
         self._acquire_lock()
         self._existing_names = names = self._names()
-        foreign = [name for name in names if not is_ours(name)]
+        foreign = [name for name in names if not is_prediction_file(name)]
         if foreign:
             raise CheckpointError(
                 f"{self.path!r} contains {listed(foreign)}, which are not predictions.",
@@ -93,27 +93,29 @@ class PredictionStore:
                 "read them with drivetrain.data.read_predictions; to predict again, write to another path or delete "
                 "the folder.",
             )
-        if BEGINNING not in names:
-            if stems_in(names):
+        if START_DOCUMENT not in names:
+            if part_stems(names):
                 raise CheckpointError(
-                    f"{self.path!r} contains parts of predictions but not {BEGINNING}, which identifies their weights "
+                    f"{self.path!r} contains parts of predictions but not {START_DOCUMENT}, which identifies their weights "
                     "and data.",
                     "predictions of different weights or data could be mixed up.",
                     "delete the folder, or write to another path.",
                 )
-            self._write_atomically(BEGINNING, beginning(identity))
+            self._write_atomically(START_DOCUMENT, encode_start_document(identity))
             return False
-        with speaking_of_predictions(self.path):
+        with describe_errors_as_predictions(self.path):
             self._find_parts(identity, names)
         return True
 
     def _find_parts(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
         folder = folder_at(self.path)
-        before = opened(folder.read_all(BEGINNING, LONGEST), BEGINNING, self.path).get("identity", {})
-        for stem in stems_in(names):
-            content = folder.read_all(f"{stem}.index.json", LONGEST)
+        before = parse_document(folder.read_all(START_DOCUMENT, MAX_DOCUMENT_BYTES), START_DOCUMENT, self.path).get(
+            "identity", {}
+        )
+        for stem in part_stems(names):
+            content = folder.read_all(f"{stem}.index.json", MAX_DOCUMENT_BYTES)
             with suppress(CheckpointError):  # an incomplete index: the part was not committed
-                part = part_of(stem, content, self.path)
+                part = decode_part_index(stem, content, self.path)
                 if all(self._size(name) == record.size for name, record in part.files.items()):
                     self.kept[part.index] = part, _record([content])
         entries = [entry for part, _ in self.kept.values() for entry in part.entries]
@@ -159,7 +161,7 @@ class PredictionStore:
             self._write_file(part.tensors, tensors)
         self._write_file(part.values, [values])
         part = Part(stem, tuple(entries), files)
-        self._write_file(part.index, [index_of(part)])
+        self._write_file(part.index, [encode_part_index(part)])
         return part
 
     # Publishing. Rank 0 only.
@@ -176,7 +178,7 @@ class PredictionStore:
         """
         records = {name: record for name, (_, record) in self.kept.items()}
         for part in parts:
-            index = _record([index_of(part)])
+            index = _record([encode_part_index(part)])
             for name, record in {**part.files, part.index: index}.items():
                 if self._size(name) != record.size:
                     raise CheckpointError(
@@ -190,9 +192,9 @@ class PredictionStore:
         self._write_atomically(MANIFEST, manifest(identity, all_parts, records))
         used = {name for part in all_parts for name in (*part.files, part.index)}
         for name in self._existing_names:
-            if is_ours(name) and name not in used and name != LOCK:
+            if is_prediction_file(name) and name not in used and name != LOCK:
                 self._remove(name)
-        self._remove(BEGINNING)
+        self._remove(START_DOCUMENT)
 
     def release(self) -> None:
         """Release the lock, so that other runs can write here."""
