@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import operator
 import random
 
 import torch
 
+from drivetrain._runtime.optional_packages import is_installed
 from drivetrain.errors import ConfigurationError
 
 _last_seed: int | None = None
@@ -40,7 +40,7 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 def seed_generators(seed: int) -> None:
     """Seed the generators of Python, NumPy (where it is installed) and torch with a seed of any size."""
     random.seed(seed)
-    if importlib.util.find_spec("numpy") is not None:
+    if is_installed("numpy"):
         import numpy
 
         numpy.random.seed(seed % 2**32)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from drivetrain._runtime.optional_packages import is_installed
 from drivetrain.callbacks._bar_line import BarLine, Phase, fitted
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError
@@ -82,4 +82,4 @@ class RichProgressBar(ProgressBar):
 
 def rich_is_installed() -> bool:
     """True where rich can be imported; does not import it."""
-    return importlib.util.find_spec("rich") is not None
+    return is_installed("rich")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
+from drivetrain._runtime.optional_packages import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
@@ -295,7 +295,7 @@ class MLFlowLogger(DirectoryLogger):
         self._refused = False
 
     def _add_image(self, key: str, pixels: Any, step: int) -> None:
-        if importlib.util.find_spec("PIL") is None:
+        if not is_installed("PIL"):
             self._cannot_keep("images without Pillow (pip install pillow)")
             return
         name, run_id = self._named(f"{self._prefix}{key}"), self.run_id
@@ -341,7 +341,7 @@ def _mlflow(module: str) -> Any:
 
 
 def _local_root(save_dir: str) -> str:
-    if any(importlib.util.find_spec(name) is None for name in ("sqlalchemy", "alembic")):
+    if not is_installed("sqlalchemy", "alembic"):
         raise ConfigurationError(
             "MLFlowLogger's local store needs SQLAlchemy and Alembic, which are not installed",
             "mlflow-skinny writes a database by them, and does not bring them along",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from drivetrain._runtime.optional_packages import is_installed
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
@@ -146,7 +146,7 @@ class TensorBoardLogger(DirectoryLogger):
         self.experiment.add_text(f"{self._prefix}{key}", Table.of(value).as_markdown(), step)
 
     def _add_image(self, key: str, pixels: Callable[[Any], Any], value: Any, step: int) -> None:
-        if importlib.util.find_spec("PIL") is None:
+        if not is_installed("PIL"):
             self._cannot_keep("images without Pillow (pip install pillow)")
         else:
             self.experiment.add_image(f"{self._prefix}{key}", pixels(value), step, dataformats="HWC")
@@ -243,7 +243,7 @@ class TensorBoardLogger(DirectoryLogger):
 
 def tensorboard_is_installed() -> bool:
     """True where TensorBoard or tensorboardX can be imported; imports neither."""
-    return any(importlib.util.find_spec(name) is not None for name in ("tensorboard", "tensorboardX"))
+    return is_installed("tensorboard") or is_installed("tensorboardX")
 
 
 def _package(of_tensorboard: str, of_tensorboardx: str) -> Any:
@@ -252,7 +252,7 @@ def _package(of_tensorboard: str, of_tensorboardx: str) -> Any:
 
 
 def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
+    return is_installed("tensorboard")
 
 
 def _summary_writer(path: str, options: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
+from drivetrain._runtime.optional_packages import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 from drivetrain.module._example_inputs import as_call, has_forward
@@ -32,7 +32,7 @@ _OURS = {"model": "the module", "args": "input_sample", "kwargs": "input_sample=
 
 def as_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str, Any]) -> ONNXProgram:
     """Do what `TrainModule.to_onnx` says."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigurationError(
             f"to_onnx needs {listed(missing)}, which is not installed.",

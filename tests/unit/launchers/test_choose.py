@@ -75,7 +75,7 @@ def test_auto_starts_a_function_where_more_than_the_script_would_run_again(
     launcher = asked(choose_launcher, "auto", 2)
     assert isinstance(launcher, FunctionLauncher)
     assert launcher.start_method == "fork"
-    with pytest.raises(ConfigurationError, match=r"runs this code, and would run all else again"):
+    with pytest.raises(ConfigurationError, match=r"runs this code among other code, all of which would run again"):
         asked(rerun_command)
 
 
