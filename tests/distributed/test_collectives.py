@@ -283,7 +283,7 @@ def _stopping_on_rank_0() -> dict[str, Any]:
 
 def test_a_callback_that_decides_on_one_rank_only_is_named_and_never_hangs() -> None:  # B-19
     for found in on_ranks(_stopping_on_rank_0, 2):
-        assert "rank(s) [0] came to the value of 'value'" in found["text"]
+        assert "rank(s) [0] reached the value of 'value'" in found["text"]
         assert found["seconds"] < 20
 
 

@@ -264,7 +264,9 @@ def test_without_a_file_there_is_nothing_to_run_again(tmp_path: Path) -> None:  
     run = _run(tmp_path, "-c", _HEAD + textwrap.dedent(code))
     assert run.returncode == 0, run.stderr
     refused, forked = _said(tmp_path)
-    assert refused.startswith("ConfigurationError the program has no file: it comes from python -c put the program into a file")
+    assert refused.startswith(
+        "ConfigurationError the program has no file: it comes from python -c put the program into a file"
+    )
     assert forked == "fork7"
 
 

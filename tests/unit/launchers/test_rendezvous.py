@@ -190,7 +190,7 @@ def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-0
         (_job(command="train.py --seed=0"), _job(rank=1, command="train.py --seed=1"), "another command line"),
         (_job(command="train.py"), _job(command="other.py"), "another command line"),
         (_job(command="train.py"), _job(command="train.py --fast"), "another command line"),
-        (Job(user="0", folder="/"), Job(user="7", folder="/"), "it is of user 0, and this is of user 7"),
+        (Job(user="0", folder="/"), Job(user="7", folder="/"), "it belongs to user 0, and this one to user 7"),
         (Job.new(), Job.new(), "and this is"),
     ],
 )
@@ -198,7 +198,7 @@ def test_two_jobs_are_told_apart(hosts: Job, comes: Job, why: str) -> None:  # J
     store = host("127.0.0.1", 0, job=hosts)
     newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
     for let_in in (admit, admit_first):
-        with pytest.raises(ConfigurationError, match=rf"rank 1 came to 127\.0\.0\.1:{store.port}") as caught:
+        with pytest.raises(ConfigurationError, match=rf"rank 1 connected to 127\.0\.0\.1:{store.port}") as caught:
             let_in(newcomer, comes, 1, "127.0.0.1", store.port)
         assert f"port {store.port}" in caught.value.why
         assert why in caught.value.why
@@ -212,7 +212,7 @@ def test_a_rank_that_is_there_is_refused_a_second_time() -> None:  # J-05
     store = host("127.0.0.1", 0, job=job)
     for rank in (1, 2):
         admit(TCPStore("127.0.0.1", store.port, is_master=False), job, rank, "127.0.0.1", store.port)
-    with pytest.raises(ConfigurationError, match="where a rank 1 is already"):
+    with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
         admit(TCPStore("127.0.0.1", store.port, is_master=False), job, 1, "127.0.0.1", store.port)
 
 
@@ -227,7 +227,7 @@ def test_a_store_that_outlives_its_ranks_lets_them_in_again() -> None:  # J-05
 def test_a_store_that_is_nobodys_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
     monkeypatch.setattr(rendezvous, "_SIGNS_WITHIN", rendezvous._SIGNS_WITHIN / 600)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, and what is there is no store of this"):
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
         admit(store, _job(), 1, "127.0.0.1", store.port)
 
 
