@@ -181,7 +181,7 @@ def _leave(what: str) -> None:
 def test_what_a_function_leaves_behind_is_an_error_and_gone(what: str, told: str) -> None:
     #
     with World(1) as world:
-        with pytest.raises(DistributedError, match=f"Rank 0 returned, and left behind {told}"):
+        with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {told}"):
             world.run(_leave, what, process_group=None)
         ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
         assert names == [None]

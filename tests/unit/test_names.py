@@ -126,7 +126,7 @@ def test_what_makes_something_else_is_refused_by_name(
     install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
     arguments: tuple[Any, ...] = ([],) if setting == "logger" else ()
     names: Names[Any] = Names(setting, group, Precision, {}, why="-", instead="-")
-    refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, which is not a Precision"
+    refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, not a Precision"
     with pytest.raises(ConfigurationError, match=refused):
         names.make("cargo", *arguments)
     lost = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"

@@ -57,7 +57,7 @@ class Watchdog:
                 if self._on_failure is not None and self._store.add("failures", 0):
                     on_failure, self._on_failure = self._on_failure, None
                     on_failure()
-                requests = self._store.add("stacks/requests", 0)
+                requests = self._store.add("stacks/asked", 0)
                 if requests > answered:
                     answered = requests
                     self._store.set(f"stacks/{requests}/{self._rank}", stack_of(self._watched))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from drivetrain._runtime.optional_packages import is_installed
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain._runtime.user_class import plain_class
 from drivetrain.callback import Callback

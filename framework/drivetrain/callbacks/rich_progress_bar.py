@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from drivetrain._runtime.optional_packages import is_installed
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.callbacks._bar_line import BarLine, Phase, fitted
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from drivetrain._runtime.optional_packages import is_installed
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.checkpoint._format.object_file import replaced
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._csv_table import Row, lines_of, table_of

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
-from drivetrain._runtime.optional_packages import is_installed
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger

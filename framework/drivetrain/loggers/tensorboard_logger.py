@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._runtime.optional_packages import is_installed
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of

@@ -15,8 +15,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
 from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.module_modes import in_eval_mode
-from drivetrain._runtime.optional_packages import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 from drivetrain.module._example_inputs import as_call, has_forward

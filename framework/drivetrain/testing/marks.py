@@ -1,4 +1,4 @@
-"""Marks that skip a test where the machine lacks what it needs. pytest is imported only when one is made."""
+"""Marks that skip a test if the machine lacks what it needs. pytest is imported only when a mark is made."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,8 @@ def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any
     over = 0.0
     for sign, run in ((1, ours), (-1, by_hand)):
         run(3)
-        over += (
-            sign
-            * (count_calls(lambda run=run: run(_LONG)) - count_calls(lambda run=run: run(_SHORT)))
-            / (_LONG - _SHORT)
-        )  # type: ignore[misc]
+        calls = count_calls(partial(run, _LONG)) - count_calls(partial(run, _SHORT))
+        over += sign * calls / (_LONG - _SHORT)
     record_property("calls over the raw loop", over)
     print(f"validation: {over:.2f} Python calls a batch over the raw loop's")
     assert over <= 6

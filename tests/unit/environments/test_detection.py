@@ -181,7 +181,7 @@ def test_mpi_ranks_dealt_in_turn() -> None:
 
 
 def test_mpi_meeting_places() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, and the 2 nodes.*mpirun -x MASTER_ADDR"):
+    with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, but the 2 nodes.*mpirun -x MASTER_ADDR"):
         _ = MPIEnvironment(_without(_OPEN_MPI, "MASTER_ADDR")).main_address
     others = _OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     port = MPIEnvironment(_OPEN_MPI).main_port
@@ -214,7 +214,7 @@ def test_plain_processes_on_several_nodes() -> None:
     assert PlainEnvironment(variables).first_on_node(3, 4) == Placement(8, 12, 0, 4, 2, 3)
     assert PlainEnvironment({}).first_on_node(1, 4) == Placement(0, 4, 0, 4, 0, 1)
     for name in variables:
-        with pytest.raises(ConfigurationError, match=f"num_nodes=3, and {name} is not set"):
+        with pytest.raises(ConfigurationError, match=f"num_nodes=3, but {name} is not set"):
             PlainEnvironment(_without(variables, name)).first_on_node(3, 4)
     with pytest.raises(ConfigurationError, match="NODE_RANK=2 cannot be right"):
         PlainEnvironment(variables).first_on_node(2, 4)

@@ -123,7 +123,7 @@ def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> N
         launcher = choose_launcher("auto", 2)
         assert isinstance(launcher, FunctionLauncher)
         assert launcher.start_method == "forkserver"
-        with pytest.raises(ConfigurationError, match="threads of autograd's"):
+        with pytest.raises(ConfigurationError, match="autograd's device threads"):
             choose_launcher("fork", 2)
     finally:
         over.set()

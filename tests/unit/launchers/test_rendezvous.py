@@ -185,7 +185,7 @@ def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-0
         (_job("a"), _job("b"), "it is 'a', and this is 'b'"),
         (_job("a"), _job(), "it is 'a', and this is 'one without a name'"),
         (_job(), _job("b"), "it is 'a job without a name', and this is 'b'"),
-        (_job(), _job(folder=Path("/")), "and this in /"),
+        (_job(), _job(folder=Path("/")), "and this one in /"),
         (_job(command="train.py --seed 0"), _job(rank=1, command="train.py --seed 1"), "another command line"),
         (_job(command="train.py --seed=0"), _job(rank=1, command="train.py --seed=1"), "another command line"),
         (_job(command="train.py"), _job(command="other.py"), "another command line"),
