@@ -23,7 +23,7 @@ from drivetrain._engine.stage_loaders import Given
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.manual_step import OptimizerHandle
 from drivetrain._runtime.accelerators import check_devices
-from drivetrain._runtime.seed import checked_seed
+from drivetrain._runtime.seed import validate_seed
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
@@ -194,7 +194,7 @@ class Fit(RunState):
         self.fast_dev_run = fast_dev_run
         self.log_every_n_steps = log_every_n_steps
         self.enable_checkpointing = enable_checkpointing
-        self.seed = None if seed is None else checked_seed(seed)
+        self.seed = None if seed is None else validate_seed(seed)
         self.deterministic = deterministic
         self.benchmark = benchmark
         self.inference_mode = inference_mode
@@ -372,7 +372,7 @@ class Fit(RunState):
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
     ) -> None:
         session = self._running("save_checkpoint")
-        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
+        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.collect_stacks, every_time=True)
         session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
@@ -408,12 +408,12 @@ class Fit(RunState):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
         if verbose and self.is_global_zero:
-            from drivetrain._runtime.terminal_output import write_for_people  # no import of drivetrain needs it
+            from drivetrain._runtime.terminal_output import write_output  # no import of drivetrain needs it
 
             for index, result in enumerate(results):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"
                 told = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
-                write_for_people(sys.stdout, f"{head}: {told}\n")
+                write_output(sys.stdout, f"{head}: {told}\n")
         return results
 
     def _or_the_last(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
@@ -498,7 +498,7 @@ class Fit(RunState):
         if self.loggers:
             from drivetrain._engine.histograms import log_histograms  # by runs that ask for them
 
-            self._collective_calls.check(self.strategy.control, "log_histogram", session.whereabouts)
+            self._collective_calls.check(self.strategy.control, "log_histogram", session.collect_stacks)
             log_histograms(session, name, value, self.global_step if step is None else step, bins)
 
     def finish_logging(self) -> None:
@@ -514,7 +514,7 @@ class Fit(RunState):
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         session = self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
+        self._collective_calls.check(self.strategy.control, "all_gather", session.collect_stacks)
         return self._collective_calls.gather(self.strategy, data, sync_grads)
 
     def pass_over_training_data(self) -> None:

@@ -21,8 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
-from drivetrain._config.lightning_names import of_strategies, of_trainers
-from drivetrain._config.old_names import new_name
+from drivetrain._config.lightning_names import strategy_attribute_error, trainer_attribute_error
+from drivetrain._config.old_names import find_replacement
 
 _LIGHTNING = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
 _STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # what mock.patch and import_module get
@@ -340,7 +340,7 @@ def _attribute(node: ast.Attribute, names: _Names, edits: Edits, left: list[tupl
     if path is None:
         if names.class_of(node.value) == "Trainer" and not hasattr(import_module("drivetrain").Fit, node.attr):
             left.append((node.lineno, f"{owner}.{node.attr} is not here"))
-        for end, text in (("trainer", of_trainers), ("trainer.strategy", of_strategies)):
+        for end, text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
             if owner == end or owner.endswith(f".{end}"):
                 _, there, way = text(end, node.attr).partition(": ")
                 if there:
@@ -418,7 +418,7 @@ def _arguments(node: ast.Call, names: _Names) -> Iterator[tuple[int, str]]:
         name = keyword.arg
         if name is None:
             continue
-        way = new_name(name) if is_trainer else None
+        way = find_replacement(name) if is_trainer else None
         if name in _REMARKS and (is_trainer or called in ("fit", "validate", "test", "predict", "manual_backward")):
             way = _REMARKS[name]
         if way is not None:

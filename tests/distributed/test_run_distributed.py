@@ -16,7 +16,7 @@ import torch.distributed as dist
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.testing import run_distributed
-from drivetrain.testing._stack_dump import stacks_left_in
+from drivetrain.testing._stack_dump import dump_stacks_to
 
 
 def _sum(value: float) -> tuple[int, torch.Tensor, int, bool]:
@@ -111,7 +111,7 @@ def _busy_when_time_is_up(folder: str, times: int) -> list[str]:
     told = []
     for number in range(times):
         path = Path(folder) / str(number)
-        with stacks_left_in(path, 0.005):
+        with dump_stacks_to(path, 0.005):
             until = time.monotonic() + 1
             while time.monotonic() < until and not path.stat().st_size:
                 sum(abs(number) for number in range(20))

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.launchers import FunctionLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -125,7 +125,7 @@ def test_what_makes_something_else_is_refused_by_name(
     group, _, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
     arguments: tuple[Any, ...] = ([],) if setting == "logger" else ()
-    names: Names[Any] = Names(setting, group, Precision, {}, why="-", instead="-")
+    names: EntryPointRegistry[Any] = EntryPointRegistry(setting, group, Precision, {}, why="-", instead="-")
     refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, not a Precision"
     with pytest.raises(ConfigurationError, match=refused):
         names.make("cargo", *arguments)

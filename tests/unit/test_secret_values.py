@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from captured_warnings import captured_warnings
-from drivetrain._config.secret_values import LeftOut, arguments_without_secrets, names_a_secret, without_secrets
+from drivetrain._config.secret_values import SecretFilter, arguments_without_secrets, names_a_secret, without_secrets
 from drivetrain._distributed.job_identity import Job
 
 SECRET = [
@@ -125,11 +125,11 @@ def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert jobs[0].encode() == jobs[1].encode()
     assert jobs[2].encode() == jobs[3].encode()
-    assert jobs[0].why_another(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
+    assert jobs[0].describe_difference(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
 
 
 def test_what_is_left_out_is_said_once() -> None:  # J-11
-    left_out = LeftOut()
+    left_out = SecretFilter()
     with captured_warnings() as lines:
         kept, names = left_out.take_out({"api_token": "sk-1", "auth": {"password": "p"}, "lr": 1})
         assert (kept, names) == ({"auth": {}, "lr": 1}, ["api_token", "auth.password"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.seed import checked_seed, derive_seed, last_seed, seed_everything
+from drivetrain._runtime.seed import derive_seed, last_seed, seed_everything, validate_seed
 from drivetrain.errors import ConfigurationError
 
 
@@ -31,7 +31,7 @@ def test_seed_everything_repeats_all_generators() -> None:
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, "3", None, True])
 def test_bad_seeds_are_refused_with_value_and_fix(seed: object) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=r"(?s)seed=.*is not a seed.*Why: .*Fix: "):
-        checked_seed(seed)
+        validate_seed(seed)
 
 
 def test_derived_seeds_are_pinned() -> None:

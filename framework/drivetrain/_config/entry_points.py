@@ -18,7 +18,7 @@ _OURS = "drivetrain"
 """The name of drivetrain's own distribution."""
 
 
-class Names(Generic[T]):
+class EntryPointRegistry(Generic[T]):
     """The names that one setting of `Fit` accepts, and the factories of their objects.
 
     Built-in names do not need the metadata of installed packages: reading it takes 8 ms, and that of an editable

@@ -64,12 +64,12 @@ _STRATEGIES = {
 }
 
 
-def of_trainers(kind: str, name: str) -> str:
+def trainer_attribute_error(kind: str, name: str) -> str:
     """Return the message of the AttributeError for ``trainer.<name>``."""
     return _text(kind, name, _TRAINERS)
 
 
-def of_strategies(kind: str, name: str) -> str:
+def strategy_attribute_error(kind: str, name: str) -> str:
     """Return the message of the AttributeError for ``trainer.strategy.<name>``."""
     return _text(kind, name, _STRATEGIES)
 

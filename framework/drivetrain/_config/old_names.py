@@ -19,7 +19,7 @@ _VALIDATING = "use val_check_interval= for micro-batches, or check_val_every_n_e
 _BY_CALLBACK = "put drivetrain.callbacks.NonFiniteGuard() in callbacks=, or use detect_anomaly=True"
 _PRECISION = "use precision='16-mixed' or 'bf16-mixed'"
 
-OLD_NAMES: dict[str, str] = {
+REPLACEMENTS: dict[str, str] = {
     # Devices and processes
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node", "world_size"), _DEVICES),
     **dict.fromkeys(("device", "gpu", "cuda", "no_cuda", "use_cpu"), "use accelerator='gpu' or 'cpu', and devices="),
@@ -93,6 +93,6 @@ OLD_NAMES: dict[str, str] = {
 """The replacement for each name."""
 
 
-def new_name(name: str) -> str | None:
+def find_replacement(name: str) -> str | None:
     """Return the replacement for an argument that `Fit` lacks, as the text of a fix; None if there is none."""
-    return OLD_NAMES.get(name.lower())
+    return REPLACEMENTS.get(name.lower())

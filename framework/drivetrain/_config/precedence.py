@@ -217,9 +217,9 @@ def _from_file(
 
 
 def _new_name(name: str) -> str | None:
-    from drivetrain._config.old_names import new_name  # imported only for this error
+    from drivetrain._config.old_names import find_replacement  # imported only for this error
 
-    return new_name(name)
+    return find_replacement(name)
 
 
 def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:

@@ -89,7 +89,7 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     return kept, left_out
 
 
-class LeftOut:
+class SecretFilter:
     """Removes secrets from what a run stores, and warns once about each."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from drivetrain._distributed.control_plane import ControlPlane
 
 
-def take_forms_of_rank_0(module: nn.Module, control: ControlPlane) -> None:
+def match_buffers_to_rank_0(module: nn.Module, control: ControlPlane) -> None:
     """Give the module's buffers the names, shapes and dtypes that they have on rank 0. Collective.
 
     If they already match, as almost always, the ranks only compare a checksum through the store; a module without

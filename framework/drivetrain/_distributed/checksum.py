@@ -53,7 +53,7 @@ def checksum(tensor: Tensor, map_positions: Callable[[Tensor], Tensor] | None = 
     return total
 
 
-def checksum_held(value: Tensor | ParameterShard, rank: int) -> Tensor:
+def checksum_share(value: Tensor | ParameterShard, rank: int) -> Tensor:
     """Return this rank's share of the checksum of a whole tensor; the shares of all ranks add up to the checksum.
 
     Args:
@@ -80,10 +80,10 @@ def _positions_in_whole(positions: Tensor, region: Region, shape: tuple[int, ...
 
 def checksums(tensors: list[Tensor]) -> Tensor:
     """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, copied at once."""
-    return brought_over([checksum(tensor) for tensor in tensors])
+    return stack_on_cpu([checksum(tensor) for tensor in tensors])
 
 
-def brought_over(sums: list[Tensor]) -> Tensor:
+def stack_on_cpu(sums: list[Tensor]) -> Tensor:
     """Stack tensors of shape () into an int64 tensor of shape (len(sums),) on the CPU, with one copy per device."""
     result = torch.zeros(len(sums), dtype=torch.int64)
     by_device: dict[torch.device, list[int]] = {}

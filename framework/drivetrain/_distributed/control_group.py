@@ -123,7 +123,7 @@ class GroupControl:
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
         # The clone's prefix of the store has neither failures nor stacks.
-        clone.external_failures, clone.whereabouts = self._reports, self.whereabouts  # type: ignore[method-assign]
+        clone.external_failures, clone.collect_stacks = self._reports, self.collect_stacks  # type: ignore[method-assign]
         clone.flight = self.flight
         self._clones.append(clone)
         return clone
@@ -191,7 +191,7 @@ class GroupControl:
                 arrivals = [] if agreement is None else self._arrivals(agreement)
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])] or [0]
                 late = time.monotonic() > end
-                where = self.whereabouts(absent, late)
+                where = self.collect_stacks(absent, late)
                 # A live rank answers whatever it is doing; one that has not answered twice is gone.
                 gone = silent & {rank for rank, stack in where.items() if stack is None}
                 silent = {rank for rank, stack in where.items() if stack is None}
@@ -208,14 +208,14 @@ class GroupControl:
                     self.flight.left,
                 )
 
-    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         answers = stacks(self.store, self.rank, self.world_size, late)
         if late:
             self.flight.leave()
         requested = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
         return {rank: answers.get(rank) for rank in requested}
 
-    def keep_records(self, folder: str | None) -> None:
+    def set_record_folder(self, folder: str | None) -> None:
         self.flight.folder = folder
 
     def records(self) -> str | None:
@@ -266,7 +266,7 @@ class GroupControl:
                 return reports
             time.sleep(0.05)
 
-    def everybody_failed(self) -> bool:
+    def all_ranks_failed(self) -> bool:
         return bool(self.store.add("failures", 0) >= self.world_size)
 
     def silent_ranks(self) -> list[int]:

@@ -87,13 +87,13 @@ class ControlPlane(Protocol):
     def after_first_step(self) -> None:
         """Switch to the shorter timeout that applies after the first step. Not collective."""
 
-    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         """Return the stacks of ranks, by default of all others; None for those that do not answer. Not collective.
 
-        If they are ``late``, every rank also dumps its last collectives into the folder given to `keep_records`.
+        If they are ``late``, every rank also dumps its last collectives into the folder given to `set_record_folder`.
         """
 
-    def keep_records(self, folder: str | None) -> None:
+    def set_record_folder(self, folder: str | None) -> None:
         """Set the folder for the last collectives of this rank, dumped when a rank waits in vain. Not collective."""
 
     def records(self) -> str | None:
@@ -114,7 +114,7 @@ class ControlPlane(Protocol):
     def all_failures(self, wait: timedelta) -> list[Failure]:
         """Return the reported failures once all ranks have failed or ``wait`` is over. Not collective."""
 
-    def everybody_failed(self) -> bool:
+    def all_ranks_failed(self) -> bool:
         """Whether all ranks have reported a failure, so that no further report will arrive. Not collective."""
 
     def silent_ranks(self) -> list[int]:
@@ -173,10 +173,10 @@ class LocalControl:
     def after_first_step(self) -> None:
         return None
 
-    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         return {}
 
-    def keep_records(self, folder: str | None) -> None:
+    def set_record_folder(self, folder: str | None) -> None:
         return None
 
     def records(self) -> str | None:
@@ -194,7 +194,7 @@ class LocalControl:
     def all_failures(self, wait: timedelta) -> list[Failure]:
         return []
 
-    def everybody_failed(self) -> bool:
+    def all_ranks_failed(self) -> bool:
         return True
 
     def silent_ranks(self) -> list[int]:
@@ -213,7 +213,7 @@ def absent_error(
         what: which rank waited for which.
         why: the likely reason.
         fix: what to look for.
-        where: the result of `ControlPlane.whereabouts`.
+        where: the result of `ControlPlane.collect_stacks`.
         records: the result of `ControlPlane.records`.
     """
     ranks, lines = list(where), []

@@ -89,7 +89,7 @@ class Failure:
         code = self.exit_code
         return 1 if not code else code if code > 0 else 128 - code
 
-    def is_like(self, other: Failure) -> bool:
+    def is_same_error(self, other: Failure) -> bool:
         """Return True if both are the same error, raised at the same line."""
         return (self.error_type, self.message, _raised_at(self)) == (other.error_type, other.message, _raised_at(other))
 
@@ -141,7 +141,7 @@ class Failure:
             return f"Rank {self.rank} failed with {self.error_type}: {self.message}"
         return f"Rank {self.rank} was {self.message}" if self.signal_name else f"Rank {self.rank} {self.message}"
 
-    def in_a_line(self) -> str:
+    def one_line_summary(self) -> str:
         """Return the first line of `describe`, with a fix if the rank could not print anything itself."""
         first = (self.describe().splitlines() or [""])[0]
         return first if self.error_type is not None else f"{first}; {_fix(self)}"

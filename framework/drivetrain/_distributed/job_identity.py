@@ -68,7 +68,7 @@ class Job:
         job = cls(**json.loads(text))
         return replace(job, command=tuple((digest, tells) for digest, tells in job.command))
 
-    def why_another(self, other: Job) -> str:
+    def describe_difference(self, other: Job) -> str:
         """Return how ``other`` differs from this job, or "" if it is the same."""
         if self.name or other.name:
             if self.name == other.name:

@@ -112,7 +112,7 @@ def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -
 
 
 def _compare(job: Job, store_job: Job, rank: int, address: str, port: int) -> None:
-    difference = job.why_another(store_job)
+    difference = job.describe_difference(store_job)
     if difference:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, where the processes of another job meet",

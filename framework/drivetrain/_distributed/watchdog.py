@@ -32,10 +32,10 @@ class Watchdog:
         self,
         store: Store,
         rank: int,
-        leave_record: Callable[[], None] = lambda: None,
+        dump_record: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._leave_record = leave_record
+        self._leave_record = dump_record
         self._on_failure = on_failure
         self._store = store
         self._rank = rank
@@ -60,13 +60,13 @@ class Watchdog:
                 requests = self._store.add("stacks/asked", 0)
                 if requests > answered:
                     answered = requests
-                    self._store.set(f"stacks/{requests}/{self._rank}", stack_of(self._watched))
+                    self._store.set(f"stacks/{requests}/{self._rank}", format_stack(self._watched))
                     if self._store.add("stacks/late", 0) > late:
                         late = self._store.add("stacks/late", 0)
                         self._leave_record()
 
 
-def stack_of(thread: int) -> str:
+def format_stack(thread: int) -> str:
     """Return the stack of a thread of this process, innermost call first, from `faulthandler`."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -87,7 +87,7 @@ def stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict
     if late:
         store.add("stacks/late", 1)
     number = store.add("stacks/asked", 1)
-    store.set(f"stacks/{number}/{rank}", stack_of(threading.get_ident()))
+    store.set(f"stacks/{number}/{rank}", format_stack(threading.get_ident()))
     keys = {other: f"stacks/{number}/{other}" for other in range(world_size)}
     until = time.monotonic() + _ANSWER.total_seconds()
     while time.monotonic() < until and not store.check(list(keys.values())):

@@ -18,7 +18,7 @@ from drivetrain._engine.saved_state_schema import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
@@ -333,7 +333,7 @@ class RunCheckpoints:
         saving = [one for one in session.callbacks if one.writes_to]
         if not saving:
             return
-        with kept_generators(session.strategy.device):  # hooks may draw
+        with preserved_generators(session.strategy.device):  # hooks may draw
             whole = any(one.saves_whole for one in saving)
             self._rehearse(weights_only=not whole)
             if not whole and session.leaves_on_signals:

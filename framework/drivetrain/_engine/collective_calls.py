@@ -151,7 +151,7 @@ def _meet(control: ControlPlane, store: Store, call: _Call) -> bool:
             if failure is not None:
                 raise RankFailedError(failure)
         if time.monotonic() > end:
-            where = control.whereabouts(absent, late=True)
+            where = control.collect_stacks(absent, late=True)
             told = f"Rank {control.rank} came to {call.text} at {_calling_line()} and waited {waited:.0f} s"
             raise absent_error(f"{told} for rank(s) {absent}.", _WHY, _FIX, where, control.records())
     return True

@@ -51,7 +51,7 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
     try:
         if _within(_STORE, lambda: control.first_failure(_LOOK)) is not None:
             return error
-        where = _within(_HEAR + _STORE, lambda: control.whereabouts(late=True))
+        where = _within(_HEAR + _STORE, lambda: control.collect_stacks(late=True))
     except RuntimeError:
         return error
     told = absent_error(
@@ -81,7 +81,7 @@ def cause_of(
             return error, None
         if is_cause:
             # Who calls a function in other processes hosts their store itself: there is nothing to stay for.
-            linger = _BRIEF if world is not None and world.is_hosted_outside else _LINGER
+            linger = _BRIEF if world is not None and world.has_external_store else _LINGER
             return error, _within(linger + _STORE, lambda: _told_by(control, failure, linger))
         return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error)), None
     except RuntimeError:
@@ -92,7 +92,7 @@ def cause_of(
 
 def _told_by(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
     end = time.monotonic() + linger.total_seconds()
-    alike = [one.rank for one in control.all_failures(linger) if one.is_like(failure)]
+    alike = [one.rank for one in control.all_failures(linger) if one.is_same_error(failure)]
     control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
     lowest = min(alike, default=failure.rank)
     return lowest if lowest < failure.rank else None
@@ -132,7 +132,7 @@ def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None
             found = first_cause(world.failures())
             control.report_failure(found)  # the others do not watch processes
             return found
-        if control.everybody_failed() or time.monotonic() >= end:
+        if control.all_ranks_failed() or time.monotonic() >= end:
             return cause
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._runtime.size_format import size_in_words
+from drivetrain._runtime.size_format import format_size
 
 if TYPE_CHECKING:
     from drivetrain._engine.session_state import SessionState
@@ -135,7 +135,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _size(nbytes: int) -> str:
-    return size_in_words(nbytes, ".4g")
+    return format_size(nbytes, ".4g")
 
 
 # What would take less

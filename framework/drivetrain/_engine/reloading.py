@@ -15,7 +15,7 @@ from drivetrain._engine.session_state import SessionState
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.training_setup import epoch_data
 from drivetrain._loops.train import TrainLoop
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.strategies.strategy import StepRunner
 
@@ -113,7 +113,7 @@ class Reloading:
         run = self._run
         before, run.progress.epoch = run.progress.epoch, self._of
         try:
-            with kept_generators(run.strategy.device):
+            with preserved_generators(run.strategy.device):
                 seed_rank(derive_seed(_LOADERS, run.seed, self._of), 0)
                 return self._load()
         finally:

@@ -471,9 +471,11 @@ class RunState(RunContext):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_trainers  # by whoever asks for what is not there
+            from drivetrain._config.lightning_names import (
+                trainer_attribute_error,
+            )  # by whoever asks for what is not there
 
-            raise AttributeError(of_trainers(type(self).__name__, name))
+            raise AttributeError(trainer_attribute_error(type(self).__name__, name))
 
     def _running(self, what: str) -> Session:
         if self.session is None:

@@ -210,7 +210,7 @@ class Session(SessionState):
         self._assemble()
         self.checkpoints.begin()
         profiling.knows_folder()
-        strategy.control.keep_records(self._log.folder)
+        strategy.control.set_record_folder(self._log.folder)
         with profiling.span("prepare_data"):
             self._prepare_data()
         self._set_up()
@@ -263,7 +263,7 @@ class Session(SessionState):
     def _place_in_the_data(self) -> tuple[int, int]:
         return self.strategy.data_rank, self.strategy.data_world_size
 
-    def whereabouts(self) -> str:
+    def collect_stacks(self) -> str:
         """Where the run is, in words that are alike on every rank."""
         progress, position = self.progress, self.position
         at = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
@@ -586,7 +586,7 @@ class Session(SessionState):
         cause, told_by = cause_of(control, self.place.world, failure, error)
         cause = as_asked(cause, self._awaited)
         if told_by is not None:
-            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
+            self.last_line = f"{failure.one_line_summary()}; rank {told_by} failed alike, and shows where"
         if cause is not error:
             self._log.add_cause(cause)
         return cause

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._config.secret_values import LeftOut
+from drivetrain._config.secret_values import SecretFilter
 from drivetrain._engine.data_cursor import Cursor
 from drivetrain._engine.evaluation_buffers import BuffersAside
 from drivetrain._engine.run_folder import RunFolder
@@ -158,7 +158,7 @@ class SessionState:
         self.closure = False
         """Whether the optimizer evaluates the loss anew within its step."""
         self.manual: ManualStep | None = None
-        self.left_out = LeftOut()
+        self.left_out = SecretFilter()
         """Takes secrets out of hyper-parameters, wherever they go."""
         self.callbacks: list[Callback] = []
         self.data: StageData | None = None

@@ -90,8 +90,8 @@ class WindowOpening:
         state = self._source.state_dict()
         self._taken = _Taken(
             self._progress.batch_idx,
-            self._draws.noted(self._progress.batch_idx),
-            self._metrics.noted(self._objects),
+            self._draws.capture(self._progress.batch_idx),
+            self._metrics.capture(self._objects),
             deepcopy(state) if self._source.stateful else state,
         )
         if self._places:

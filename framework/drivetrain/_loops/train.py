@@ -24,7 +24,7 @@ from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import ReadAhead
 
@@ -406,7 +406,7 @@ class TrainLoop:
         """Whether the run, which ends here, has come to the end of the epoch's data as well."""
         if self._progress.batch_idx != self._length or self._certain:
             return self._progress.batch_idx == self._length
-        with kept_generators(self._draws.device):  # a run that goes on from here reads that batch again
+        with preserved_generators(self._draws.device):  # a run that goes on from here reads that batch again
             return next(micro_batches, None) is None
 
     def _told_to_skip(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:

@@ -232,7 +232,7 @@ class Entry:
             self.total = self._combine(self.total, other.total)
         self.weight += other.weight
 
-    def goes_on_with(self, options: tuple[Any, ...], operation: str | None) -> bool:
+    def adopt_options(self, options: tuple[Any, ...], operation: str | None) -> bool:
         """Return True if a restored entry is now logged with the same options; adopt their exact form.
 
         The checkpoint stores a reduction's name, not whether it was given as ``torch.mean`` or ``"mean"``.
@@ -266,7 +266,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.double() if value.device.type != "mps" else value.float()
 
 
-def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> NoReturn:
+def raise_options_mismatch(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> NoReturn:
     """Raise the error for a key that is logged with other options than before.
 
     Raises:
@@ -283,7 +283,7 @@ def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, .
     )
 
 
-def refuse_another_kind(entry: Entry, value: Any) -> NoReturn:
+def raise_kind_mismatch(entry: Entry, value: Any) -> NoReturn:
     """Raise the error for a key that was logged with a number and now with a metric object, or vice versa.
 
     Raises:

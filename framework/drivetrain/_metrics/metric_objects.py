@@ -137,8 +137,8 @@ def merged_metric_state(name: str, metric: Any, states: Sequence[Mapping[str, An
     """Return the merged state of one metric object from the states of several ranks.
 
     Uses the ``merge_state`` of the metric's class if it overrides it. Otherwise each state is merged as ``compute``
-    does over ranks. torchmetrics' own ``Metric.merge_state`` is not used: it refuses metrics with ``full_state_update``,
-    even for sums, and stacks states without a reduction, to which the next update would add.
+    does over ranks. torchmetrics' own ``Metric.merge_state`` is not used: it refuses metrics with
+    ``full_state_update``, even for sums, and stacks states without a reduction, to which the next update would add.
 
     Args:
         name: the metric's name on the module.

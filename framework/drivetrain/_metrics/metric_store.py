@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._metrics.agreed_value import agreed_value
-from drivetrain._metrics.metric_entry import Entry, check_value, operation_of, refuse_another_kind, refuse_other_options
+from drivetrain._metrics.metric_entry import (
+    Entry,
+    check_value,
+    operation_of,
+    raise_kind_mismatch,
+    raise_options_mismatch,
+)
 from drivetrain._metrics.metric_objects import (
     MetricObjects,
     forward_value,
@@ -19,8 +25,8 @@ from drivetrain._metrics.metric_objects import (
     reset,
     set_metric_state,
 )
-from drivetrain._metrics.packing import Part, combined, gather_packed, to_host
-from drivetrain._metrics.values import for_reading, number, weight
+from drivetrain._metrics.packing import Part, combine, gather_packed, to_host
+from drivetrain._metrics.values import copy_as_tensor, number, weight
 from drivetrain._runtime.transfer import first_dimension, move_to
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -88,7 +94,7 @@ class MetricStore:
                 value = value.reshape(())
         elif type(value) is not float and type(value) is not int:
             if is_metric(value):
-                refuse_another_kind(entry, value)
+                raise_kind_mismatch(entry, value)
             value = number(name, value)
         if entry.on_step:
             entry.last = value
@@ -113,7 +119,7 @@ class MetricStore:
         if metric is not entry.metric:
             # A metric that is replaced in each epoch under the same attribute is accepted.
             if not is_metric(metric) or metric is not self.objects.at(entry.attribute or ""):
-                refuse_another_kind(entry, metric)
+                raise_kind_mismatch(entry, metric)
             entry.metric = metric
         if entry.on_step:
             entry.last = forward_value(entry.name, metric)
@@ -129,11 +135,11 @@ class MetricStore:
                 "call it from a step, or from a hook of an evaluation or between on_train_start and on_train_end.",
             )
         on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist = options
-        if old is not None and old.goes_on_with(options, operation_of(reduce_fx)):
+        if old is not None and old.adopt_options(options, operation_of(reduce_fx)):
             old.metric = value if is_metric(value) else None
             return old
         if old is not None:
-            refuse_other_options(name, old.options, options)
+            raise_options_mismatch(name, old.options, options)
         operation = operation_of(reduce_fx)
         if operation is None:
             raise ConfigurationError(
@@ -232,13 +238,13 @@ class MetricStore:
                 if operation == "metric":
                     results[name] = self.objects.computed(name, name, self.objects.at(attribute), True)
                 else:
-                    results[name] = combined(operation, table[:, 2 * position], table[:, 2 * position + 1])
+                    results[name] = combine(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
             local = [*shared, *local]
             split = 0
         for position, entry in enumerate(local):
             column = torch.tensor(numbers[split + 2 * position : split + 2 * position + 2], dtype=torch.float64)
-            results[entry.epoch_name] = combined(entry.operation, column[:1], column[1:])
+            results[entry.epoch_name] = combine(entry.operation, column[:1], column[1:])
         for entry in metrics:
             if entry.epoch_name not in results:
                 together = entry.sync_dist is not False
@@ -289,7 +295,7 @@ class MetricStore:
         )
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
-            reduced = combined(entry.operation, table[:, column], table[:, column + 1])
+            reduced = combine(entry.operation, table[:, column], table[:, column + 1])
             if reduced is not None:
                 entry.last = entry.reduced = float(reduced)
                 entry.fresh = True
@@ -311,7 +317,7 @@ class MetricStore:
                     values[entry.name] = entry.last
             if entry.result is not None:
                 values[entry.name] = entry.result
-        return {name: for_reading(value) for name, value in values.items()}
+        return {name: copy_as_tensor(value) for name, value in values.items()}
 
     def known_names(self) -> set[str]:
         """Return every name that `callback_metrics` has, or will have once logged values are reduced."""
@@ -336,11 +342,11 @@ class MetricStore:
             if not entry.prog_bar or entry.metric is not None:
                 continue
             if entry.on_step and entry.last is not None and (entry.waiting or entry.total is not None):
-                values[entry.step_name] = for_reading(entry.last)
+                values[entry.step_name] = copy_as_tensor(entry.last)
             elif entry.on_epoch:
                 total, weight = entry.clone().epoch_total(), entry.weight
                 if total is not None and (isinstance(weight, Tensor) or weight > 0):
-                    values[entry.epoch_name] = for_reading(total / weight if entry.operation == "mean" else total)
+                    values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
         return values
 
     def agreed(self, name: str) -> float | None:
@@ -358,7 +364,7 @@ class MetricStore:
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
 
-    def noted(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    def capture(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
         """Save the present state of training, and return a function that completes it to a `state_dict` later.
 
         The function adds the then current state of evaluations. Nothing is summed up before it is called.
@@ -369,9 +375,9 @@ class MetricStore:
         entries = {name: entry.clone() for name, entry in self._stages.get("train", {}).items()}
         objects = {name: metric_state(self.objects.at(name)) for name in attributes}
         had_data = self.had_data if self.stage == "train" else self._had_data.get("train", False)
-        return lambda: self._as_noted(entries, objects, had_data)
+        return lambda: self._add_captured(entries, objects, had_data)
 
-    def _as_noted(self, entries: Mapping[str, Entry], objects: dict[str, Any], had_data: bool) -> dict[str, Any]:
+    def _add_captured(self, entries: Mapping[str, Entry], objects: dict[str, Any], had_data: bool) -> dict[str, Any]:
         state = self.state_dict()
         evaluated = {
             entry.attribute for stage, keys in self._stages.items() if stage != "train" for entry in keys.values()
@@ -436,9 +442,9 @@ class MetricStore:
             if not getattr(entry, flag):
                 continue
             if entry.on_step and entry.last is not None:
-                values[entry.step_name] = for_reading(entry.last)
+                values[entry.step_name] = copy_as_tensor(entry.last)
             if entry.result is not None:
-                values[entry.epoch_name] = for_reading(entry.result)
+                values[entry.epoch_name] = copy_as_tensor(entry.result)
         return values
 
 

@@ -174,7 +174,7 @@ def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
     )
 
 
-def combined(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+def combine(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
     """Combine the ranks' totals and weights, each of shape (ranks,), into one number; None if nothing was logged.
 
     Computed in double precision: a count of tokens soon exceeds single precision.

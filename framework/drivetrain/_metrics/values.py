@@ -51,7 +51,7 @@ def weight(name: str, batch_size: Any) -> Tensor | float:
     return value
 
 
-def for_reading(value: Tensor | float) -> Tensor:
+def copy_as_tensor(value: Tensor | float) -> Tensor:
     """Return ``value`` as a new tensor of shape (), which readers may modify."""
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -17,10 +17,10 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
     They consist of numbers, strings and tensors, so that nothing has to be unpickled.
     """
-    return noted_generators(device)()
+    return capture_generators(device)()
 
 
-def noted_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
+def capture_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
     """Read the states of the generators now, and return a function that converts them as `generator_states` does.
 
     Reading takes some 35 microseconds, a third of `generator_states`.
@@ -57,7 +57,7 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
     return states
 
 
-def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
     """Restore the generators from `generator_states`; generators without a stored state are left alone."""
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -76,7 +76,7 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def kept_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
+def preserved_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
     """Restore the generators on exit, so that draws within the context do not affect later ones.
 
     Yields the result of `generator_states`.
@@ -89,7 +89,7 @@ def kept_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[d
     try:
         yield states
     finally:
-        set_generators(states, device)
+        restore_generators(states, device)
         for call in put_back:
             call()
 

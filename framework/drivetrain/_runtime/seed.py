@@ -32,7 +32,7 @@ def seed_everything(seed: int, workers: bool = True) -> int:
         ConfigurationError: the seed is not an integer, or out of range.
     """
     global _last_seed
-    _last_seed = checked_seed(seed)
+    _last_seed = validate_seed(seed)
     seed_generators(_last_seed)
     return _last_seed
 
@@ -52,7 +52,7 @@ def last_seed() -> int | None:
     return _last_seed
 
 
-def never_seeded() -> bool:
+def is_unseeded() -> bool:
     """Return True if torch still seems to have the random seed that it started with.
 
     That seed has up to 64 bits. A seed below 2**32, or one set after this module was imported, counts as the user's.
@@ -61,7 +61,7 @@ def never_seeded() -> bool:
     return _last_seed is None and seed == _seed_at_import and seed >= 2**32
 
 
-def drawn_from() -> bool:
+def has_drawn() -> bool:
     """Return True if torch's generator has a different state than when this module was imported.
 
     Draws within `torch.random.fork_rng` do not count.
@@ -69,7 +69,7 @@ def drawn_from() -> bool:
     return not torch.equal(torch.get_rng_state(), _state_at_import)
 
 
-def checked_seed(seed: object) -> int:
+def validate_seed(seed: object) -> int:
     """Return ``seed`` as an int.
 
     Raises:

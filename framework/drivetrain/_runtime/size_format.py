@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def size_in_words(nbytes: float, form: str = ".1f", least: str = "bytes") -> str:
+def format_size(nbytes: float, form: str = ".1f", least: str = "bytes") -> str:
     """Format a number of bytes in the largest unit that fits: ``"592 bytes"``, ``"1.2 KiB"``.
 
     Args:

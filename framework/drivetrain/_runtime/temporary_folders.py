@@ -15,7 +15,7 @@ _NAME = re.compile(r"drivetrain-[0-9a-f]{16}")
 _LOCK = ".in-use"
 
 
-class Scratch:
+class TemporaryFolder:
     """A new folder for this user in the system's temporary folder.
 
     A file in it is locked while it is in use; forked processes hold the lock too. Before it is made, folders of this

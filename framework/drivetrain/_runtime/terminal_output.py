@@ -19,7 +19,7 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def write_for_people(stream: Any, text: str) -> None:
+def write_output(stream: Any, text: str) -> None:
     """Write ``text`` and flush; replace characters that the stream's encoding lacks by question marks.
 
     If writing fails, because the disk is full or the reader or terminal is gone, log a warning once and return.

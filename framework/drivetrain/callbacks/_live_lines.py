@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from drivetrain._runtime.terminal_output import is_terminal, write_for_people
+from drivetrain._runtime.terminal_output import is_terminal, write_output
 
 _CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """What a terminal does with a line that is longer than it is wide."""
@@ -48,19 +48,19 @@ class LiveLines:
         if self.within_a_line:
             return
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-        write_for_people(self._stream, f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
+        write_output(self._stream, f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
         self._shown = True
 
     def clear(self) -> None:
         """Take the lines down."""
         if self._shown:
             self._shown = False
-            write_for_people(self._stream, "\r\x1b[J")
+            write_output(self._stream, "\r\x1b[J")
 
     def print(self, text: str) -> None:
         """Print ``text`` on lines of its own, where the lines were."""
         self.clear()
-        write_for_people(self._stream, f"\n{text}\n" if self.within_a_line else f"{text}\n")
+        write_output(self._stream, f"\n{text}\n" if self.within_a_line else f"{text}\n")
         self.within_a_line = False
 
     def guard(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.checksum import brought_over, checksum_held
+from drivetrain._distributed.checksum import checksum_share, stack_on_cpu
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError, listed
@@ -27,7 +27,7 @@ def base_sums(values: Mapping[str, Any], control: ControlPlane, precision: str =
         precision: that a checkpoint's base was trained in, whose rounding these get too; "" for none.
     """
     half = _ROUNDED.get(precision)
-    mine = brought_over([checksum_held(_wide(value, half), control.rank) for value in values.values()])
+    mine = stack_on_cpu([checksum_share(_wide(value, half), control.rank) for value in values.values()])
     sums = control.all_gather(mine).sum(0).tolist()
     return {name: f"{one % 2**64:016x}" for name, one in zip(values, sums, strict=True)}
 

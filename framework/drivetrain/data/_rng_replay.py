@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from drivetrain._runtime.generators import generator_states, kept_generators, noted_generators, set_generators
+from drivetrain._runtime.generators import (
+    capture_generators,
+    generator_states,
+    preserved_generators,
+    restore_generators,
+)
 from drivetrain.data._sharding import Share
 
 Pairs = Iterator[tuple[Any, Share]]
@@ -52,22 +57,22 @@ class ReadAhead:
 
     def state(self, trained: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
-        return self.noted(trained)()
+        return self.capture(trained)()
 
-    def noted(self, trained: int) -> Callable[[], dict[str, Any]]:
+    def capture(self, trained: int) -> Callable[[], dict[str, Any]]:
         """Take note of what `state` returns now, and return what gives it later."""
         if self._again:  # a resumed run has not come to reading yet
             *resumed, last = self._again
             return lambda: {"ahead": resumed, "now": last}
         ahead = [states for number, states in self._before if trained <= number < self._read]
         known = self._final or self._held
-        now = noted_generators(self.device) if known is None else lambda: known
+        now = capture_generators(self.device) if known is None else lambda: known
         return lambda: {"ahead": [states() for states in ahead], "now": now()}
 
     @contextmanager
     def aside(self, own: Iterable[Any] = ()) -> Iterator[None]:
         """Put all generators back afterwards, ``own`` of the user's too; until then `state` tells where they stood."""
-        with kept_generators(self.device, own) as self._held:
+        with preserved_generators(self.device, own) as self._held:
             try:
                 yield
             finally:
@@ -84,7 +89,7 @@ class ReadAhead:
     def settle(self) -> None:
         """Put the generators where they stood at the save, where nothing is to be read before that."""
         if self._again:
-            set_generators(self._again.pop(), self.device)
+            restore_generators(self._again.pop(), self.device)
             self._again.clear()
 
     def before_reading(self, run: Callable[[], object]) -> None:
@@ -92,7 +97,7 @@ class ReadAhead:
         if not self._again:
             run()
             return
-        set_generators(self._again[-1], self.device)
+        restore_generators(self._again[-1], self.device)
         run()
         self._again[-1] = generator_states(self.device)
 
@@ -102,7 +107,7 @@ class ReadAhead:
             done = trained()
             while self._before and self._before[0][0] < done:
                 self._before.popleft()
-            self._before.append((self._read, noted_generators(self.device)))
+            self._before.append((self._read, capture_generators(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return
@@ -118,4 +123,4 @@ class ReadAhead:
 
     def _go_back(self) -> None:
         if self._again:
-            set_generators(self._again.popleft(), self.device)
+            restore_generators(self._again.popleft(), self.device)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain.data._custom_samplers import Group, SamplerDraws
 from drivetrain.data._sharding import START, Deal, Origin, Share
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatch
@@ -236,9 +236,9 @@ class StreamFeed(Feed):
             self._began = generator_states(_HOST)
             return groups
         now = generator_states(_HOST)
-        set_generators(self._began, _HOST)
+        restore_generators(self._began, _HOST)
         first = list(islice(groups, self._start - self._origin.number + 1))
-        set_generators(now, _HOST)
+        restore_generators(now, _HOST)
         return chain(first, groups)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from drivetrain.environments.placement import Placement
 from drivetrain.errors import ConfigurationError
 
 
-def place(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Placement:
+def infer_placement(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Placement:
     """Return the placement of a process whose launcher does not provide the node rank.
 
     Launchers assign ranks to nodes in blocks or round-robin; the local rank shows which of the two.

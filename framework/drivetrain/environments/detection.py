@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
@@ -25,7 +25,7 @@ _ENVIRONMENTS: tuple[type[Environment], ...] = (
     PlainEnvironment,
 )
 
-_NAMES = Names[Environment](
+_NAMES = EntryPointRegistry[Environment](
     "environment",
     "drivetrain.environments",
     Environment,  # type: ignore[type-abstract]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from drivetrain.environments._nodes import place
+from drivetrain.environments._nodes import infer_placement
 from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
@@ -26,7 +26,7 @@ class LSFEnvironment(Environment):
     def placement(self) -> Placement:
         """Return the placement from jsrun's variables."""
         read = self.variables
-        return place(
+        return infer_placement(
             read.integer("JSM_NAMESPACE_RANK"),
             read.integer("JSM_NAMESPACE_SIZE"),
             read.integer("JSM_NAMESPACE_LOCAL_RANK"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from drivetrain.environments._nodes import place
+from drivetrain.environments._nodes import infer_placement
 from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
@@ -45,7 +45,7 @@ class MPIEnvironment(Environment):
         world_size = read.integer(*sizes)
         if world_size == 1:
             return Placement(rank=read.integer(*ranks))
-        return place(read.integer(*ranks), world_size, read.integer(*local_ranks), read.integer(*local_sizes))
+        return infer_placement(read.integer(*ranks), world_size, read.integer(*local_ranks), read.integer(*local_sizes))
 
     def _default_address(self) -> str:
         num_nodes = self.placement().num_nodes

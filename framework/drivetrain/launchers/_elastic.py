@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.temporary_folders import Scratch
+from drivetrain._runtime.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -39,7 +39,7 @@ class Processes:
         scratch: the folder of the processes' error files; removed at the end.
     """
 
-    def __init__(self, first_rank: int, context: PContext, scratch: Scratch) -> None:
+    def __init__(self, first_rank: int, context: PContext, scratch: TemporaryFolder) -> None:
         self._first_rank = first_rank
         self._context = context
         self._scratch = scratch
@@ -73,7 +73,7 @@ class Processes:
         # Imported here: only a run that starts processes needs them.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 
-        scratch = Scratch()
+        scratch = TemporaryFolder()
         try:
             # Torch replaces the handlers of four signals in this process and does not restore them.
             with ProcessState(), _quiet(), warnings.catch_warnings():

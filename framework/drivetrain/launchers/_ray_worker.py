@@ -19,7 +19,7 @@ from drivetrain.launchers.world import World, set_current_world
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class WorkerLocation:
     """Where Ray placed a worker: the address of its machine and its GPUs."""
 
     address: str
@@ -32,11 +32,11 @@ class Worker:
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
-    def where(self) -> Where:
+    def where(self) -> WorkerLocation:
         """Return where Ray placed this worker."""
         ray = importlib.import_module("ray")
         context = ray.get_runtime_context()
-        return Where(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
+        return WorkerLocation(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
 
     def host(self, address: str) -> int:
         """Host the rendezvous store at ``address``, this machine's, and return its port."""

@@ -12,7 +12,7 @@ from drivetrain._distributed.failure import Failure
 from drivetrain.launchers._elastic import Processes
 
 
-class PassingOn:
+class SignalForwarding:
     """While active, forwards signals that this process gets to the processes it started; in the main thread only.
 
     Args:
@@ -37,7 +37,7 @@ class PassingOn:
             if handler is not None:
                 signal.signal(number, handler)
 
-    def died_of(self, failures: Sequence[Failure]) -> int | None:
+    def fatal_signal(self, failures: Sequence[Failure]) -> int | None:
         """Return a forwarded signal that ended a rank, because the rank did not handle it; None if there is none."""
         for number in self._passed:
             name = signal.Signals(number).name

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from drivetrain.environments import Placement
 
-UNNAMED = "drivetrain"
+DEFAULT_RUN_ID = "drivetrain"
 """The run id of jobs without a name. It does not distinguish one job from another."""
 
 
-def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = UNNAMED) -> dict[str, str]:
+def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = DEFAULT_RUN_ID) -> dict[str, str]:
     """Return the variables that torchrun would set for the process at ``placement``.
 
     Args:

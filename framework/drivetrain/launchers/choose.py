@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers._rerun_command import why_not_rerun
@@ -20,7 +20,7 @@ def _ray() -> Launcher:
     return RayLauncher()
 
 
-_NAMES = Names[Launcher](
+_NAMES = EntryPointRegistry[Launcher](
     "launcher",
     "drivetrain.launchers",
     Launcher,

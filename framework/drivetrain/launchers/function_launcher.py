@@ -22,10 +22,10 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._elastic import Processes, polls
 from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.launchers._signal_forwarding import PassingOn
-from drivetrain.launchers._torchrun_variables import UNNAMED, suggested_threads, torchrun_variables
+from drivetrain.launchers._signal_forwarding import SignalForwarding
+from drivetrain.launchers._torchrun_variables import DEFAULT_RUN_ID, suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
-from drivetrain.launchers.world import World, current_world, job_to_start, set_current_world
+from drivetrain.launchers.world import World, current_world, identify_new_job, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
@@ -108,7 +108,7 @@ class FunctionLauncher(Launcher):
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
         hosts, forks = placement.rank == 0, self.start_method == "fork"
-        job, nodes = job_to_start(placement), placement.num_nodes
+        job, nodes = identify_new_job(placement), placement.num_nodes
         listener = listen(address, port, nodes) if hosts and forks else None
         store = host(address, port, num_nodes=nodes, job=job) if hosts and not forks else None
         if listener is not None:
@@ -132,7 +132,7 @@ class FunctionLauncher(Launcher):
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
-        passing = PassingOn(processes, pass_on)
+        passing = SignalForwarding(processes, pass_on)
         try:
             if listener is not None:
                 # Only after the fork: a thread of the store that resolves a peer's address holds a lock, and a process
@@ -146,7 +146,7 @@ class FunctionLauncher(Launcher):
             processes.wait(self._grace)
             raise
         except BaseException:
-            number = passing.died_of(processes.failures())
+            number = passing.fatal_signal(processes.failures())
             if number is not None:
                 signal.raise_signal(number)
             raise
@@ -245,7 +245,7 @@ def _restore_surroundings(job: _Job) -> None:
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
     os.environ.update(job.variables)
-    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or UNNAMED))
+    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or DEFAULT_RUN_ID))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(job.folder)
     multiprocessing.set_start_method(job.workers_method, force=True)

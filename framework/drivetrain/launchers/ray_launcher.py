@@ -15,7 +15,7 @@ from drivetrain._runtime.accelerators import Devices, resolve_devices
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._ray_worker import Where, Worker
+from drivetrain.launchers._ray_worker import Worker, WorkerLocation
 from drivetrain.launchers.launcher import Launcher, Work
 
 Result = TypeVar("Result")
@@ -149,7 +149,7 @@ class RayLauncher(Launcher):
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
         places = [_placement_of(placement, rank) for rank in range(placement.world_size)]
         outcomes = self._collect(ray, [actor.where.remote() for actor in actors])
-        wheres: list[Where] = _all_or_raise(outcomes)
+        wheres: list[WorkerLocation] = _all_or_raise(outcomes)
         [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote(wheres[0].address)]))
         shared, paths = ray.put(work), [path for path in sys.path if path]
         calls = [
@@ -202,7 +202,7 @@ def _placement_of(first: Placement, rank: int) -> Placement:
     return replace(first, rank=rank, local_rank=local_rank, node_rank=node)
 
 
-def _devices_of(place: Placement, wheres: Sequence[Where]) -> list[str]:
+def _devices_of(place: Placement, wheres: Sequence[WorkerLocation]) -> list[str]:
     """Return the devices of all workers of the node, by local rank, since each rank selects its own by local rank."""
     begin = place.node_rank * place.local_world_size
     return [device for where in wheres[begin : begin + place.local_world_size] for device in where.devices]

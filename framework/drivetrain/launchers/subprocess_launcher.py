@@ -25,7 +25,7 @@ from drivetrain.launchers.world import (
     THREAD_VARIABLE,
     World,
     current_world,
-    job_to_start,
+    identify_new_job,
     set_current_world,
 )
 
@@ -77,7 +77,7 @@ class SubprocessLauncher(Launcher):
                 "pass the placement of the first process",
             )
         command = self.command()
-        job = job_to_start(placement)
+        job = identify_new_job(placement)
         store = host(address, port, num_nodes=placement.num_nodes, job=job) if placement.rank == 0 else None
         port = port if store is None else store.port
         processes = self._start(command, placement, address, port, job) if placement.local_world_size > 1 else None
@@ -108,13 +108,13 @@ class SubprocessLauncher(Launcher):
 
     def _finish(self, world: World, processes: Processes) -> None:
         """Wait for the other ranks at the caller's exit, end those left, and exit with their failure if any."""
-        if not world.is_ours:
+        if not world.is_current_process:
             return
         error = getattr(sys, "last_value", None)
         grace = self._grace if error is None else self._grace_after_failure
         processes.wait(grace)
         late = [rank for rank, code in processes.exit_codes().items() if code is None]
-        failures = [failure for failure in processes.failures() if failure.exit_code != world.left_with]
+        failures = [failure for failure in processes.failures() if failure.exit_code != world.signal_exit_code]
         processes.end()
         if error is not None:
             return
@@ -149,7 +149,7 @@ def _existing(world: World, placement: Placement) -> World:
 def _exit_with(failure: Failure) -> None:
     # Only `os._exit` changes the exit code while the interpreter exits. It skips flushing, which is done here, and the
     # functions that were registered with atexit before the launch.
-    print(failure.in_a_line(), file=sys.stderr)  # the rank itself has printed its traceback
+    print(failure.one_line_summary(), file=sys.stderr)  # the rank itself has printed its traceback
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

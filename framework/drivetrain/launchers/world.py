@@ -63,7 +63,7 @@ class World:
         self._refused: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
-        self.left_with: int | None = None
+        self.signal_exit_code: int | None = None
         """The exit code of ranks that stopped because of a signal, which is not a failure."""
 
     @property
@@ -72,7 +72,7 @@ class World:
         return self._processes is not None
 
     @property
-    def is_hosted_outside(self) -> bool:
+    def has_external_store(self) -> bool:
         """Whether the store is hosted by a caller that is no rank itself and outlives the ranks."""
         return self.kind == "function"
 
@@ -100,7 +100,7 @@ class World:
             self._store = store
         return PrefixStore(prefix, self._store)
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all ranks have reached their next run, while checking that none of them has ended.
 
         Raises:
@@ -132,7 +132,7 @@ class World:
         if self._processes is not None:
             return self._processes.failures()
         with contextlib.suppress(RuntimeError, ConfigurationError):
-            if self.is_hosted_outside and self.store(LEFT).check(["first"]):
+            if self.has_external_store and self.store(LEFT).check(["first"]):
                 return [Failure.decode(self.store(LEFT).get("first"))]
         return []
 
@@ -159,12 +159,12 @@ class World:
                     self.store(LEFT).set(str(failure.rank), failure.encode())
 
     @property
-    def is_ours(self) -> bool:
+    def is_current_process(self) -> bool:
         """Whether this is the process that created the object, and not a fork of it."""
         return self._pid == os.getpid()
 
 
-def job_to_start(placement: Placement) -> Job:
+def identify_new_job(placement: Placement) -> Job:
     """Return the identity of the job whose processes this one is about to start.
 
     On one node it is new. On several, each node starts its own processes before they can agree on a name.
@@ -186,7 +186,7 @@ def current_world() -> World | None:
     Raises:
         DistributedError: the process that started this one has ended.
     """
-    if _world is not None and _world.is_ours:
+    if _world is not None and _world.is_current_process:
         return _world
     return _join() if os.environ.get(LAUNCHER_VARIABLE) == "subprocess" else None
 
@@ -225,7 +225,7 @@ def _join() -> World | None:
 def _report_uncaught(world: World) -> None:
     # The interpreter sets it for the exception that ends it. Unlike `sys.excepthook`, reading it has no side effect.
     error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and world.is_ours:
+    if isinstance(error, BaseException) and world.is_current_process:
         world.report(error)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.module_modes import in_eval_mode
 from drivetrain.checkpoint._format.storage import filesystem_of
@@ -124,7 +124,7 @@ def _tracing(module: Any, asked: str, sample: Any) -> Iterator[tuple[tuple[Any, 
     device = module.device
     moved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
     args, named = as_call(moved)
-    with in_eval_mode(module), kept_generators(device):
+    with in_eval_mode(module), preserved_generators(device):
         yield args, named
 
 

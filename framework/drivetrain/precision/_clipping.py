@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.precision._gradient_meshes import by_mesh
+from drivetrain.precision._gradient_meshes import group_by_mesh
 
 ALGORITHMS = ("norm", "value")
 
@@ -48,7 +48,7 @@ def clip_gradients(
             fix="Use 'norm' or 'value'.",
         )
     order = 2.0 if algorithm == "norm" else math.inf
-    plain, sharded = by_mesh(optimizers)
+    plain, sharded = group_by_mesh(optimizers)
     buckets = _buckets(plain)
     norms: list[Tensor] = []
     for bucket in buckets:
@@ -87,7 +87,7 @@ def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
     buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        assert gradient is not None  # checked by `by_mesh`
+        assert gradient is not None  # checked by `group_by_mesh`
         if gradient.is_sparse:
             # Rows may occur several times, and only their sum is the gradient.
             parameter.grad = gradient = gradient.coalesce()

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 
-def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any, list[Parameter]]]:
+def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any, list[Parameter]]]:
     """Group the parameters that have a gradient.
 
     One operation cannot combine plain tensors and DTensors, or DTensors of two meshes.
@@ -38,7 +38,7 @@ def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any,
 @torch.no_grad()
 def multiply(optimizers: Iterable[Optimizer], factor: Tensor) -> None:
     """Multiply all gradients in place by ``factor`` of shape (); for sharded gradients, this rank's shards."""
-    plain, sharded = by_mesh(optimizers)
+    plain, sharded = group_by_mesh(optimizers)
     gradients: list[Any] = [parameter.grad for parameter in plain]
     gradients += [cast(Any, parameter.grad).to_local() for parameters in sharded.values() for parameter in parameters]
     buckets: dict[torch.device, list[Tensor]] = {}

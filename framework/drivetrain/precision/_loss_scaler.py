@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from drivetrain.precision._clipping import clip_gradients
-from drivetrain.precision._gradient_meshes import by_mesh, multiply
+from drivetrain.precision._gradient_meshes import group_by_mesh, multiply
 
 LOSS_SCALE_FLOOR = 2.0**-24
 """The smallest loss scale, which is also the smallest positive fp16 number: below it, gradients vanish in fp16.
@@ -74,7 +74,7 @@ class LossScaler:
         scaler = self.scaler
         if id(optimizer) in self.unscaled or scaler._scale is None:  # None: no loss was ever scaled
             return
-        plain, sharded = by_mesh((optimizer,))
+        plain, sharded = group_by_mesh((optimizer,))
         parts: list[Any] = [optimizer]
         if sharded:
             parts = [_Parameters(parameters) for parameters in (plain, *sharded.values()) if parameters]

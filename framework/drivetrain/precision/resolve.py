@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision.double import DoublePrecision
 from drivetrain.precision.full import FullPrecision
@@ -30,7 +30,7 @@ _BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
 }
 _SHORTHANDS = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
-_NAMES = Names[Precision](
+_NAMES = EntryPointRegistry[Precision](
     "precision",
     "drivetrain.precision",
     Precision,

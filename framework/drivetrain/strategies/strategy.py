@@ -88,9 +88,11 @@ class Strategy(ABC):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_strategies  # by whoever asks for what is not there
+            from drivetrain._config.lightning_names import (
+                strategy_attribute_error,
+            )  # by whoever asks for what is not there
 
-            raise AttributeError(of_strategies(type(self).__name__, name))
+            raise AttributeError(strategy_attribute_error(type(self).__name__, name))
 
     # Where we are
 

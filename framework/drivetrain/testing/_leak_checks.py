@@ -14,7 +14,7 @@ import torch.distributed as dist
 _NOT_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
 
 
-class Surroundings:
+class ProcessSnapshot:
     """A snapshot of the process state, to compare a later state with.
 
     It covers what `Fit` promises not to change: the default process group, environment variables, the default dtype,

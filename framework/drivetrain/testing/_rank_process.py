@@ -18,8 +18,8 @@ import torch.distributed as dist
 from drivetrain._distributed.failure import Failure
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.testing._leak_checks import Surroundings
-from drivetrain.testing._stack_dump import stacks_left_in
+from drivetrain.testing._leak_checks import ProcessSnapshot
+from drivetrain.testing._stack_dump import dump_stacks_to
 
 STARTED = "started"
 ALL_RETURNED = "all returned"
@@ -93,8 +93,8 @@ def _answer(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftove
 
     A group that is destroyed while another rank is in a collective would make that rank fail.
     """
-    surroundings = Surroundings()
-    with stacks_left_in(Path(call.stacks), call.timeout):
+    surroundings = ProcessSnapshot()
+    with dump_stacks_to(Path(call.stacks), call.timeout):
         pipe.send(_outcome(call, rank, world_size))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():

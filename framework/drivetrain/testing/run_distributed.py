@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
-from drivetrain._runtime.temporary_folders import Scratch
+from drivetrain._runtime.temporary_folders import TemporaryFolder
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._torchrun_variables import torchrun_variables
@@ -54,7 +54,7 @@ class World:
         self.nprocs = nprocs
         self._preload = preload
         self._workers: list[_Worker] = []
-        self._scratch: Scratch | None = None
+        self._scratch: TemporaryFolder | None = None
         self._calls = 0
 
     def __enter__(self) -> Self:
@@ -78,8 +78,8 @@ class World:
     ) -> list[Any]:
         """Call ``fn(*args)`` on every rank and return the list of the returned values, by rank.
 
-        Ranks use one compute thread each, see the caller's current environment variables, working directory and ``sys.path``,
-        and end when the caller does.
+        Ranks use one compute thread each, see the caller's current environment variables, working directory and
+        ``sys.path``, and end when the caller does.
 
         Args:
             fn: a function at the top level of a module, so that ranks can import it.
@@ -153,7 +153,7 @@ class World:
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._rank_process", *self._preload])
-        self._scratch = Scratch()
+        self._scratch = TemporaryFolder()
         for rank in range(self.nprocs):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, self.nprocs, theirs), name=f"rank-{rank}")

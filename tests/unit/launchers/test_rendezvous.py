@@ -173,7 +173,7 @@ def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, com
 )
 def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-05
     first, other = _job(command=hosts), _job(rank=1, command=comes)
-    assert first.why_another(other) == other.why_another(first) == ""
+    assert first.describe_difference(other) == other.describe_difference(first) == ""
     again = Job.decode(first.encode())
     assert again == first
     assert "--" not in first.encode()  # what a command line says may be secret

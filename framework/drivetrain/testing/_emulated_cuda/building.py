@@ -25,7 +25,7 @@ _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _SHOWN = 12  # lines of compiler output in an error
 
 
-def hindrance() -> str | None:
+def emulation_obstacle() -> str | None:
     """Return why CUDA cannot be emulated here, in a few words; None if no reason is known."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
@@ -46,7 +46,7 @@ def load_extension() -> ModuleType:
     Raises:
         ConfigurationError: there is no compiler, or the extension does not compile for this torch.
     """
-    reason = hindrance()
+    reason = emulation_obstacle()
     if reason is not None:
         raise ConfigurationError(
             f"CUDA cannot be emulated here: the emulation {reason}.",

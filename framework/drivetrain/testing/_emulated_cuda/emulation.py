@@ -14,9 +14,9 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.building import load_extension
-from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, told
+from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, format_findings
 from drivetrain.testing._emulated_cuda.sites import Sites
-from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, in_place, refuse_another_torch
+from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, in_place
 from drivetrain.testing._emulated_cuda.torch_nccl import nccl_in_place
 
 _loaded: tuple[ModuleType, Sites] | None = None
@@ -72,10 +72,10 @@ class EmulatedCuda:
     def report(self) -> str:
         """Return all findings as text, with the lines of code that caused them."""
         parts = {
-            "races": told(self.races),
-            "frees in use": told(self.frees_in_use),
-            "host syncs": told(self.host_syncs),
-            "blocking copies": told(self.blocking_copies),
+            "races": format_findings(self.races),
+            "frees in use": format_findings(self.frees_in_use),
+            "host syncs": format_findings(self.host_syncs),
+            "blocking copies": format_findings(self.blocking_copies),
         }
         return "\n".join(f"{name}:\n{text or '  none'}" for name, text in parts.items())
 
@@ -139,7 +139,7 @@ def emulated_cuda(
             f"it must be a number of devices from 1 to {_MOST}.",
             "use emulated_cuda(devices=2).",
         )
-    refuse_another_torch()
+    check_torch_version()
     extension, sites = _load()
     if extension.count():
         raise ConfigurationError(

@@ -129,7 +129,7 @@ class Copy:
 Finding = TypeVar("Finding", Race, FreeInUse, HostSync, Copy)
 
 
-def told(findings: Iterable[Finding]) -> str:
+def format_findings(findings: Iterable[Finding]) -> str:
     """Return the findings as text, with equal ones listed once and counted."""
     counts = Counter(map(str, findings))
     return "\n".join(f"  {f'{count} times: ' if count > 1 else ''}{text}" for text, count in counts.items())

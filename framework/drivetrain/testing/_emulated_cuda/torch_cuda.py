@@ -122,7 +122,7 @@ class Event(torch.Event):
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
 
-def refuse_another_torch() -> None:
+def check_torch_version() -> None:
     """Refuse a version of torch whose names for CUDA are others.
 
     Raises:
