@@ -1,4 +1,4 @@
-"""`run_distributed` itself: every other distributed test stands on it."""
+"""`run_distributed`, on which every other distributed test depends."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank() -> None:
     start = time.monotonic()
     with pytest.raises(DistributedError, match=r"(?s)Rank 0, 1 of 2 did not return within 1 s.*_wait_on_one"):
         run_distributed(_wait_on_one, 2, timeout=1)
-    assert time.monotonic() - start < 40  # and not the minute that one of them sleeps
+    assert time.monotonic() - start < 40  # less than the minute for which one of them sleeps
 
 
 def _busy_when_time_is_up(folder: str, times: int) -> list[str]:

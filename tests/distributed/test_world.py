@@ -1,4 +1,4 @@
-"""A `World`: ranks that are started once, where every function begins as the first did."""
+"""`World`: ranks that are started once and restored before each function."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _hang_on_one() -> None:
 
 
 def _fault_on_one() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write one takes longer than the call may
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file takes longer than the timeout
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()

@@ -192,7 +192,7 @@ def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:
         Engine()
     (tmp_path / "drivetrain.toml").write_text("max_epoch = 3\n")
     with pytest.raises(
-        ConfigurationError, match=r"sets 'max_epoch', which is not a setting. Did you mean 'max_epochs\?"
+        ConfigurationError, match=r"sets 'max_epoch', which is not a setting. Did you mean 'max_epochs'\?"
     ):
         Engine()
 

@@ -24,7 +24,7 @@ class Watchdog:
     Args:
         store: a connection to the run's store for this thread only: a waiting call blocks its connection.
         rank: this rank.
-        leave_record: called when a rank waits in vain.
+        dump_record: called when a rank waits in vain.
         on_failure: called once a rank, this one or another, has reported a failure; None does not check for that.
     """
 

@@ -22,7 +22,7 @@ from drivetrain._runtime.temporary_folders import TemporaryFolder
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-LEFT = "left"
+FAILURES_PREFIX = "left"
 """Prefix of the store keys under which ranks report failures that they could not write to a file."""
 
 _POLL = 0.02  # seconds between two checks of the processes
@@ -76,7 +76,7 @@ class Processes:
         scratch = TemporaryFolder()
         try:
             # Torch replaces the handlers of four signals in this process and does not restore them.
-            with ProcessState(), _quiet(), warnings.catch_warnings():
+            with ProcessState(), _silence_loggers(), warnings.catch_warnings():
                 # Python 3.12 and later warn; `why_not_fork` has already checked that forking is safe.
                 warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
                 context = start_processes(
@@ -113,7 +113,7 @@ class Processes:
         for rank, code in self.exit_codes().items():
             if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
                 continue
-            left = self._left_by(rank) or (self._left_in_store(rank) if code else None)
+            left = self._read_error_file(rank) or (self._read_store(rank) if code else None)
             if left is not None:
                 self._failures[rank] = left if code is None else left.ended_with(code)
             elif code:
@@ -125,7 +125,7 @@ class Processes:
 
         None also after a failure: the other ranks get time to stop by themselves and to report.
         """
-        with _quiet():
+        with _silence_loggers():
             result = self._context.wait(timeout=0)
         if result is None:
             return None
@@ -133,27 +133,27 @@ class Processes:
             # A process failed after all had returned, and elastic terminated the others.
             failed = {self._first_rank + index for index in result.failures}
             self._ended_by_us |= {
-                rank for rank, code in self.exit_codes().items() if self._was_told(rank, code)
+                rank for rank, code in self.exit_codes().items() if self._ended_by_sigterm(rank, code)
             } - failed
             return None
         return {self._first_rank + index: value for index, value in result.return_values.items()}
 
-    def _was_told(self, rank: int, code: int | None) -> bool:
+    def _ended_by_sigterm(self, rank: int, code: int | None) -> bool:
         """Return True if SIGTERM ended the rank. In function processes, elastic handles it by raising."""
-        left = self._left_by(rank)
+        left = self._read_error_file(rank)
         return code == -signal.SIGTERM or (left is not None and (left.error_type or "").endswith("SignalException"))
 
-    def _left_by(self, rank: int) -> Failure | None:
+    def _read_error_file(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
 
     def announce(self, failure: Failure) -> None:
         """Publish the failure of a rank that could not report it to the other ranks itself."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                self.store.set(f"{LEFT}/first", failure.encode())
+                self.store.set(f"{FAILURES_PREFIX}/first", failure.encode())
 
-    def _left_in_store(self, rank: int) -> Failure | None:
-        key = f"{LEFT}/{rank}"
+    def _read_store(self, rank: int) -> Failure | None:
+        key = f"{FAILURES_PREFIX}/{rank}"
         with contextlib.suppress(RuntimeError):
             if self.store is not None and self.store.check([key]):
                 return Failure.decode(self.store.get(key))
@@ -174,7 +174,7 @@ class Processes:
         """Terminate running processes, by SIGTERM then SIGKILL or at once by SIGKILL, and remove their error files."""
         self._ended_by_us |= {rank for rank, code in self.exit_codes().items() if code is None}
         self.store = None
-        with _quiet():
+        with _silence_loggers():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
         self._scratch.remove()
         started = getattr(self._context, "_pc", None)  # set for function processes once they have started
@@ -234,7 +234,7 @@ def polls(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_loggers() -> Iterator[None]:
     """Silence elastic's loggers: what they would log is raised as an error of ours."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]

@@ -16,7 +16,7 @@ from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import admit
 from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers._elastic import LEFT, Processes
+from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers._parent_watchdog import die_with_parent
 
 # Environment variables of a process that runs the caller's script again. Its children inherit them; the parent's id
@@ -132,8 +132,8 @@ class World:
         if self._processes is not None:
             return self._processes.failures()
         with contextlib.suppress(RuntimeError, ConfigurationError):
-            if self.has_external_store and self.store(LEFT).check(["first"]):
-                return [Failure.decode(self.store(LEFT).get("first"))]
+            if self.has_external_store and self.store(FAILURES_PREFIX).check(["first"]):
+                return [Failure.decode(self.store(FAILURES_PREFIX).get("first"))]
         return []
 
     def ended(self) -> dict[int, int]:
@@ -156,7 +156,7 @@ class World:
             except OSError:
                 # The disk is full, or the caller is gone and has removed its folder.
                 with contextlib.suppress(RuntimeError, ConfigurationError):
-                    self.store(LEFT).set(str(failure.rank), failure.encode())
+                    self.store(FAILURES_PREFIX).set(str(failure.rank), failure.encode())
 
     @property
     def is_current_process(self) -> bool:

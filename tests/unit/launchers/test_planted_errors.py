@@ -1,4 +1,4 @@
-"""What a stranger puts into the store is not unpickled; what ranks leave in files, only this user can write. J-06."""
+"""Pickles that an attacker puts into the store are not loaded, and only this user can write error files. J-06."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain.launchers.world import World
 
 
 class _Planted:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Where the store listens, and whom it lets in: rows J-05 and J-06, on real stores in one process."""
+"""Where the store listens and which processes it admits (J-05, J-06), with real stores in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from drivetrain.testing import requires_linux
 
 
 def answers(port: int, address: str = "127.0.0.2") -> bool:
-    """Whether somebody listens there: at another address of this machine than the one that was asked for."""
+    """Return True if a socket listens on the port at another address of this machine."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except ConnectionRefusedError:
@@ -64,7 +64,7 @@ def _place(environment: Environment) -> Any:
 
 class _Script(SubprocessLauncher):
     def command(self) -> list[str]:
-        return []  # pytest is not run again, and no process is started
+        return []  # starts no process
 
 
 def _by_host() -> tuple[int, Any]:
@@ -107,9 +107,9 @@ def test_by_name_it_listens_where_the_name_leads() -> None:  # J-06
 
 def test_what_is_no_address_of_this_machine_is_listened_for_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     port = _free_port()
-    with closing(rendezvous.listen("192.0.2.1", port, 1)):  # a gateway's, say, which leads here
+    with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
-    # A machine's own name may lead to its loopback device, where those of other machines would find nobody.
+    # A machine's own name may resolve to its loopback device, which other machines cannot reach.
     with closing(rendezvous.listen(socket.gethostname(), port, 2)):
         assert answers(port, "127.0.0.1")
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_hosted_otherwise_says_why() -> None:
         host("no.such.host.invalid", 0)
 
 
-# Two jobs at one port
+# Two jobs on one port
 
 
 def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, command: str = "train.py") -> Job:
@@ -176,7 +176,7 @@ def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-0
     assert first.describe_difference(other) == other.describe_difference(first) == ""
     again = Job.decode(first.encode())
     assert again == first
-    assert "--" not in first.encode()  # what a command line says may be secret
+    assert "--" not in first.encode()  # a command line may contain secrets
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_started_process_refuses_anothers_store_and_is_refused_once() -> None:
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="another job"):
             world.store("runs")
-    assert world.failures() == []  # asked for as the error is told
+    assert world.failures() == []  # queried while the error is reported
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""O-01: the emulation is compiled once, and what is in its way is said."""
+"""O-01: the extension is compiled once, and errors say what prevents it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()
 
-# A compiler that has seen everything: what it is to make lies there already. It takes its time, and counts its calls.
+# A fake compiler that copies an existing library to its output. It takes some time, and counts its calls.
 COMPILER = """#!/bin/sh
 case "$*" in *--version*) echo "copying 1.0"; exit 0;; esac
 echo called >> "{calls}"

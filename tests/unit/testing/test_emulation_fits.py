@@ -1,4 +1,4 @@
-"""O-01, O-06: what the emulation takes of torch is there in a build with a CUDA of its own, in which it cannot run."""
+"""O-01, O-06: builds of torch with CUDA have the names that the emulation needs, although it cannot run there."""
 
 from __future__ import annotations
 
