@@ -112,7 +112,7 @@ def test_a_command_of_ones_own_runs_the_script_again(tmp_path: Path) -> None:
 
 
 def test_a_launcher_writes_one_of_two_methods() -> None:
-    with pytest.raises(TypeError, match="StartsNothing writes neither launch, which returns a World, nor run"):
+    with pytest.raises(TypeError, match="StartsNothing implements neither launch, which returns a World, nor run"):
 
         class StartsNothing(Launcher):
             pass

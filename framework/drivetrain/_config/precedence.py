@@ -104,7 +104,9 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
             )
         for name, value in kwargs.items():
             if name not in parameters:
-                raise _unknown(name, f"{owner}() has no argument {name!r}.", _given(name, value), parameters)
+                raise _unknown_setting_error(
+                    name, f"{owner}() has no argument {name!r}.", _format_argument(name, value), parameters
+                )
         settings = resolve(cast(FunctionType, init), parameters, kwargs, os.environ, Path.cwd)
         self.settings = settings  # type: ignore[attr-defined]
         values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
@@ -141,7 +143,7 @@ def resolve(
     for source in sources:  # the later one wins
         for name, (value, where, is_text) in source.items():
             accepted = accepted_values(parameters[name].annotation, init.__globals__)
-            configured[name] = Setting(_checked(name, value, where, is_text, accepted), where)
+            configured[name] = Setting(_validated(name, value, where, is_text, accepted), where)
     settings: dict[str, Setting] = {}
     for name, parameter in parameters.items():
         if name in given:
@@ -165,12 +167,12 @@ def _from_environment(
             known_as = _new_name(variable.removeprefix(PREFIX))
             if known_as is not None:
                 raise ConfigurationError(
-                    f"The environment variable {_given(variable, text)} has no effect.",
+                    f"The environment variable {_format_argument(variable, text)} has no effect.",
                     f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
                     f"Unset it, and {known_as}; {PREFIX}<NAME> sets an argument of that name.",
                 )
             raise ConfigurationError(
-                f"The environment variable {_given(variable, text)} has no effect."
+                f"The environment variable {_format_argument(variable, text)} has no effect."
                 f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
                 f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
                 f"Correct its name, or unset it: unset {variable}",
@@ -212,7 +214,7 @@ def _from_file(
     for key in table:
         if key not in parameters:
             what = f"The config file {path} sets {key!r}, which is not a setting."
-            raise _unknown(key, what, _given(key, table[key], " = "), parameters)
+            raise _unknown_setting_error(key, what, _format_argument(key, table[key], " = "), parameters)
     return {key: (value, f"file {path}", False) for key, value in table.items()}
 
 
@@ -222,7 +224,7 @@ def _new_name(name: str) -> str | None:
     return find_replacement(name)
 
 
-def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
+def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
     known_as = _new_name(name)
     if known_as is not None:
         return ConfigurationError(what, f"{given} has another name here or is set elsewhere.", f"{known_as}.")
@@ -233,7 +235,7 @@ def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) ->
     )
 
 
-def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
+def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
     if accepted.only_objects:
         raise ConfigurationError(
             f"{name} was set to {value!r} ({where}).",
@@ -250,7 +252,7 @@ def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepte
     return converted
 
 
-def _given(name: str, value: Any, sign: str = "=") -> str:
+def _format_argument(name: str, value: Any, sign: str = "=") -> str:
     """How a name was given its value, for an error; a secret is not shown."""
     return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
 

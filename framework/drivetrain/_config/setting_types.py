@@ -103,7 +103,7 @@ def accepted_values(annotation: Any, names: Mapping[str, Any]) -> Accepted:
         names: the function's globals; names that exist only for type checkers stand for classes.
     """
     if isinstance(annotation, str):
-        annotation = eval(annotation, {"__builtins__": {}}, _Names(names))  # our own source, not input
+        annotation = eval(annotation, {"__builtins__": {}}, _AnnotationNames(names))  # our own source, not input
     return _accepted(annotation)
 
 
@@ -140,7 +140,7 @@ def _union(members: list[Accepted]) -> Accepted:
     )
 
 
-class _Names(dict[str, Any]):
+class _AnnotationNames(dict[str, Any]):
     """The names in an annotation; one that cannot be resolved (imported for type checkers only) is an empty class."""
 
     def __missing__(self, name: str) -> Any:

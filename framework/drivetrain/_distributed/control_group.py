@@ -26,7 +26,7 @@ _PING = 30.0  # seconds of waiting between two checks that the absent ranks are 
 _FAILURE_CHECK = 1.0  # seconds of waiting between two checks for reported failures
 
 
-class _Reduction:
+class _PendingReduction:
     """A pending all-reduce."""
 
     def __init__(self, values: torch.Tensor, work: Any) -> None:
@@ -87,7 +87,7 @@ class GroupControl:
         return gathered
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        return _Reduction(values, dist.all_reduce(values, group=self._group, async_op=True))
+        return _PendingReduction(values, dist.all_reduce(values, group=self._group, async_op=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [decode(content) for content in self.gather_bytes(encode(value))]
@@ -205,7 +205,7 @@ class GroupControl:
                     "look for a call under `if trainer.is_global_zero:` and move it out; if a rank is only slow, "
                     "raise the strategy's timeout or step_timeout.",
                     where,
-                    self.flight.left,
+                    self.flight.pattern,
                 )
 
     def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
@@ -219,7 +219,7 @@ class GroupControl:
         self.flight.folder = folder
 
     def records(self) -> str | None:
-        return self.flight.left
+        return self.flight.pattern
 
     def after_first_step(self) -> None:
         self._then()

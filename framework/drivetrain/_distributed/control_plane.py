@@ -124,7 +124,7 @@ class ControlPlane(Protocol):
         """Wait after a failure, at most ``wait``, until all ranks have seen it. Not collective."""
 
 
-class _Ready:
+class _CompletedReduction:
     """A completed reduction."""
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class LocalControl:
         return values.unsqueeze(0)
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        return _Ready(values)
+        return _CompletedReduction(values)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]

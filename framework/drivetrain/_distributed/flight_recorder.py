@@ -18,13 +18,13 @@ class FlightRecord:
 
     Attributes:
         folder: the folder for the files; None writes nothing.
-        left: a glob pattern for the text files of all ranks, once this rank has written its own.
+        pattern: a glob pattern for the text files of all ranks, once this rank has written its own.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.folder: str | None = None
-        self.left: str | None = None
+        self.pattern: str | None = None
 
     def leave(self) -> None:
         """Write ``flight-rank-N.txt`` to read and compare, and ``flight_rank_N``, torch's own dump, for torch's tools.
@@ -40,10 +40,10 @@ class FlightRecord:
             with open(os.path.join(folder, f"flight_rank_{self._rank}"), "wb") as file:
                 file.write(raw)
             with open(os.path.join(folder, f"flight-rank-{self._rank}.txt"), "w", encoding="utf-8") as text:
-                text.writelines(f"{line}\n" for line in described(record))
+                text.writelines(f"{line}\n" for line in describe_collectives(record))
         except OSError:
             return
-        self.left = os.path.join(folder, "flight-rank-*.txt")
+        self.pattern = os.path.join(folder, "flight-rank-*.txt")
 
 
 def dump() -> tuple[bytes, dict[str, Any]] | None:
@@ -66,7 +66,7 @@ def dump() -> tuple[bytes, dict[str, Any]] | None:
     return None
 
 
-def described(record: dict[str, Any]) -> list[str]:
+def describe_collectives(record: dict[str, Any]) -> list[str]:
     """Return a line for each of the last collectives, in order; matching calls on two ranks give equal lines."""
     lines = []
     for entry in record["entries"][-_SHOWN:]:

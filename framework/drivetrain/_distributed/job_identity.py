@@ -56,7 +56,7 @@ class Job:
         except OSError:  # the folder has been removed
             folder = ""
         words, _ = arguments_without_secrets(sys.argv if command is None else command)
-        return cls("", user, folder, tuple(_words(words, ranks)))
+        return cls("", user, folder, tuple(_digest_words(words, ranks)))
 
     def encode(self) -> str:
         """Return the job as JSON."""
@@ -86,7 +86,7 @@ class Job:
         return ""
 
 
-def _words(command: Sequence[str], ranks: Collection[int]) -> Iterator[tuple[str, bool]]:
+def _digest_words(command: Sequence[str], ranks: Collection[int]) -> Iterator[tuple[str, bool]]:
     option = None  # the preceding option, whose value the word may be
     for word in command:
         name, has_value, value = word.partition("=")

@@ -21,15 +21,15 @@ def encode(value: Any) -> bytes:
     Raises:
         TypeError: a value has another type, which the error names.
     """
-    return json.dumps(_plain(value), separators=(",", ":")).encode()
+    return json.dumps(_to_plain(value), separators=(",", ":")).encode()
 
 
 def decode(content: bytes | bytearray) -> Any:
     """Return the value that was passed to `encode`."""
-    return json.loads(content, object_hook=_restored)
+    return json.loads(content, object_hook=_from_plain)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return _all_plain(value)
     if isinstance(value, tuple):
@@ -45,10 +45,10 @@ def _plain(value: Any) -> Any:
 
 def _all_plain(values: Iterable[Any]) -> list[Any]:
     # Most values are of these types, and there may be thousands: a call for each would take most of the time.
-    return [value if type(value) in _ATOMS else _plain(value) for value in values]
+    return [value if type(value) in _ATOMS else _to_plain(value) for value in values]
 
 
-def _restored(document: dict[str, Any]) -> Any:
+def _from_plain(document: dict[str, Any]) -> Any:
     if len(document) == 1:
         ((mark, content),) = document.items()
         if mark == _TUPLE:

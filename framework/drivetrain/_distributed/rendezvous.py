@@ -12,9 +12,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain._distributed.job_identity import Job
 from drivetrain.errors import ConfigurationError
 
-_SIGNED = "drivetrain/job"  # the key with the identity of the store's job
-_SIGNS_WITHIN = timedelta(seconds=60)
-_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address that leads here but is not this machine's own
+_JOB_KEY = "drivetrain/job"  # the key with the identity of the store's job
+_JOB_KEY_TIMEOUT = timedelta(seconds=60)
+_NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address that leads here but is not this machine's own
 
 
 def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None) -> TCPStore:
@@ -45,7 +45,7 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
             try:
                 return socket.create_server((where, port), family=family, backlog=socket.SOMAXCONN)
             except OSError as error:
-                if error.errno not in _ELSEWHERE:
+                if error.errno not in _NOT_LOCAL:
                     raise
         return _listen_on_all(port)
     except (OSError, OverflowError) as error:
@@ -66,7 +66,7 @@ def host_on(listener: socket.socket, address: str, job: Job | None) -> TCPStore:
     except RuntimeError as error:
         raise _cannot_host(address, port, error) from error
     if job is not None:
-        store.set(_SIGNED, job.encode())
+        store.set(_JOB_KEY, job.encode())
     return store
 
 
@@ -84,15 +84,15 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
         ConfigurationError: the store is another job's, or the rank is taken. The other job is not affected.
     """
     try:
-        store.wait([_SIGNED], _SIGNS_WITHIN)
+        store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
     except RuntimeError as error:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, which is not the store of this job",
             "its host has not set the job, so another kind of program seems to use the port",
             "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
         ) from error
-    _compare(job, Job.decode(store.get(_SIGNED)), rank, address, port)
-    if store.add(f"{_SIGNED}/rank{rank}", 1) > 1:
+    _compare(job, Job.decode(store.get(_JOB_KEY)), rank, address, port)
+    if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, where another process is already rank {rank}",
             "the same command was started twice with one port, or one rank was restarted while the others keep running",
@@ -108,7 +108,7 @@ def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -
     Raises:
         ConfigurationError: the store belongs to another job.
     """
-    _compare(job, Job.decode(store.compare_set(_SIGNED, "", job.encode())), rank, address, port)
+    _compare(job, Job.decode(store.compare_set(_JOB_KEY, "", job.encode())), rank, address, port)
 
 
 def _compare(job: Job, store_job: Job, rank: int, address: str, port: int) -> None:
@@ -141,7 +141,7 @@ def _listen_on_all(port: int) -> socket.socket:
                 ("", port), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True
             )
         except OSError as error:
-            if error.errno not in _ELSEWHERE:  # IPv6 may be compiled in but disabled
+            if error.errno not in _NOT_LOCAL:  # IPv6 may be compiled in but disabled
                 raise
     return socket.create_server(("", port), backlog=socket.SOMAXCONN)
 

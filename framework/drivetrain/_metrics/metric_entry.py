@@ -26,8 +26,8 @@ _OPERATIONS: dict[Any, str] = {
     min: "min",
 }
 
-_OPENED_WITH = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
-_GATHERED = ("last", "result", "fresh", "total", "weight")
+_OPTION_FIELDS = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
+_VALUE_FIELDS = ("last", "result", "fresh", "total", "weight")
 
 _FOLD_AT = 64  # number of pending values at which they are reduced to one
 
@@ -109,13 +109,13 @@ class Entry:
 
     @property
     def step_name(self) -> str:
-        return self._forked("step") if self.on_epoch else self.name
+        return self._suffixed("step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        return self._forked("epoch") if self.on_step else self.name
+        return self._suffixed("epoch") if self.on_step else self.name
 
-    def _forked(self, kind: str) -> str:
+    def _suffixed(self, kind: str) -> str:
         return f"{self.name.removesuffix(self.loader)}_{kind}{self.loader}"
 
     def reset(self) -> None:
@@ -194,7 +194,7 @@ class Entry:
     def state_dict(self) -> dict[str, Any]:
         """Return the options of the key and its values; a metric object saves its own state."""
         self.epoch_total()
-        state = {name: getattr(self, name) for name in (*_OPENED_WITH, *_GATHERED)}
+        state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
         forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
         return {**state, "forced": list(forced), "is_reduced": self.last is not None and self.last is self.reduced}
 
@@ -218,8 +218,8 @@ class Entry:
             if state[key] is not None:
                 check_value(name, state[key])
         named = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
-        entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPENED_WITH})
-        for key in _GATHERED:
+        entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPTION_FIELDS})
+        for key in _VALUE_FIELDS:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
         entry.reduced = entry.last if state["is_reduced"] else None

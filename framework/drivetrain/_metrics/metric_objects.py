@@ -33,7 +33,7 @@ class MetricObjects:
         forever.
         """
         self._ending = False  # True between an epoch's reduction and its end, when hooks may log or reset metrics
-        self._settled: dict[str, torch.Tensor] = {}
+        self._epoch_values: dict[str, torch.Tensor] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._computed: dict[str, Any] = {}
 
@@ -43,7 +43,7 @@ class MetricObjects:
             return {}
         return {name: child for name, child in self._module.named_modules() if is_metric(child)}
 
-    def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Return the state of each metric object, merged from those of several ranks.
 
         Raises:
@@ -54,7 +54,7 @@ class MetricObjects:
             for name, saved in state.items():
                 by_name.setdefault(name, []).append(saved)
         return {
-            name: all_saved[0] if len(all_saved) == 1 else merged_metric_state(name, self.at(name), all_saved)
+            name: all_saved[0] if len(all_saved) == 1 else merge_metric_states(name, self.at(name), all_saved)
             for name, all_saved in by_name.items()
         }
 
@@ -81,15 +81,15 @@ class MetricObjects:
         """Note that the epoch value ``key`` comes from ``metric``. After the reduction, its present state counts."""
         if self._ending:
             # The hook may reset the metric next, and computing it now would communicate.
-            self._settled.pop(key, None)
+            self._epoch_values.pop(key, None)
             self._states[key] = metric_state(metric)
 
     def computed(self, name: str, key: str, metric: Any, together: bool) -> torch.Tensor:
         """Return the epoch value ``key`` as `computed` does; cached until the key is logged again."""
-        value = self._settled.get(key)
+        value = self._epoch_values.get(key)
         if value is None:
             value = computed(name, metric, together, self.group(), self._states.pop(key, None))
-            self._settled[key] = value
+            self._epoch_values[key] = value
             self._computed[key] = metric
         return value
 
@@ -100,7 +100,7 @@ class MetricObjects:
     def begin_epoch(self) -> None:
         """Start a new epoch."""
         self._ending = False
-        self._settled, self._states, self._computed = {}, {}, {}
+        self._epoch_values, self._states, self._computed = {}, {}, {}
 
     def reset(self) -> None:
         """Reset the metrics that this epoch computed, even on a rank without data, and start a new epoch."""
@@ -118,7 +118,7 @@ def is_metric(value: Any) -> bool:
 
 def metric_state(metric: Any) -> dict[str, Any]:
     """Return a copy of the states declared with add_state, and of the metric's own bookkeeping."""
-    return {name: _copied(value) for name, value in _kept(metric).items()}
+    return {name: _copy(value) for name, value in _saved_attributes(metric).items()}
 
 
 def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def reset(metric: Any) -> None:
         metric.reset()
 
 
-def merged_metric_state(name: str, metric: Any, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def merge_metric_states(name: str, metric: Any, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the merged state of one metric object from the states of several ranks.
 
     Uses the ``merge_state`` of the metric's class if it overrides it. Otherwise each state is merged as ``compute``
@@ -159,17 +159,19 @@ def merged_metric_state(name: str, metric: Any, states: Sequence[Mapping[str, An
         return states[0]
     if unreducible and not has_own_merge:
         raise _unmergeable(name, metric, f"dist_reduce_fx=None for {', '.join(unreducible)} does not define a merge")
-    merged = {**states[0], "_update_count": sum(state["_update_count"] for state in states), "_computed": None}
+    merge_states = {**states[0], "_update_count": sum(state["_update_count"] for state in states), "_computed": None}
     try:
-        return merged | (_merge_by_metric(metric, states) if has_own_merge else _merge_by_reductions(metric, states))
+        return merge_states | (
+            _merge_by_metric(metric, states) if has_own_merge else _merge_by_reductions(metric, states)
+        )
     except Exception as error:
         raise _unmergeable(name, metric, f"{type(error).__name__}: {error}") from error
 
 
 def _merge_by_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    current = _kept(metric)
+    current = _saved_attributes(metric)
     try:
-        set_metric_state(metric, {key: _copied(value) for key, value in states[0].items()})
+        set_metric_state(metric, {key: _copy(value) for key, value in states[0].items()})
         for state in states[1:]:
             metric.merge_state({key: state[key] for key in metric._defaults})
             metric._update_count += state["_update_count"]
@@ -181,19 +183,19 @@ def _merge_by_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[s
 def _merge_by_reductions(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     from torchmetrics.utilities import dim_zero_cat  # already imported, since there is a metric
 
-    merged: dict[str, Any] = {}
+    merge_states: dict[str, Any] = {}
     for key, reduction in metric._reductions.items():
         parts = [state[key] for state in states]
         if any(isinstance(part, list) for part in parts):
-            merged[key] = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+            merge_states[key] = [each for part in parts for each in (part if isinstance(part, list) else [part])]
         elif reduction is dim_zero_cat:
-            merged[key] = dim_zero_cat(parts)
+            merge_states[key] = dim_zero_cat(parts)
         else:
             try:
-                merged[key] = reduction(torch.stack(parts))
+                merge_states[key] = reduction(torch.stack(parts))
             except Exception as error:
                 raise ValueError(f"of {key}: {error}") from error
-    return merged
+    return merge_states
 
 
 def _has_tensor(states: Sequence[Mapping[str, Any]], key: str) -> bool:
@@ -209,18 +211,18 @@ def _unmergeable(name: str, metric: Any, why: str) -> CheckpointError:
     )
 
 
-def _kept(metric: Any) -> dict[str, Any]:
+def _saved_attributes(metric: Any) -> dict[str, Any]:
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
     return {name: getattr(metric, name) for name in names if name in metric.__dict__}
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # a tensor with a graph, as from a metric called on a loss, has no deepcopy
     if type(value) in (list, tuple):
-        return type(value)(_copied(part) for part in value)
+        return type(value)(_copy(part) for part in value)
     if type(value) is dict:
-        return {key: _copied(part) for key, part in value.items()}
+        return {key: _copy(part) for key, part in value.items()}
     return copy.deepcopy(value)
 
 
@@ -239,7 +241,7 @@ def computed(
     Raises:
         ConfigurationError: the value is not a single number.
     """
-    before, current = (metric.sync_on_compute, metric.process_group), _kept(metric)
+    before, current = (metric.sync_on_compute, metric.process_group), _saved_attributes(metric)
     metric.sync_on_compute = together
     metric.process_group = metric.process_group or group
     if state is not None:
@@ -251,7 +253,7 @@ def computed(
         if state is not None:
             set_metric_state(metric, current)
     # A copy, since the value may be the very tensor that the metric updates.
-    return one_number(name, metric, value).to("cpu", copy=True)
+    return as_scalar(name, metric, value).to("cpu", copy=True)
 
 
 def forward_value(name: str, metric: Any) -> torch.Tensor | None:
@@ -261,10 +263,10 @@ def forward_value(name: str, metric: Any) -> torch.Tensor | None:
         ConfigurationError: the value is not a single number.
     """
     value = metric._forward_cache
-    return None if value is None else one_number(name, metric, value).clone()
+    return None if value is None else as_scalar(name, metric, value).clone()
 
 
-def one_number(name: str, metric: Any, value: Any) -> torch.Tensor:
+def as_scalar(name: str, metric: Any, value: Any) -> torch.Tensor:
     """Return a computed value as a tensor of shape () without a graph.
 
     Raises:

@@ -56,7 +56,9 @@ class MetricStore:
         self.had_data = False
         """Whether this rank had samples of its own in the stage's epoch: from every loader, if there are several."""
         self._had_data: dict[str | None, bool] = {}
-        self._came_late = False  # this rank did not exist at the start of the epoch and may lack keys logged until then
+        self._joined_late = (
+            False  # this rank did not exist at the start of the epoch and may lack keys logged until then
+        )
         self._values: dict[str, Tensor | float] = {}
 
     # Called by steps
@@ -81,7 +83,7 @@ class MetricStore:
         options = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist)
         entry = self.entries.get(name)
         if entry is None or entry.options != options:
-            entry = self._open(name, value, options, entry, metric_attribute)
+            entry = self._get_or_create(name, value, options, entry, metric_attribute)
         if self.muted:
             return  # the key is registered first, since ranks with data reduce it with this one
         if entry.metric is not None:
@@ -127,7 +129,9 @@ class MetricStore:
         if entry.on_epoch:
             self.objects.logged(entry.epoch_name, metric)
 
-    def _open(self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None) -> Entry:
+    def _get_or_create(
+        self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None
+    ) -> Entry:
         if self.stage is None or self.stage == "predict":
             raise ConfigurationError(
                 f"log({name!r}) was called {'in prediction' if self.stage else 'outside the loops'}.",
@@ -183,7 +187,7 @@ class MetricStore:
         self.had_data = self._had_data.get(stage, False)
         if stage is not None and reset:
             self.had_data = False
-            self._came_late = self._came_late and stage != "train"
+            self._joined_late = self._joined_late and stage != "train"
             for entry in self.entries.values():
                 entry.reset()
 
@@ -301,7 +305,7 @@ class MetricStore:
                 entry.fresh = True
 
     def _part(self, keys: Sequence[str]) -> Part:
-        if self.had_data and not self._came_late:
+        if self.had_data and not self._joined_late:
             return Part.WHOLE
         return Part.SOME if keys else Part.NONE
 
@@ -326,11 +330,11 @@ class MetricStore:
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest values for loggers."""
-        return self._chosen("logger")
+        return self._select("logger")
 
     def progress_bar_metrics(self) -> dict[str, Tensor]:
         """Return the latest values with ``prog_bar=True``; converting them to numbers waits for the device."""
-        return self._chosen("prog_bar")
+        return self._select("prog_bar")
 
     def evaluation_so_far(self) -> dict[str, Tensor]:
         """Return this rank's preliminary values with ``prog_bar=True`` of the current evaluation.
@@ -403,7 +407,7 @@ class MetricStore:
                 check_value(name, value)
             if not all(type(had) is bool for had in state["had_data"].values()):
                 raise ValueError(f"had_data is {state['had_data']!r}")
-        self.objects.merged([state["objects"] for state in states])
+        self.objects.merge_states([state["objects"] for state in states])
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Load results of `state_dict`: of this rank, or of several ranks that this one replaces.
@@ -411,8 +415,8 @@ class MetricStore:
         Enter a stage afterwards. All other logged values are dropped.
         """
         self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
-        self.stage, self.had_data, self._came_late = None, False, not states
-        for name, saved in self.objects.merged([state["objects"] for state in states]).items():
+        self.stage, self.had_data, self._joined_late = None, False, not states
+        for name, saved in self.objects.merge_states([state["objects"] for state in states]).items():
             set_metric_state(self.objects.at(name), move_to(saved, device))
         for state in states:
             for stage, entries in state["stages"].items():
@@ -436,7 +440,7 @@ class MetricStore:
     def _all(self) -> Iterable[Entry]:
         return (entry for entries in self._stages.values() for entry in entries.values())
 
-    def _chosen(self, flag: str) -> dict[str, Tensor]:
+    def _select(self, flag: str) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for entry in self._all():
             if not getattr(entry, flag):

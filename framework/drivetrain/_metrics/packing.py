@@ -170,7 +170,7 @@ def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
     raise DistributedError(
         f"The logged keys differ between ranks: {'; '.join(lines)}.",
         "an epoch's values are reduced over all ranks together.",
-        "log the same keys on every rank, or with sync_dist=False where a value is a rank's own.",
+        "log the same keys on every rank, or with sync_dist=False for values that belong to one rank.",
     )
 
 

@@ -22,12 +22,12 @@ def number(name: str, value: Any) -> Tensor | float:
         ConfigurationError: it is not a number.
     """
     if isinstance(value, Tensor):
-        return _own(name, value)
-    plain = _of_numpy(name, value)
+        return _copy_tensor(name, value)
+    plain = _from_numpy(name, value)
     if isinstance(plain, int | float):
         # Converted from subclasses (np.float64, bool, IntEnum), since checkpoints store the value.
         return int(plain) if isinstance(plain, int) else float(plain)
-    raise _not_one(
+    raise _value_error(
         name,
         f"a {type(value).__name__}",
         "a logged value is a number, a tensor of one element or a torchmetrics.Metric.",
@@ -59,16 +59,16 @@ def copy_as_tensor(value: Tensor | float) -> Tensor:
     return torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
 
 
-def _own(name: str, value: Tensor) -> Tensor:
+def _copy_tensor(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        raise _not_one(
+        raise _value_error(
             name,
             f"a tensor of shape {tuple(value.shape)}",
             "a logged value is one number.",
             "log its mean(), or one element at a time.",
         )
     if value.is_complex():
-        raise _not_one(
+        raise _value_error(
             name,
             f"a tensor of {str(value.dtype).removeprefix('torch.')}",
             "a logged value is one number.",
@@ -83,7 +83,7 @@ def _own(name: str, value: Tensor) -> Tensor:
 def _local(name: str, value: Any) -> Tensor:
     """Return the local tensor of a replicated DTensor."""
     if not all(placement.is_replicate() for placement in value.placements):
-        raise _not_one(
+        raise _value_error(
             name,
             f"a DTensor placed as {tuple(value.placements)}",
             "no rank holds the whole number, and logging does not communicate.",
@@ -93,13 +93,13 @@ def _local(name: str, value: Any) -> Tensor:
     return local
 
 
-def _of_numpy(name: str, value: Any) -> Any:
+def _from_numpy(name: str, value: Any) -> Any:
     """Return NumPy scalars and one-element arrays as Python numbers; anything else unchanged."""
     numpy = sys.modules.get("numpy")  # imported already if the value is NumPy's
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
         return value
     if value.size != 1:
-        raise _not_one(
+        raise _value_error(
             name,
             f"an array of shape {tuple(value.shape)}",
             "a logged value is one number.",
@@ -108,9 +108,9 @@ def _of_numpy(name: str, value: Any) -> Any:
     if value.dtype.kind in "buif":  # item() of a longdouble is not a Python float
         return float(value.item()) if value.dtype.kind == "f" else value.item()
     if isinstance(value, numpy.ndarray):
-        raise _not_one(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it.")
+        raise _value_error(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it.")
     return value
 
 
-def _not_one(name: str, found: str, why: str, fix: str) -> ConfigurationError:
+def _value_error(name: str, found: str, why: str, fix: str) -> ConfigurationError:
     return ConfigurationError(f"log({name!r}) was given {found}.", why, fix)

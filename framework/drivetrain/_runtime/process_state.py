@@ -67,21 +67,21 @@ class ProcessState:
     def remember(self) -> None:
         """Save the present state."""
         self._restore = [
-            _keep_environment(),
-            _keep_default_dtype(),
-            _keep_backend_flags(),
-            _keep_deterministic(),
-            _keep_autograd(),
-            _keep_exception_hooks(),
-            _keep_device(),
+            _save_environment(),
+            _save_default_dtype(),
+            _save_backend_flags(),
+            _save_deterministic(),
+            _save_autograd(),
+            _save_exception_hooks(),
+            _save_device(),
         ]
         if threading.current_thread() is threading.main_thread():
-            self._restore.append(_keep_signal_handlers())
+            self._restore.append(_save_signal_handlers())
         if self._generators:
-            self._restore.append(_keep_python_generator())
-            self._restore.append(_keep_torch_generators(self._cuda_generators))
+            self._restore.append(_save_python_generator())
+            self._restore.append(_save_torch_generators(self._cuda_generators))
             if "numpy" in sys.modules:
-                self._restore.append(_keep_numpy_generator())
+                self._restore.append(_save_numpy_generator())
 
     def restore(self) -> None:
         """Restore the state that `remember` saved. A second call does nothing."""
@@ -90,7 +90,7 @@ class ProcessState:
             put_back()
 
 
-def _keep_environment() -> Callable[[], None]:
+def _save_environment() -> Callable[[], None]:
     before = dict(os.environ)
 
     def put_back() -> None:
@@ -103,7 +103,7 @@ def _keep_environment() -> Callable[[], None]:
     return put_back
 
 
-def _keep_device() -> Callable[[], None]:
+def _save_device() -> Callable[[], None]:
     # Querying the device would initialise CUDA; the current one is the first until then.
     before = torch.cuda.current_device() if _cuda_is_in_use() else 0
 
@@ -114,12 +114,12 @@ def _keep_device() -> Callable[[], None]:
     return put_back
 
 
-def _keep_default_dtype() -> Callable[[], None]:
+def _save_default_dtype() -> Callable[[], None]:
     before = torch.get_default_dtype()
     return lambda: torch.set_default_dtype(before)
 
 
-def _keep_backend_flags() -> Callable[[], None]:
+def _save_backend_flags() -> Callable[[], None]:
     before = [(owner, name, _read(owner, name)) for owner, name in _BACKEND_FLAGS]
     matmul = _matmul_precision()
 
@@ -148,7 +148,7 @@ def _read(owner: Any, name: str) -> Any:
         return None
 
 
-def _keep_deterministic() -> Callable[[], None]:
+def _save_deterministic() -> Callable[[], None]:
     # CUBLAS_WORKSPACE_CONFIG is restored with the environment.
     mode = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic
@@ -170,7 +170,7 @@ def _inductor_deterministic() -> bool | None:
     return getattr(sys.modules.get(_INDUCTOR_CONFIG), "deterministic", None)
 
 
-def _keep_autograd() -> Callable[[], None]:
+def _save_autograd() -> Callable[[], None]:
     grad = torch.is_grad_enabled()
     anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
@@ -181,7 +181,7 @@ def _keep_autograd() -> Callable[[], None]:
     return put_back
 
 
-def _keep_exception_hooks() -> Callable[[], None]:
+def _save_exception_hooks() -> Callable[[], None]:
     main, threads = sys.excepthook, threading.excepthook
 
     def put_back() -> None:
@@ -190,7 +190,7 @@ def _keep_exception_hooks() -> Callable[[], None]:
     return put_back
 
 
-def _keep_signal_handlers() -> Callable[[], None]:
+def _save_signal_handlers() -> Callable[[], None]:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
     def put_back() -> None:
@@ -204,12 +204,12 @@ def _keep_signal_handlers() -> Callable[[], None]:
     return put_back
 
 
-def _keep_python_generator() -> Callable[[], None]:
+def _save_python_generator() -> Callable[[], None]:
     before = random.getstate()
     return lambda: random.setstate(before)
 
 
-def _keep_numpy_generator() -> Callable[[], None]:
+def _save_numpy_generator() -> Callable[[], None]:
     import numpy
 
     before: Any = numpy.random.get_state()
@@ -221,7 +221,7 @@ def _cuda_is_in_use() -> bool:
     return in_use
 
 
-def _keep_torch_generators(cuda: bool) -> Callable[[], None]:
+def _save_torch_generators(cuda: bool) -> Callable[[], None]:
     cpu = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 

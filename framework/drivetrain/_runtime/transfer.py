@@ -61,7 +61,7 @@ def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
             return value
         if _batch_size(value) is not None and callable(getattr(value, "apply", None)):
             return value.apply(cast)  # a TensorDict, whose `to` would cast integers as well
-        return _rebuilt(value, cast)
+        return _rebuild(value, cast)
 
     return map_tensors(batch, cast)
 
@@ -93,10 +93,10 @@ def map_tensors(batch: Any, function: Callable[[Any], Any]) -> Any:
 def _map_other(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Tensor) or (callable(getattr(batch, "to", None)) and not isinstance(batch, type)):
         return function(batch)
-    return _rebuilt(batch, function)
+    return _rebuild(batch, function)
 
 
-def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
+def _rebuild(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, UserDict) or (isinstance(batch, MutableMapping) and dataclasses.is_dataclass(batch)):
         # The copy keeps the object's other attributes. Hugging Face's `ModelOutput` syncs its fields with its entries.
         result: Any = copy.copy(batch)

@@ -92,12 +92,12 @@ class Processes:
             raise
         if isinstance(context, MultiprocessContext):
             if context._pc is not None:
-                context._pc.join = _Join(context._pc)
-            context._worker_finished_event = _Wake(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
+                context._pc.join = _ReapingJoin(context._pc)
+            context._worker_finished_event = _NonBlockingEvent(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
         return cls(first_rank, context, scratch)
 
     def exit_codes(self) -> dict[int, int | None]:
-        """Return each rank's exit code: None while it runs, negative where a signal ended it."""
+        """Return each rank's exit code: None while it runs, negative if a signal ended it."""
         from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 
         if isinstance(self._context, SubprocessContext):
@@ -113,9 +113,9 @@ class Processes:
         for rank, code in self.exit_codes().items():
             if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
                 continue
-            left = self._read_error_file(rank) or (self._read_store(rank) if code else None)
-            if left is not None:
-                self._failures[rank] = left if code is None else left.ended_with(code)
+            report = self._read_error_file(rank) or (self._read_store(rank) if code else None)
+            if report is not None:
+                self._failures[rank] = report if code is None else report.ended_with(code)
             elif code:
                 self._failures[rank] = Failure.of_exit(rank, code)
         return [self._failures[rank] for rank in sorted(self._failures)]
@@ -140,8 +140,8 @@ class Processes:
 
     def _ended_by_sigterm(self, rank: int, code: int | None) -> bool:
         """Return True if SIGTERM ended the rank. In function processes, elastic handles it by raising."""
-        left = self._read_error_file(rank)
-        return code == -signal.SIGTERM or (left is not None and (left.error_type or "").endswith("SignalException"))
+        report = self._read_error_file(rank)
+        return code == -signal.SIGTERM or (report is not None and (report.error_type or "").endswith("SignalException"))
 
     def _read_error_file(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
@@ -183,7 +183,7 @@ class Processes:
                 os.unlink(path)
 
 
-class _Join:
+class _ReapingJoin:
     """Replaces the `join` of torch's processes, which terminates all others when one has failed.
 
     The others would get SIGTERM, which a run takes for preemption, and SIGKILL half a minute later. Torch's `join` also
@@ -207,7 +207,7 @@ class _Join:
         return not sentinels
 
 
-class _Wake:
+class _NonBlockingEvent:
     """Sets the event that function processes wait for before they exit, without waiting for them to wake up.
 
     A process that was killed while waiting never wakes up, and `Event.set` would block forever.

@@ -49,7 +49,7 @@ def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
     Raises:
         ConfigurationError: there is no such launcher, or it cannot work in this process.
     """
-    launcher = named_launcher(setting) or _suitable()
+    launcher = named_launcher(setting) or _choose_automatically()
     launcher.check(num_local)
     return launcher
 
@@ -65,7 +65,7 @@ def named_launcher(setting: str | Launcher) -> Launcher | None:
     return None if setting == "auto" else _NAMES.make(setting)
 
 
-def _suitable() -> Launcher:
+def _choose_automatically() -> Launcher:
     """Return a launcher that runs the script again, or one that calls a function where that is not possible.
 
     The latter serves notebooks, REPLs and pytest. It forks where that is safe: only then do functions and classes that
@@ -74,7 +74,7 @@ def _suitable() -> Launcher:
     Raises:
         ConfigurationError: this process is a Ray worker.
     """
-    if _is_a_worker_of_ray():
+    if _is_ray_worker():
         raise ConfigurationError(
             "a task or actor of Ray, such as a trial of Ray Tune, asks for several devices",
             "a Ray worker's program cannot be run again, and a fork of it deadlocks on threads that it lacks",
@@ -103,7 +103,7 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
-def _is_a_worker_of_ray() -> bool:
+def _is_ray_worker() -> bool:
     """Return True inside a Ray task or actor, False in a script that uses Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_task_id() is not None

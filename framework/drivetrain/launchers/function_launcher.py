@@ -116,7 +116,7 @@ class FunctionLauncher(Launcher):
         elif store is not None:
             port = store.port
         jobs = [
-            _Job(
+            _RankJob(
                 self.start_method,
                 replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
                 address,
@@ -204,7 +204,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _RankJob:
     start_method: StartMethod
     placement: Placement
     address: str
@@ -217,7 +217,7 @@ class _Job:
     """The listening socket of the caller's store, if the caller forks."""
 
 
-def _run(job: _Job, work: _Call | bytes) -> bytes:
+def _run(job: _RankJob, work: _Call | bytes) -> bytes:
     die_with_parent()
     # OpenMP's threads do not survive a fork, and waiting for them would never end.
     forked = job.start_method == "fork"
@@ -236,7 +236,7 @@ def _run(job: _Job, work: _Call | bytes) -> bytes:
         raise
 
 
-def _restore_surroundings(job: _Job) -> None:
+def _restore_surroundings(job: _RankJob) -> None:
     """Restore the caller's environment variables, working directory and multiprocessing start method.
 
     The fork server has those of the moment when it was started. With its own start method, each DataLoader worker would
@@ -300,13 +300,13 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
                 "drivetrain.testing.run_distributed(function, 2)"
             )
         raise ConfigurationError(
-            f"launcher={method!r} cannot send {_culprit(fn, args)} to other processes: {error}",
+            f"launcher={method!r} cannot send {_describe_unpicklable(fn, args)} to other processes: {error}",
             "the function and its arguments are pickled to be sent",
             fix,
         ) from error
 
 
-def _culprit(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
+def _describe_unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """Return a description of what cannot be pickled: the function, or the first such argument with its name."""
     if not _can_dump(fn):
         return f"the function {getattr(fn, '__qualname__', fn)!r}"

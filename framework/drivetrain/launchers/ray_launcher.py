@@ -21,7 +21,7 @@ from drivetrain.launchers.launcher import Launcher, Work
 Result = TypeVar("Result")
 
 # Lines of Ray's error for a dead actor that only identify the actor.
-_WHO = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
+_IDENTITY_LINES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
 
 
 class RayLauncher(Launcher):
@@ -135,13 +135,13 @@ class RayLauncher(Launcher):
             if group.wait(self._patience):
                 return group
             ray.util.remove_placement_group(group)
-            why = f"other jobs use it; free: {_shown(ray.available_resources())}"
+            why = f"other jobs use it; free: {_format_resources(ray.available_resources())}"
         else:
             totals = [{name: node.get(name, 0) for name in bundle} for node in nodes]
-            why = f"its nodes have {', '.join(map(_shown, totals))}"
+            why = f"its nodes have {', '.join(map(_format_resources, totals))}"
         raise ConfigurationError(
             f"The Ray cluster has no room for {placement.num_nodes} node(s) of {placement.local_world_size} worker(s) "
-            f"with {_shown(resources)} each",
+            f"with {_format_resources(resources)} each",
             why,
             "ask for fewer devices or nodes, for less with RayLauncher(resources_per_worker=...), or add machines",
         )
@@ -167,7 +167,7 @@ class RayLauncher(Launcher):
             done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if end == float("inf") else left)
             for call in done:
                 rank = rank_of.pop(call)
-                outcomes[rank] = _outcome(ray, rank, call)
+                outcomes[rank] = _get_outcome(ray, rank, call)
                 if isinstance(outcomes[rank], Failure):
                     end = min(end, time.monotonic() + self._grace)
         return outcomes
@@ -208,7 +208,7 @@ def _devices_of(place: Placement, wheres: Sequence[WorkerLocation]) -> list[str]
     return [device for where in wheres[begin : begin + place.local_world_size] for device in where.devices]
 
 
-def _outcome(ray: Any, rank: int, call: Any) -> Any:
+def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     try:
         return ray.get(call)
     except ray.exceptions.RayTaskError as error:  # raised outside the user's function
@@ -216,7 +216,7 @@ def _outcome(ray: Any, rank: int, call: Any) -> Any:
     except ray.exceptions.RayError as error:
         # The actor is gone: killed, out of memory, or with its machine. Ray's text identifies it and gives the reason.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = [line for line in lines if not line.startswith(_WHO)]
+        reason = [line for line in lines if not line.startswith(_IDENTITY_LINES)]
         where = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
         return Failure(rank, message=f"died{where}: {' '.join(reason[1:] or reason)}")
 
@@ -247,5 +247,5 @@ def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return work
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _format_resources(resources: Mapping[str, float]) -> str:
     return " ".join(f"{name} {amount:g}" for name, amount in resources.items() if ":" not in name) or "nothing"

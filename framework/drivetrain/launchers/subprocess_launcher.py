@@ -69,7 +69,7 @@ class SubprocessLauncher(Launcher):
         """
         world = current_world()
         if world is not None:
-            return _existing(world, placement)
+            return _reuse_world(world, placement)
         if placement.local_rank != 0:
             raise ConfigurationError(
                 f"local rank {placement.local_rank} cannot start the other processes of its node",
@@ -126,7 +126,7 @@ class SubprocessLauncher(Launcher):
             _exit_with(first_cause(failures))
 
 
-def _existing(world: World, placement: Placement) -> World:
+def _reuse_world(world: World, placement: Placement) -> World:
     failures = world.failures()
     if failures:
         raise RankFailedError(first_cause(failures))

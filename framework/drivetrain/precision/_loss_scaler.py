@@ -36,7 +36,16 @@ class LossScaler:
         scaler: the scaler that holds the scale.
     """
 
-    __slots__ = ("_asked", "_found", "_overflowed", "_skipped", "_undecided", "_waiting", "scaler", "unscaled")
+    __slots__ = (
+        "_checks",
+        "_overflowed",
+        "_skipped",
+        "_stepped",
+        "_to_rescale",
+        "_unused_checks",
+        "scaler",
+        "unscaled",
+    )
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
@@ -44,15 +53,15 @@ class LossScaler:
         """Optimizers with unscaled gradients, by ``id``; holding them keeps the ids valid."""
         self._overflowed: dict[int, bool] = {}
         """The decision for each of them, once it was made."""
-        self._asked: set[int] = set()
+        self._stepped: set[int] = set()
         """Optimizers for which `step` was called since the last update, whether they stepped or not."""
-        self._found: list[Tensor] = []
+        self._checks: list[Tensor] = []
         """Results of overflow checks since the last update: above zero after an overflow."""
-        self._undecided: list[Tensor] = []
+        self._unused_checks: list[Tensor] = []
         """Results that no decision has used yet."""
         self._skipped = False
         """Whether a step was skipped since the last update."""
-        self._waiting: list[Optimizer] = []
+        self._to_rescale: list[Optimizer] = []
         """Optimizers with scaled gradients, which the next update of the scale has to rescale."""
 
     def scale_again(self) -> None:
@@ -79,14 +88,16 @@ class LossScaler:
         if sharded:
             parts = [_Parameters(parameters) for parameters in (plain, *sharded.values()) if parameters]
         for part in parts:
-            if scaler._scale.device.type != "cpu" and any(one.device.type == "cpu" for one in _gradients((part,))):
+            if scaler._scale.device.type != "cpu" and any(
+                gradient.device.type == "cpu" for gradient in _gradients((part,))
+            ):
                 self._unscale_on_host(part)
             else:
                 scaler.unscale_(part)
             # GradScaler would otherwise refuse to unscale the optimizer again before the update.
-            found = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
-            self._found.extend(found)
-            self._undecided.extend(found)
+            infs = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
+            self._checks.extend(infs)
+            self._unused_checks.extend(infs)
         self.unscaled[id(optimizer)] = optimizer
 
     def _unscale_on_host(self, part: Any) -> None:
@@ -117,9 +128,9 @@ class LossScaler:
                 self.unscale(optimizer)
             return clip_gradients(optimizers, max_norm)
         norm = clip_gradients(optimizers, max_norm, scale=scale)
-        found = norm.isfinite().logical_not().float()
-        self._found.append(found)
-        self._undecided.append(found)
+        overflow = norm.isfinite().logical_not().float()
+        self._checks.append(overflow)
+        self._unused_checks.append(overflow)
         self.unscaled.update({id(optimizer): optimizer for optimizer in optimizers})
         return norm
 
@@ -136,7 +147,7 @@ class LossScaler:
             True if it stepped.
         """
         self.unscale(optimizer)
-        self._asked.add(id(optimizer))
+        self._stepped.add(id(optimizer))
         overflowed = self._overflowed.get(id(optimizer))
         if overflowed is None:
             overflowed = self._decide(reducer)
@@ -150,7 +161,7 @@ class LossScaler:
 
     def wait(self, optimizers: Iterable[Optimizer]) -> None:
         """Before an update, note which of ``optimizers`` still have scaled gradients, which `update` then rescales."""
-        self._waiting = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
+        self._to_rescale = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
 
     def update(self, at_floor: Callable[[float], None] | None = None) -> None:
         """Adapt the scale to the overflow checks since the last update, and clear them.
@@ -163,19 +174,19 @@ class LossScaler:
         """
         states = self.scaler._per_optimizer_states
         states.clear()
-        waiting, self._waiting = self._waiting, []
+        waiting, self._to_rescale = self._to_rescale, []
         scale = self.scaler._scale
         before = scale.clone() if waiting and scale is not None else None
-        if self._found:  # GradScaler.update raises without any check
-            states[0] = {"found_inf_per_device": dict(enumerate(self._found))}
+        if self._checks:  # GradScaler.update raises without any check
+            states[0] = {"found_inf_per_device": dict(enumerate(self._checks))}
             self.scaler.update()
-        for key in self._asked:
+        for key in self._stepped:
             self.unscaled.pop(key, None)
             self._overflowed.pop(key, None)
-        self._asked.clear()
-        self._found.clear()
+        self._stepped.clear()
+        self._checks.clear()
         if not self.unscaled:
-            self._undecided.clear()
+            self._unused_checks.clear()
         skipped, self._skipped = self._skipped, False
         # Read only after an overflow, because it waits for the device.
         if skipped and self.scaler.get_scale() <= LOSS_SCALE_FLOOR:
@@ -186,12 +197,12 @@ class LossScaler:
             multiply(waiting, scale / before)  # exact, since GradScaler changes the scale by powers of two by default
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
-        found, self._undecided = self._undecided, []
+        found, self._unused_checks = self._unused_checks, []
         if reducer is not None:
             if not found:  # this rank has no gradients but takes part in the reduction
                 scale = cast(Tensor, self.scaler._scale)
                 found.append(torch.zeros((), device=scale.device))
-                self._found.extend(found)
+                self._checks.extend(found)
             for other in found[1:]:
                 found[0].add_(other.to(found[0].device))
             reducer(found[0])  # in place, so that `update` sees the result too

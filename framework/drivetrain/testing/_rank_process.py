@@ -71,15 +71,15 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
             call: Call = pipe.recv()
             # Includes threads of the pool for backward passes: they stay and count as the first call's.
             with ProcessState(generators=True):
-                _surround(call)
-                leftovers = _answer(call, rank, world_size, pipe)
+                _restore_surroundings(call)
+                leftovers = _run_call(call, rank, world_size, pipe)
             torch.set_num_threads(1)
             pipe.send(leftovers)
         except (EOFError, BrokenPipeError):
             return
 
 
-def _surround(call: Call) -> None:
+def _restore_surroundings(call: Call) -> None:
     os.environ.clear()
     os.environ.update(call.variables)
     os.chdir(call.folder)
@@ -88,7 +88,7 @@ def _surround(call: Call) -> None:
     multiprocessing.set_start_method(call.start_method, force=True)
 
 
-def _answer(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
+def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
     """Run the function, send its outcome, and wait until all ranks have returned.
 
     A group that is destroyed while another rank is in a collective would make that rank fail.

@@ -117,7 +117,7 @@ class World:
             store = host("127.0.0.1", 0) if hosts else None
             self._send(work, process_group, timeout, {**os.environ, **(env or {})}, store)
             outcomes = self._collect(timeout)
-            leftovers = self._ask_for_leftovers()
+            leftovers = self._collect_leftovers()
             del store
         except BaseException:
             self._kill()
@@ -136,7 +136,7 @@ class World:
             for worker in self._workers:
                 worker.process.join(_EXIT_LIMIT)
                 if worker.process.exitcode != 0:
-                    raise _bad_end(worker)
+                    raise _exit_error(worker)
         finally:
             self._kill()
 
@@ -160,7 +160,7 @@ class World:
             self._workers.append(_Worker(rank, process, ours))
             process.start()
             theirs.close()
-        for worker, message in self._answers(time.monotonic() + _START_LIMIT):
+        for worker, message in self._messages(time.monotonic() + _START_LIMIT):
             if isinstance(message, Failure):
                 raise RankFailedError(message)
             assert message == STARTED, f"rank {worker.rank} began with {message!r}"
@@ -196,26 +196,26 @@ class World:
         """Return the pickled return values of all ranks."""
         until = time.monotonic() + timeout
         outcomes: dict[int, Any] = {}
-        for worker, outcome in self._answers(until):
+        for worker, outcome in self._messages(until):
             outcomes[worker.rank] = outcome
             if isinstance(outcome, Failure):
                 until = min(until, time.monotonic() + _GRACE)
                 late = [other for other in self._workers if other.rank not in outcomes]
-                further = [answer for _, answer in self._answers(until, late)]
+                further = [answer for _, answer in self._messages(until, late)]
                 raise RankFailedError(first_cause(each for each in [outcome, *further] if isinstance(each, Failure)))
         late = [worker for worker in self._workers if worker.rank not in outcomes]
         if late:
-            raise _too_late(late, self.nprocs, timeout)
+            raise _timeout_error(late, self.nprocs, timeout)
         return [outcomes[rank] for rank in range(self.nprocs)]
 
-    def _ask_for_leftovers(self) -> dict[int, Leftovers]:
+    def _collect_leftovers(self) -> dict[int, Leftovers]:
         for worker in self._workers:
             worker.send(ALL_RETURNED)
-        answers = {worker.rank: answer for worker, answer in self._answers(time.monotonic() + _EXIT_LIMIT)}
+        answers = {worker.rank: answer for worker, answer in self._messages(time.monotonic() + _EXIT_LIMIT)}
         for worker in self._workers:
             answer = answers.get(worker.rank)
             if not isinstance(answer, Leftovers):
-                raise _bad_end(worker)
+                raise _exit_error(worker)
         return answers
 
     def _check(self, leftovers: Mapping[int, Leftovers]) -> None:
@@ -230,7 +230,7 @@ class World:
                     "restore or end it before the function returns",
                 )
 
-    def _answers(self, until: float, of: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
+    def _messages(self, until: float, of: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
         """Yield one message from each rank as it arrives, with a `Failure` for a rank that died, until ``until``."""
         waiting: dict[Any, _Worker] = {worker.pipe: worker for worker in (self._workers if of is None else of)}
         while waiting:
@@ -316,7 +316,7 @@ class _Worker:
             self.process.join()
 
 
-def _too_late(late: Sequence[_Worker], nprocs: int, timeout: float) -> DistributedError:
+def _timeout_error(late: Sequence[_Worker], nprocs: int, timeout: float) -> DistributedError:
     until = time.monotonic() + _STACK_LIMIT
     while time.monotonic() < until and not all(worker.where() for worker in late):
         time.sleep(0.02)
@@ -329,7 +329,7 @@ def _too_late(late: Sequence[_Worker], nprocs: int, timeout: float) -> Distribut
     )
 
 
-def _bad_end(worker: _Worker) -> DistributedError:
+def _exit_error(worker: _Worker) -> DistributedError:
     code = worker.process.exitcode
     detail = f"did not end within {_EXIT_LIMIT:g} s" if code is None else f"ended with code {code}"
     return DistributedError(

@@ -289,7 +289,7 @@ def test_a_rank_whose_caller_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_only_the_first_rank_of_a_node_launches() -> None:
     from drivetrain.launchers import SubprocessLauncher
 
-    with pytest.raises(ConfigurationError, match="local rank 1 cannot start the others"):
+    with pytest.raises(ConfigurationError, match="local rank 1 cannot start the other processes"):
         SubprocessLauncher().launch(Placement(1, 2, 1, 2))
 
 

@@ -225,7 +225,7 @@ def test_a_store_that_outlives_its_ranks_lets_them_in_again() -> None:  # J-05
 
 
 def test_a_store_that_is_nobodys_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
-    monkeypatch.setattr(rendezvous, "_SIGNS_WITHIN", rendezvous._SIGNS_WITHIN / 600)
+    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
         admit(store, _job(), 1, "127.0.0.1", store.port)

@@ -53,7 +53,7 @@ def load_extension() -> ModuleType:
             "it is a C++ extension for builds of torch without CUDA.",
             "install what is missing, or skip the test with drivetrain.testing.requires_emulated_cuda().",
         )
-    path = _built()
+    path = _build_cached()
     spec = importlib.util.spec_from_file_location(_NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -65,7 +65,7 @@ def load_extension() -> ModuleType:
     return extension
 
 
-def _built() -> Path:
+def _build_cached() -> Path:
     compiler = _compiler()
     assert compiler is not None
     command = _command(compiler)

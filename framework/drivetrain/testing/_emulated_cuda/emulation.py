@@ -16,7 +16,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.building import load_extension
 from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, format_findings
 from drivetrain.testing._emulated_cuda.sites import Sites
-from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, in_place
+from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, emulated_names
 from drivetrain.testing._emulated_cuda.torch_nccl import nccl_in_place
 
 _loaded: tuple[ModuleType, Sites] | None = None
@@ -151,7 +151,7 @@ def emulated_cuda(
     gpu = EmulatedCuda(extension, sites, len(visible))
     extension.start(visible, memory if enforce_memory else 0)
     try:
-        with in_place(extension, len(visible), DeviceProperties(name, memory)), nccl_in_place(extension):
+        with emulated_names(extension, len(visible), DeviceProperties(name, memory)), nccl_in_place(extension):
             torch.cuda._initialized = False
             torch.cuda._cached_device_count = None
             gpu.forget()

@@ -138,7 +138,7 @@ def check_torch_version() -> None:
 
 
 @contextlib.contextmanager
-def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
+def emulated_names(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
     """Install the emulated names in torch.cuda, and restore the former ones on exit."""
     cuda = torch.cuda
     begun: list[int] = []  # the process that initialised the driver; processes that it forks afterwards cannot use it
