@@ -1,10 +1,11 @@
-"""Counts the Python functions that a step calls: a measure of overhead that is the same on a busy machine."""
+"""Counts the Python functions that a run or a step calls: a measure of overhead that is the same on a busy machine."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -15,43 +16,51 @@ _RUNS = 5
 
 
 def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 15, runs: int = _RUNS) -> float:
-    """How many calls one step of ``run(steps)`` makes on this thread, whatever it does before and after.
+    """Return the number of calls that one step of ``run(steps)`` makes, without those of start-up and shutdown.
 
-    Comparisons by ``__eq__`` are left out, and what they call: how often a hash table compares two of torch's objects
-    depends on where in memory they lie. Under FSDP that is 430 to 500 calls a step, by process. So is what walks the
-    stack, as torch 2.11 does for each operation that DTensor has not seen: the deeper the stack, the more calls.
+    Varying calls are left out, see `count_calls`: under FSDP they are 430 to 500 calls a step, depending on the
+    process.
     """
-    # Where steps are long, on a busy machine too, a run looks by the clock whether it is to leave: here every 16 steps.
+    # A run with long steps reads the clock to decide whether to stop; here it reads it every 16 steps.
     with patch.object(stopping, "_LOOK", 1e6):
-        run(2)  # what is done and imported once
+        run(2)  # imports and caches
         few, many = (python_calls(run, steps, runs) for steps in (short, long))
     return (many - few) / (long - short)
 
 
 def python_calls(run: Callable[[int], Any], steps: int, runs: int = _RUNS) -> int:
-    """How many calls ``run(steps)`` makes, likewise, from its start to its end."""
-    # Who waits for others asks more or less often; all else is the same in every run.
-    return min(_calls(run, steps) for _ in range(runs))
+    """Return the number of calls that ``run(steps)`` makes from start to end, without varying ones."""
+    # Polling for other ranks takes a varying number of calls; the minimum has the fewest of them.
+    return min(count_calls(partial(run, steps), skip_varying=True) for _ in range(runs))
 
 
-def _calls(run: Callable[[int], Any], steps: int) -> int:
+def count_calls(run: Callable[[], Any], *, skip_varying: bool = False) -> int:
+    """Return the number of Python functions that ``run()`` calls on this thread.
+
+    Args:
+        run: what to count.
+        skip_varying: leave out ``__eq__`` and `traceback`, and all that they call. How often a hash table compares two
+            objects of torch depends on their addresses. torch 2.11 walks the stack for each operation that DTensor has
+            not seen, which takes more calls the deeper the stack is.
+    """
     count = 0
-    apart: FrameType | None = None
+    skipped: FrameType | None = None
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count, apart
-        if apart is not None:
-            if event == "return" and frame is apart:
-                apart = None
+    def on_event(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count, skipped
+        if skipped is not None:
+            if event == "return" and frame is skipped:
+                skipped = None
         elif event == "call":
-            if frame.f_code.co_name == "__eq__" or frame.f_code.co_filename == traceback.__file__:
-                apart = frame
+            code = frame.f_code
+            if skip_varying and (code.co_name == "__eq__" or code.co_filename == traceback.__file__):
+                skipped = frame
             else:
                 count += 1
 
-    sys.setprofile(note)
+    sys.setprofile(on_event)
     try:
-        run(steps)
+        run()
     finally:
         sys.setprofile(None)
     return count

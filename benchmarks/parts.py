@@ -1,16 +1,16 @@
-"""To which part of a step the time of a stack of Python frames belongs."""
+"""Attributes a stack of Python frames to one part of a training step, by the paths of its files."""
 
 from __future__ import annotations
 
 from types import CodeType, FrameType
 
 TORCH = ("data loader", "forward", "backward", "optimizer")
-"""What the raw loop has, too."""
+"""Parts that the raw loop has too."""
 ADDED = ("fetching data", "strategy, precision", "loop", "hooks", "logging", "progress bar")
-"""What a framework adds."""
+"""Parts that only a framework adds."""
 PARTS = (*TORCH, *ADDED)
 
-_RULES = [
+RULES: list[tuple[str, str | None]] = [
     ("/torch/utils/data/", "data loader"),
     ("/torch/optim/", "optimizer"),
     ("/torch/autograd/grad_mode.py", None),
@@ -24,18 +24,22 @@ _RULES = [
     ("/benchmarks/nets.py", "forward"),
     ("/benchmarks/peers/", "forward"),  # training_step, which calls it
     ("/benchmarks/work.py", "forward"),
-    ("/drivetrain/metrics/", "logging"),
+    ("/drivetrain/_metrics/", "logging"),
     ("/drivetrain/loggers/", "logging"),
-    ("/drivetrain/module.py", "logging"),
-    ("/drivetrain/run_handle.py", None),
-    ("/drivetrain/engine/reads.py", None),
-    ("/drivetrain/callbacks/progress", "progress bar"),
-    ("/drivetrain/callbacks/rich_progress", "progress bar"),
-    ("/drivetrain/callbacks/readback", "progress bar"),
+    ("/drivetrain/_engine/log_queue.py", "logging"),
+    ("/drivetrain/module/_run_handle.py", None),
+    ("/drivetrain/module/train_module.py", "logging"),
+    ("/drivetrain/_engine/run_state.py", None),
+    ("/drivetrain/callbacks/progress_bar.py", "progress bar"),
+    ("/drivetrain/callbacks/rich_progress_bar.py", "progress bar"),
+    ("/drivetrain/callbacks/_bar_line.py", "progress bar"),
+    ("/drivetrain/callbacks/_live_lines.py", "progress bar"),
+    ("/drivetrain/callbacks/_time_left.py", "progress bar"),
+    ("/drivetrain/callbacks/_deferred_values.py", "progress bar"),
     ("/drivetrain/callbacks/", "hooks"),
     ("/drivetrain/data/", "fetching data"),
-    ("/drivetrain/loops/windows.py", "fetching data"),
-    ("/drivetrain/strategy.py", "strategy, precision"),
+    ("/drivetrain/_loops/windows.py", "fetching data"),
+    ("/drivetrain/strategies/", "strategy, precision"),
     ("/drivetrain/precision/", "strategy, precision"),
     ("/drivetrain_strategies/", "strategy, precision"),
     ("/drivetrain/", "loop"),
@@ -60,27 +64,27 @@ _RULES = [
     ("/lightning/pytorch/core/optimizer.py", "strategy, precision"),
     ("/lightning/", "loop"),
 ]
-"""By what stands in a file's path; the first that fits. None: the time is its caller's."""
+"""Part of a step by a fragment of the file's path; the first match wins. None attributes the time to the caller."""
 
 _BOOKKEEPING = {"__getattr__", "__setattr__", "modules", "named_modules", "parameters", "named_parameters", "train"}
-"""Of `torch.nn.Module`: no forward, whoever asks for them."""
+"""Functions of `torch.nn.Module` that are no part of a forward pass."""
 
-_known: dict[CodeType, str | None] = {}
+_part_of_code: dict[CodeType, str | None] = {}
 
 
 def part_of(frame: FrameType | None) -> str | None:
-    """The part of the innermost frame that belongs to one; None where none does, as before and after the run."""
+    """Return the part of the innermost frame that has one; None before and after the run."""
     while frame is not None:
         code = frame.f_code
-        if code not in _known:
-            _known[code] = _of_code(code)
-        if (part := _known[code]) is not None:
+        if code not in _part_of_code:
+            _part_of_code[code] = _find_part(code)
+        if (part := _part_of_code[code]) is not None:
             return part
         frame = frame.f_back
     return None
 
 
-def _of_code(code: CodeType) -> str | None:
+def _find_part(code: CodeType) -> str | None:
     path = code.co_filename
     if path.endswith("/benchmarks/work.py") and code.co_name == "raw":
         return "loop"
@@ -88,4 +92,4 @@ def _of_code(code: CodeType) -> str | None:
         return None
     if path.endswith("/lightning/pytorch/core/module.py") and code.co_name.startswith("log"):
         return "logging"
-    return next((part for rule, part in _RULES if rule in path), None)
+    return next((part for rule, part in RULES if rule in path), None)

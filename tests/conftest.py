@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_INTERPRETERS, os.envir
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from drivetrain.testing._leak_checks import Surroundings  # noqa: E402
+from drivetrain.testing._leak_checks import ProcessSnapshot  # noqa: E402
 from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
     The same is looked for on the ranks of a `World` after each call.
     """
-    surroundings = Surroundings()
+    surroundings = ProcessSnapshot()
     yield
     left = surroundings.put_back()
     assert not left, f"this test left behind {'; '.join(left)}"

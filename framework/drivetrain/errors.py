@@ -1,4 +1,4 @@
-"""The exceptions drivetrain raises: each says what is wrong, why it matters and how to fix it."""
+"""The exceptions that drivetrain raises: each says what is wrong, why it matters and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DrivetrainError(Exception):
     """
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        # All three go to ``args``, so that the error survives pickling between processes.
+        # All three go to ``args``, so that the error can be pickled.
         super().__init__(what, why, fix)
         self.what = what
         self.why = why
@@ -34,15 +34,15 @@ class DrivetrainError(Exception):
 
 
 class ConfigurationError(DrivetrainError):
-    """What was asked for cannot be done, or contradicts itself."""
+    """A setting or a call is invalid, or contradicts another."""
 
 
 class CheckpointError(DrivetrainError):
-    """A checkpoint could not be written, read or trusted."""
+    """A checkpoint could not be written, could not be read or failed verification."""
 
 
 class DistributedError(DrivetrainError):
-    """A rank failed, vanished or disagreed with the others."""
+    """A rank failed, did not respond or disagreed with the others."""
 
 
 class NonFiniteError(DrivetrainError):
@@ -50,14 +50,14 @@ class NonFiniteError(DrivetrainError):
 
 
 class LossSpikeError(DrivetrainError):
-    """The loss jumped, and going back has not helped."""
+    """The loss spiked, and rolling back did not help."""
 
 
 def shortened(error: ConfigurationError) -> ConfigurationError:
-    """Take the frames of drivetrain's own out of a refusal's traceback, and return it to be raised.
+    """Return ``error`` with drivetrain's own frames removed from its traceback.
 
-    What is left is the user's: the line that asked for it, and what the engine had called of theirs. Under
-    ``python -X dev`` nothing is taken out.
+    What remains is the user's code: the line that made the call, and code that the engine called.
+    With ``python -X dev`` nothing is removed.
     """
     return error if sys.flags.dev_mode else error.with_traceback(_without_ours(error.__traceback__))
 
@@ -83,5 +83,5 @@ _SHOWN = 10  # names in a message
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in quotes, the first of them where there are many."""
+    """Return the names in quotes, separated by commas; of many names only the first, and the number of the others."""
     return ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

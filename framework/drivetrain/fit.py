@@ -23,7 +23,7 @@ from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import check_devices
-from drivetrain._runtime.seed import checked_seed
+from drivetrain._runtime.seed import validate_seed
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
@@ -194,7 +194,7 @@ class Fit(SessionContext):
         self.fast_dev_run = fast_dev_run
         self.log_every_n_steps = log_every_n_steps
         self.enable_checkpointing = enable_checkpointing
-        self.seed = None if seed is None else checked_seed(seed)
+        self.seed = None if seed is None else validate_seed(seed)
         self.deterministic = deterministic
         self.benchmark = benchmark
         self.inference_mode = inference_mode
@@ -386,12 +386,12 @@ class Fit(SessionContext):
             stage, module, DataArguments(None, loaders, datamodule), ckpt_path
         )
         if verbose and self.is_global_zero:
-            from drivetrain._runtime.terminal_output import write_for_people  # only evaluations that print need it
+            from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
 
             for index, result in enumerate(results):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"
                 values = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
-                write_for_people(sys.stdout, f"{head}: {values}\n")
+                write_output(sys.stdout, f"{head}: {values}\n")
         return results
 
     def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:

@@ -21,8 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
-from drivetrain._config.lightning_names import of_strategies, of_trainers
-from drivetrain._config.old_names import new_name
+from drivetrain._config.lightning_names import strategy_attribute_error, trainer_attribute_error
+from drivetrain._config.old_names import find_replacement
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
 _LIGHTNING_STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # arguments of mock.patch and import_module
@@ -341,7 +341,7 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
     if path is None:
         if names.class_of(node.value) == "Trainer" and not hasattr(import_module("drivetrain").Fit, node.attr):
             remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
-        for end, text in (("trainer", of_trainers), ("trainer.strategy", of_strategies)):
+        for end, text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
             if owner == end or owner.endswith(f".{end}"):
                 _, known_attribute, advice = text(end, node.attr).partition(": ")
                 if known_attribute:
@@ -419,7 +419,7 @@ def _argument_notes(node: ast.Call, names: _Names) -> Iterator[tuple[int, str]]:
         name = keyword.arg
         if name is None:
             continue
-        advice = new_name(name) if is_trainer else None
+        advice = find_replacement(name) if is_trainer else None
         if name in _REMARKS and (is_trainer or called in ("fit", "validate", "test", "predict", "manual_backward")):
             advice = _REMARKS[name]
         if advice is not None:

@@ -1,4 +1,4 @@
-"""What ranks say to each other: counted, and agreed on. Rows A-08, A-10, B-02, B-19, H-01."""
+"""Communication between ranks: its amount, and agreements. Rows A-08, A-10, B-02, B-19, H-01."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from drivetrain._loops.stopping import AGREE_EVERY, StopRequest
 from drivetrain.callbacks import EarlyStopping
 from worlds import on_ranks
 
-# H-01, B-02: what is counted
+# H-01, B-02: number of collectives
 
 
 def _by_hand(steps: int, **options: Any) -> Counter[str]:
@@ -106,17 +106,18 @@ def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, 
         by_hand = found["by hand"]
         assert by_hand["allreduce"] == 10
         for name in ("bare", "logged"):
-            # The second epoch has none of what DDP settles on its first steps.
+            # From the second epoch on, without what DDP sets up in its first steps.
             assert found[name][0]["allreduce"] == 10
             assert found[name][1] - Counter(broadcast=10) == Counter(allreduce=10), name
             assert sum(found[name][0].values()) <= sum(by_hand.values()) + found[name][0]["broadcast"]
         assert sum(found["bare"][0].values()) == sum(by_hand.values())
         assert found["bare"][1] == Counter(allreduce=10)
-        # No synchronisation within a window: one for each of the three steps. A static graph plans on the first (C-02).
+        # No synchronization within a window: one for each of the three steps. A static graph is planned in the first
+        # (C-02).
         assert found["accumulated"][0]["allreduce"] == found["accumulated"][1]["allreduce"] == 3
         assert found["static"][0]["allreduce"] == 3 + found["static by hand"]["allreduce"] - 10
         assert found["static"][1]["allreduce"] == 3
-        # A whole run: nothing but set-up and steps.
+        # A whole run, which is only set-up and steps.
         extra = found["whole run"] - found["set-up by hand"] - by_hand - Counter(allreduce=10)
         assert not extra, extra
         # Two keys, two epochs: one packed collective each.
@@ -127,7 +128,7 @@ def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, 
 
 
 class Wishing(Callback):
-    """Asks to stop at a step, on some ranks."""
+    """Requests a stop at a step, on some ranks."""
 
     def __init__(self, step: int, ranks: tuple[int, ...]) -> None:
         self.step = step
@@ -177,7 +178,7 @@ def test_a_stop_asked_on_one_rank_stops_all_after_the_same_step() -> None:  # B-
 
 
 class _Place(LocalControl):
-    """A rank of several threads."""
+    """One rank, run by a thread."""
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
         self.rank = rank
@@ -219,7 +220,7 @@ def test_ranks_that_run_apart_stop_after_the_same_step() -> None:  # B-19
 
 
 class Monitored(Regression):
-    """Logs a value that differs between ranks, in one of several ways."""
+    """Logs a value that differs between ranks, in one of several forms."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class Monitored(Regression):
 
     @property
     def value(self) -> float:
-        # Worse and worse on rank 0, better and better on rank 1; their mean gets worse.
+        # It gets worse on rank 0 and better on rank 1, and their mean gets worse.
         step = float(self.current_epoch + 1)
         return 3.0 * step if self.global_rank == 0 else -step
 
@@ -268,7 +269,7 @@ def test_a_value_decides_alike_on_all_ranks() -> None:  # B-19
     assert first == second
     for how, (error, epochs, rates) in first.items():
         assert error == "", how
-        assert epochs == 4, how  # the first is the best, and three more are borne
+        assert epochs == 4, how  # the first epoch is the best, and patience allows three more
         assert rates == [0.1 / 2**3], how
 
 
@@ -283,7 +284,7 @@ def _stopping_on_rank_0() -> dict[str, Any]:
 
 def test_a_callback_that_decides_on_one_rank_only_is_named_and_never_hangs() -> None:  # B-19
     for found in on_ranks(_stopping_on_rank_0, 2):
-        assert "rank(s) [0] came to the value of 'value'" in found["text"]
+        assert "rank(s) [0] reached the value of 'value'" in found["text"]
         assert found["seconds"] < 20
 
 
@@ -325,20 +326,20 @@ def test_minus_one_on_one_rank_is_named_and_never_hangs(tmp_path: Path) -> None:
             assert error["type"] in ("AbsentRanksError", "RankFailedError"), error
             assert "on_train_batch_start returned -1" in error["text"], error
             assert seconds < 10
-            # Both ranks have left what the flight recorder holds, and the error says where.
+            # Both ranks have dumped their flight records, and the error gives the path.
             logs = tmp_path / name / "logs"
             assert f"The last collectives of each rank: {logs}/flight-rank-*.txt" in error["text"], error
             for rank in (0, 1):
                 assert "all_reduce" in (logs / f"flight-rank-{rank}.txt").read_text()
                 assert pickle.loads((logs / f"flight_rank_{rank}").read_bytes())["entries"]
-    assert not (tmp_path / "both").exists()  # where nothing was the matter
+    assert not (tmp_path / "both").exists()  # nothing is dumped without a problem
 
 
-# A-08: collective calls that one rank makes alone
+# A-08: collective calls by one rank only
 
 
 class Alone(Regression):
-    """Calls something collective under `if is_global_zero`."""
+    """Makes a collective call under `if is_global_zero`."""
 
     def __init__(self, call: str, folder: str) -> None:
         super().__init__()
@@ -392,7 +393,7 @@ def test_collective_calls_under_is_global_zero_are_refused(tmp_path: Path) -> No
 
 
 class Shaped(Regression):
-    """Differs between ranks in the way it is told to."""
+    """Differs between ranks in the given way."""
 
     def __init__(self, way: str, rank: int) -> None:
         super().__init__()
@@ -453,7 +454,7 @@ def _different() -> dict[str, Any]:
             quiet(strategy="ddp").validate(module, loader(16, 4))
         else:
             quiet(strategy="ddp").fit(module, loader(16, 4))
-    # As many micro-batches, and not as many samples.
+    # Equally many micro-batches, but not samples.
     part, _ = random_split(data(64), [48 - 8 * rank, 16 + 8 * rank])
     with failing() as found["training samples"]:
         quiet(strategy="ddp").fit(Shaped("", rank), DataLoader(part, batch_size=8))

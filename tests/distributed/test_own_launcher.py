@@ -112,7 +112,7 @@ def test_a_command_of_ones_own_runs_the_script_again(tmp_path: Path) -> None:
 
 
 def test_a_launcher_writes_one_of_two_methods() -> None:
-    with pytest.raises(TypeError, match="StartsNothing writes neither launch, which returns a World, nor run"):
+    with pytest.raises(TypeError, match="StartsNothing implements neither launch, which returns a World, nor run"):
 
         class StartsNothing(Launcher):
             pass
@@ -194,9 +194,7 @@ def test_a_launcher_is_found_by_the_name_that_its_package_registers(
 
 def test_what_is_no_launcher_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(tmp_path, monkeypatch, "builtins:dict")
-    with pytest.raises(
-        ConfigurationError, match=r"'cargo_ship' \(builtins:dict\) made a dict, which is not a Launcher"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'cargo_ship' \(builtins:dict\) made a dict, not a Launcher"):
         quiet(strategy="ddp", devices=2, launcher="cargo_ship").fit(Model(), loader(8, 4))
 
 

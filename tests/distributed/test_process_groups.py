@@ -1,4 +1,4 @@
-"""Whose process group, environment and processes: rows A-02, A-03, A-06, on two ranks."""
+"""A user's or our own process group, environment and processes: rows A-02, A-03, A-06, on two ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_users_process_group_is_used_and_left_alone() -> None:  # A-02, A-06, 
 
 
 class Nosy(Regression):
-    """Meddles with process-wide state, as library code does."""
+    """Changes process-wide state, as library code may."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def _own_group() -> dict[str, Any]:
         after = _state()
         found[name]["changed"] = str({key for key in before if before[key] != after[key]})
         assert [child.training for child in module.modules()] == flags
-        # With a seed the generators are as before too.
+        # With a seed, the generators are restored too.
         assert random.getstate() == random_state
         assert torch.equal(torch.get_rng_state(), torch_state)
     with failing() as found["three"]:

@@ -115,5 +115,5 @@ def test_several_devices_within_a_task_are_refused() -> None:  # G-01
         return f"{found['type']}: {found['text']}"
 
     told = ray.get(on_two_devices.remote(), timeout=120)
-    assert told.startswith("ConfigurationError: several devices were asked for in a task or an actor of Ray")
+    assert told.startswith("ConfigurationError: a task or actor of Ray, such as a trial of Ray Tune, asks for several")
     assert "devices=1" in told

@@ -1,4 +1,4 @@
-"""`run_distributed` itself: every other distributed test stands on it."""
+"""`run_distributed`, on which every other distributed test depends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.testing import run_distributed
-from drivetrain.testing._stack_dump import stacks_left_in
+from drivetrain.testing._stack_dump import dump_stacks_to
 
 
 def _sum(value: float) -> tuple[int, torch.Tensor, int, bool]:
@@ -104,14 +104,14 @@ def test_a_hang_ends_with_the_stack_of_every_rank() -> None:
     start = time.monotonic()
     with pytest.raises(DistributedError, match=r"(?s)Rank 0, 1 of 2 did not return within 1 s.*_wait_on_one"):
         run_distributed(_wait_on_one, 2, timeout=1)
-    assert time.monotonic() - start < 40  # and not the minute that one of them sleeps
+    assert time.monotonic() - start < 40  # less than the minute for which one of them sleeps
 
 
 def _busy_when_time_is_up(folder: str, times: int) -> list[str]:
     told = []
     for number in range(times):
         path = Path(folder) / str(number)
-        with stacks_left_in(path, 0.005):
+        with dump_stacks_to(path, 0.005):
             until = time.monotonic() + 1
             while time.monotonic() < until and not path.stat().st_size:
                 sum(abs(number) for number in range(20))

@@ -1,4 +1,4 @@
-"""Whole scripts on several processes: re-run, under torchrun, and failing. Rows A-02, A-03, A-08, G-01, G-02, G-07."""
+"""Scripts on several processes: run again, under torchrun, failing. Rows A-02, A-03, A-08, G-01, G-02, G-07."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ for devices in (1, 3):
     with failing() as error:
         quiet(devices=devices).fit(module, loader(64, 4))
     say(devices, "devices", error["type"])
-# A user's own group, made as torchrun's users do.
+# The user's own group, created as is usual under torchrun.
 dist.init_process_group("gloo")
 group = dist.group.WORLD
 quiet().fit(Model(), loader(64, 4))
@@ -99,13 +99,13 @@ if fit.is_global_zero:
 
 @pytest.fixture(scope="module")
 def started_again(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A script that starts itself again for the second rank, and does one thing after the other."""
+    """A script that is run again for the second rank, with several calls one after another."""
     return run_script(tmp_path_factory.mktemp("script"), _THROUGH + _AGAIN + _ALONE, limit=120)
 
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same, where torchrun started both ranks."""
+    """The same script with both ranks started by torchrun."""
     return run_script(tmp_path_factory.mktemp("script"), _AGAIN + _JOINED, *TORCHRUN, limit=120)
 
 
@@ -180,7 +180,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Scripts that start themselves again, and of which rank 1 fails in one way or another."""
+    """Scripts that are run again, and whose rank 1 fails in one of several ways."""
     return run_cases(tmp_path_factory.mktemp("ending"), _ENDING, list(_ENDS), limit=120)
 
 

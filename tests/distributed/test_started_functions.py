@@ -1,4 +1,4 @@
-"""A `Fit` that starts a function on every rank: what comes back to the caller. Rows A-02, A-03, G-01, G-02, G-07."""
+"""`Fit` run as a function on started ranks, and what it returns. Rows A-02, A-03, G-01, G-02, G-07."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.errors import ConfigurationError, DistributedError
 
 
 class Model(Regression):
-    """Logs, predicts, builds a layer late, and has state of every kind."""
+    """Logs, predicts, builds a layer in configure_model, and has every kind of state."""
 
     steps: torch.Tensor
     own: torch.Tensor
@@ -104,7 +104,7 @@ def test_the_caller_gets_everything_back(launcher: str) -> None:  # A-02, A-03
 
 
 def test_the_best_checkpoint_is_known_after_a_run_elsewhere(tmp_path: Path) -> None:
-    # L-10: in the folder that the run chose, so that a test without a module has the best weights
+    # L-10: in the run's folder, so that a test without a module uses the best weights
     kept = Checkpoint(monitor="val_loss", mode="min", save_top_k=1)
     trainer = _launched(
         "fork", max_epochs=2, callbacks=[kept], default_root_dir=tmp_path, enable_checkpointing=True, logger="csv"
@@ -165,10 +165,10 @@ def test_a_failure_reaches_the_caller(how: str, ranks: tuple[int, ...], kind: ty
     module = Failing(how, ranks)
     before = weights(module).clone()
     began = time.monotonic()
-    launcher = "forkserver" if how == "one rank" else "fork"  # which starts faster
+    launcher = "forkserver" if how == "one rank" else "fork"  # fork starts faster
     with pytest.raises(kind, match=told) as caught:
         _launched(launcher).fit(module, loader(64, 4))
-    assert time.monotonic() - began < 50  # and not the minute of the group's timeout
+    assert time.monotonic() - began < 50  # less than the group's timeout of a minute
     if how == "one rank":
         assert "in training_step" in str(caught.value)
     assert torch.equal(weights(module), before)

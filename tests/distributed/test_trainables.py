@@ -301,8 +301,8 @@ def _differently(kind: Any, options: dict[str, Any]) -> dict[str, str]:
 
 def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
     for error in on_ranks(_differently, 2, DDPStrategy, {}, process_group=None):
-        assert "rank(s) [0] came to a change of what trains ('net.body.weight'" in error["text"], error
-        assert "rank(s) [1] came to a change of what trains ('net.neck.weight'" in error["text"], error
+        assert "rank(s) [0] reached a change of what trains ('net.body.weight'" in error["text"], error
+        assert "rank(s) [1] reached a change of what trains ('net.neck.weight'" in error["text"], error
 
 
 # Layers that are created in mid-run

@@ -68,8 +68,8 @@ def test_of_two_jobs_at_one_port_the_first_goes_on_and_the_other_is_told(tmp_pat
         assert torch.allclose(found, reference, atol=1e-6)
     assert (host[0], other[0]) == ("ConfigurationError", "ConfigurationError")
     assert f"127.0.0.1:{port}: port {port} is taken" in host[1]
-    assert f"rank 1 came to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
-    assert "it was started by another command line" in other[1]
+    assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
+    assert "it was started with another command line" in other[1]
     assert max(host[2], other[2]) < 15  # at the start of the run
 
 
@@ -106,7 +106,7 @@ def test_a_node_of_another_job_is_told_and_the_jobs_own_node_is_let_in(tmp_path:
     first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
     assert (first, second) == (("met", "0"), ("met", "1"))
     assert other[0] == "refused"
-    assert f"rank 1 came to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
+    assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
 
 
 def _open_elsewhere() -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""A `World`: ranks that are started once, where every function begins as the first did."""
+"""`World`: ranks that are started once and restored before each function."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _hang_on_one() -> None:
 
 
 def _fault_on_one() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write one takes longer than the call may
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file takes longer than the timeout
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
@@ -181,7 +181,7 @@ def _leave(what: str) -> None:
 def test_what_a_function_leaves_behind_is_an_error_and_gone(what: str, told: str) -> None:
     # A-02, A-03
     with World(1) as world:
-        with pytest.raises(DistributedError, match=f"Rank 0 returned, and left behind {told}"):
+        with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {told}"):
             world.run(_leave, what, process_group=None)
         ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
         assert names == [None]

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import drivetrain
+import drivetrain_strategies
 from benchmarks import results
 from benchmarks.bars import Bar, drawn
 from benchmarks.bytecodes import bytecodes_a_step
-from benchmarks.parts import PARTS, part_of
+from benchmarks.parts import PARTS, RULES, part_of
 from benchmarks.peers import ours
 from benchmarks.slopes import time_loops
 from benchmarks.turns import Turns
@@ -79,6 +81,12 @@ def test_the_picture_has_every_part_in_order() -> None:
 
 def test_time_before_and_after_the_steps_belongs_to_no_part() -> None:
     assert part_of(None) is None
+
+
+@pytest.mark.parametrize("fragment", [fragment for fragment, _ in RULES if fragment.startswith("/drivetrain")])
+def test_every_path_of_ours_in_the_table_of_parts_exists(fragment: str) -> None:
+    root = Path(drivetrain_strategies.__file__ if fragment.startswith("/drivetrain_") else drivetrain.__file__)
+    assert Path(f"{root.parents[1]}{fragment}").exists()
 
 
 def test_bytecodes_are_those_of_the_steps() -> None:

@@ -1,4 +1,4 @@
-"""What `Fit` takes by name, ours and other packages': one manner for all six. K-03, G-06."""
+"""Names for six settings of `Fit`, built in and from other packages. K-03, G-06."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.launchers import FunctionLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -71,7 +71,7 @@ class OneDevice(SingleDeviceStrategy):
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points: str) -> None:
-    """Put a package's metadata where modules are imported from."""
+    """Install a package's metadata on ``sys.path``."""
     info = folder / "cargo-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cargo\nVersion: 1.0\n")
@@ -79,7 +79,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points:
     monkeypatch.syspath_prepend(folder)
 
 
-CASES = {  # by setting: the group, one of ours, and what a third party registers
+CASES = {  # by setting: the group, a built-in name, and what a third party registers
     "strategy": ("drivetrain.strategies", "ddp", "OneDevice"),
     "launcher": ("drivetrain.launchers", "fork", "Fine"),
     "logger": ("drivetrain.loggers", "csv", "Kept"),
@@ -125,8 +125,8 @@ def test_what_makes_something_else_is_refused_by_name(
     group, _, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
     arguments: tuple[Any, ...] = ([],) if setting == "logger" else ()
-    names: Names[Any] = Names(setting, group, Precision, {}, why="-", instead="-")
-    refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, which is not a Precision"
+    names: EntryPointRegistry[Any] = EntryPointRegistry(setting, group, Precision, {}, why="-", instead="-")
+    refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, not a Precision"
     with pytest.raises(ConfigurationError, match=refused):
         names.make("cargo", *arguments)
     lost = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"
@@ -157,7 +157,7 @@ def test_loggers_by_name_and_beside_objects(tmp_path: Path, monkeypatch: pytest.
     assert isinstance(board, TensorBoardLogger)
     assert isinstance(kept, Kept)
     assert csv.save_dir == board.save_dir == kept.root == str(tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()  # A-01: building one touches no disk
+    assert not (tmp_path / "runs").exists()  # A-01: construction writes nothing
 
 
 @pytest.mark.parametrize("off", [{"fast_dev_run": True}, {}])

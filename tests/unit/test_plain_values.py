@@ -1,4 +1,4 @@
-"""What ranks say to each other, as bytes and back. J-06."""
+"""Encoding of the values that ranks exchange. J-06."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A-03: what a run changes in the process is as before once it is over."""
+"""A-03: process-wide settings that a run changes are restored afterwards."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_everything_comes_back_after_an_exception() -> None:  # A-03
 
 
 def test_the_compilers_deterministic_flag_comes_back() -> None:  # A-03
-    with ProcessState():  # its import sets variables of its own
+    with ProcessState():  # importing the compiler sets variables
         from torch._inductor import config
     with ProcessState():
         torch.use_deterministic_algorithms(True)
@@ -144,7 +144,7 @@ def test_works_in_a_thread_where_handlers_cannot_be_set() -> None:
 
 
 def test_mixed_precision_flags_that_the_older_interface_cannot_read() -> None:  # A-03
-    # In a process of its own: torch refuses the older flags for good once the two disagree.
+    # In a separate process, because torch refuses the older flags for good once the two disagree.
     code = """
 import torch
 from drivetrain._runtime.process_state import ProcessState

@@ -1,4 +1,4 @@
-"""Which names say that their values are secrets, and what is left of values and command lines without them."""
+"""Which names mark values as secrets, and how values and command lines look without them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from captured_warnings import captured_warnings
-from drivetrain._config.secret_values import LeftOut, arguments_without_secrets, names_a_secret, without_secrets
+from drivetrain._config.secret_values import SecretFilter, arguments_without_secrets, names_a_secret, without_secrets
 from drivetrain._distributed.job_identity import Job
 
 SECRET = [
@@ -55,7 +55,7 @@ SILENT: tuple[Any, ...] = (3, 0.5, True, None, "", [], {}, [1, 2])
     ("values", "kept", "left_out"),
     [
         ({"api_token": "sk-1", "lr": 0.1}, {"lr": 0.1}, ["api_token"]),
-        # Text alone: numbers, switches and None say nothing, and an empty text neither.
+        # Only text can be a secret, not numbers, switches, None or an empty text.
         *(({"token": value}, {"token": value}, []) for value in SILENT),
         ({"password": b"raw"}, {}, ["password"]),
         ({"api_keys": ["a", "b"], "n": 1}, {"n": 1}, ["api_keys"]),
@@ -76,7 +76,7 @@ def test_values_without_secrets(values: Any, kept: Any, left_out: list[str]) -> 
     before = repr(values)
     found = without_secrets(values)
     assert found == (values if kept is None else kept, left_out)
-    assert repr(values) == before  # what the user has is the user's
+    assert repr(values) == before  # the user's values do not change
 
 
 def test_what_holds_no_secret_stays_the_object_that_it_is() -> None:
@@ -117,7 +117,7 @@ def test_a_command_line_without_secrets(arguments: list[str], kept: list[str], l
 
 
 def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-11
-    """The command line's digests go over the network, and a short password is found from its digest."""
+    """The command line's digests are sent over the network, and a short password can be found from its digest."""
     monkeypatch.chdir(tmp_path)
     jobs = [
         Job.of_this_process(None, [], ["train.py", "--lr=0.1", *given])
@@ -125,11 +125,11 @@ def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert jobs[0].encode() == jobs[1].encode()
     assert jobs[2].encode() == jobs[3].encode()
-    assert jobs[0].why_another(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
+    assert jobs[0].describe_difference(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
 
 
 def test_what_is_left_out_is_said_once() -> None:  # J-11
-    left_out = LeftOut()
+    left_out = SecretFilter()
     with captured_warnings() as lines:
         kept, names = left_out.take_out({"api_token": "sk-1", "auth": {"password": "p"}, "lr": 1})
         assert (kept, names) == ({"auth": {}, "lr": 1}, ["api_token", "auth.password"])

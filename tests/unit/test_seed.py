@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.seed import checked_seed, derive_seed, last_seed, seed_everything
+from drivetrain._runtime.seed import derive_seed, last_seed, seed_everything, validate_seed
 from drivetrain.errors import ConfigurationError
 
 
@@ -31,11 +31,11 @@ def test_seed_everything_repeats_all_generators() -> None:
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, "3", None, True])
 def test_bad_seeds_are_refused_with_value_and_fix(seed: object) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=r"(?s)seed=.*is not a seed.*Why: .*Fix: "):
-        checked_seed(seed)
+        validate_seed(seed)
 
 
 def test_derived_seeds_are_pinned() -> None:
-    # The order of every run's samples rests on these: a change of the hash would change them all.
+    # The order of every run's samples depends on these: another hash would change all of them.
     assert derive_seed(0, 0) == 7075020478960855379
     assert derive_seed(1, 2, 3) == 6425717521400357366
     assert derive_seed() == 8099600782183737556
@@ -52,10 +52,10 @@ def test_derived_seeds_differ_by_value_order_and_number() -> None:
 
 @pytest.mark.slow
 def test_derived_seeds_are_the_same_in_another_process() -> None:
-    # I-18: and that process knows that nobody has seeded it, until somebody does.
+    # I-18: that process also detects whether it was seeded.
     code = (
-        "from drivetrain._runtime.seed import derive_seed, never_seeded; import torch; assert never_seeded();"
-        "torch.manual_seed(2); assert not never_seeded(); print(derive_seed(5, 6))"
+        "from drivetrain._runtime.seed import derive_seed, is_unseeded; import torch; assert is_unseeded();"
+        "torch.manual_seed(2); assert not is_unseeded(); print(derive_seed(5, 6))"
     )
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

@@ -1,4 +1,4 @@
-"""What a killed process leaves in the temporary folder is gone with the next one, and nothing else is (G-02)."""
+"""The temporary folder of a killed process is removed by the next process, and nothing else is (G-02)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain._runtime.temporary_folders import Scratch
+from drivetrain._runtime.temporary_folders import TemporaryFolder
 
 _HOLDS = """
 import os, sys
-from drivetrain._runtime.temporary_folders import Scratch
-scratch = Scratch()
+from drivetrain._runtime.temporary_folders import TemporaryFolder
+scratch = TemporaryFolder()
 {more}
 print(scratch.path, flush=True)
 sys.stdin.read()
@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start(place: Path) -> Iterator[Start]:
-    """Start a process that has a folder, until its standard input is closed."""
+    """Start a process that has a temporary folder until its standard input is closed."""
     started = []
 
     def begin(more: str = "") -> tuple[subprocess.Popen[str], Path]:
@@ -64,7 +64,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_it_is_this_users_alone_until_it_is_removed(place: Path) -> None:
-    scratch = Scratch()
+    scratch = TemporaryFolder()
     path = Path(scratch.path)
     assert path.parent == place
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -88,8 +88,8 @@ def test_the_next_clears_what_the_dead_left_and_the_living_keep_theirs(place: Pa
     (left / "below").mkdir()
     (left / "below" / "file").touch()
     _kill(dead)
-    (place / f"drivetrain-{'0' * 16}").mkdir()  # killed before it had locked anything
-    scratch = Scratch()
+    (place / f"drivetrain-{'0' * 16}").mkdir()  # its process was killed before it could lock the folder
+    scratch = TemporaryFolder()
     assert set(place.iterdir()) == {living, Path(scratch.path)}
     scratch.remove()
 
@@ -98,14 +98,14 @@ def test_a_forked_copy_holds_it_on_and_does_not_remove_it(place: Path, start: St
     copy = "if os.fork() == 0:\n    sys.stdin.read()\n    sys.exit()"
     process, path = start(copy)
     _kill(process)
-    Scratch().remove()
+    TemporaryFolder().remove()
     assert path.is_dir()
     assert process.stdin is not None
-    process.stdin.close()  # the copy ends, through all that an interpreter does at its end
+    process.stdin.close()  # the copy exits normally, with all exit handlers
     assert process.stdout is not None
-    process.stdout.read()  # until nobody has it open
+    process.stdout.read()  # until both processes have closed it
     assert path.is_dir()
-    Scratch().remove()
+    TemporaryFolder().remove()
     assert not list(place.iterdir())
 
 
@@ -131,8 +131,8 @@ def test_what_is_not_ours_stays(place: Path, tmp_path: Path, monkeypatch: pytest
     user = os.getuid()
     with monkeypatch.context() as other:
         other.setattr(os, "getuid", lambda: user + 1)
-        Scratch().remove()
+        TemporaryFolder().remove()
     assert set(place.iterdir()) == {*kept, anothers}
-    Scratch().remove()
+    TemporaryFolder().remove()
     assert set(place.iterdir()) == kept
     assert sorted(os.listdir(tmp_path / "other")) == [".in-use", "file"]

@@ -1,1 +1,1 @@
-"""What `Fit` was told: where each setting comes from, and what it may be."""
+"""The arguments of `Fit`: their sources, precedence and checks."""

@@ -1,4 +1,4 @@
-"""What `Fit` accepts: each argument refused, with its reason, as the object is built."""
+"""Checks the arguments of `Fit` when it is constructed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SWITCHES = (
 
 
 def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
-    """Refuse arguments that are wrong by themselves or contradict each other.
+    """Raise an error for arguments that are invalid or contradict each other.
 
     Args:
-        values: every argument by name.
-        chosen: those that somebody set, in code, environment or file.
+        values: all arguments by name.
+        chosen: the arguments that were set in code, environment or file.
 
     Raises:
-        ConfigurationError: names the argument, the value, the reason and the way out.
+        ConfigurationError: names the argument, its value, the reason and a fix.
     """
     for name in LIMITS:
         _check_limit(name, values[name])
@@ -54,7 +54,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     if values["check_val_every_n_epoch"] is None and not isinstance(values["val_check_interval"], int):
         raise ConfigurationError(
             f"check_val_every_n_epoch=None with val_check_interval={values['val_check_interval']!r}.",
-            "without epochs to go by, validation counts micro-batches.",
+            "without epochs, validation runs every val_check_interval micro-batches.",
             "give val_check_interval as an int.",
         )
     _check_clipping(values["gradient_clip_val"], values["gradient_clip_algorithm"])
@@ -65,7 +65,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     if values["benchmark"] and values["deterministic"]:
         raise ConfigurationError(
             f"benchmark=True with deterministic={values['deterministic']!r}.",
-            "cudnn's benchmark picks algorithms by their speed, which differs from run to run.",
+            "cuDNN's benchmark selects algorithms by measured speed, which differs from run to run.",
             "drop one of them.",
         )
     if not isinstance(values["compile"], Mapping):
@@ -73,7 +73,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     if values["plugins"] is not None:
         raise ConfigurationError(
             f"plugins={values['plugins']!r}.",
-            "this version has nothing to plug in there: the name is kept for a later one.",
+            "this version has no plugins; the argument is reserved.",
             "drop it, and pass objects as strategy=, precision= or environment=.",
         )
     if values["barebones"]:
@@ -81,10 +81,10 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
 
 
 def duration(value: Any) -> timedelta:
-    """Read ``max_time``: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+    """Parse ``max_time``: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
 
     Raises:
-        ConfigurationError: it is none of them, or not positive.
+        ConfigurationError: the value has another form, or is not positive.
     """
     result = None
     if isinstance(value, timedelta):
@@ -99,28 +99,28 @@ def duration(value: Any) -> timedelta:
         result = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if result is None or result <= timedelta(0):
         raise ConfigurationError(
-            f"max_time={value!r} is no duration.",
-            "it says for how long to train.",
+            f"max_time={value!r} is not a duration.",
+            "it limits the time of training.",
             "use '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or {'hours': 12}.",
         )
     return result
 
 
 def signal_numbers(names: Any) -> list[int]:
-    """Read ``preemption_signals``: the name of a signal, or several.
+    """Parse ``preemption_signals``: the name of a signal, or several.
 
     Raises:
-        ConfigurationError: there is no such signal, or no program can take it.
+        ConfigurationError: there is no such signal, or it cannot be handled.
     """
     numbers = []
     for name in [names] if isinstance(names, str) else names:
         number = signal.__dict__.get(name) if isinstance(name, str) and name.startswith("SIG") else None
         if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-            known = [one.name for one in signal.Signals]
+            known = [known_signal.name for known_signal in signal.Signals]
             raise ConfigurationError(
-                f"preemption_signals={names!r}: {name!r} is no signal that a process can take."
+                f"preemption_signals={names!r}: {name!r} is not a signal that a process can handle."
                 f"{nearest(str(name), known)}",
-                "on these a run saves, ends, and can be resumed.",
+                "on these signals a run saves a checkpoint and exits, so that it can be resumed.",
                 "use names such as 'SIGTERM', ['SIGTERM', 'SIGUSR1'], 'auto', or None for none.",
             )
         numbers.append(int(number))
@@ -155,7 +155,7 @@ def _check_switch(name: str, value: Any, known: tuple[Any, ...], or_else: str = 
     hint = nearest(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
     raise ConfigurationError(
         f"{name}={value!r}.{hint}",
-        "a switch that is guessed at may be read as its opposite: bool('no') is True.",
+        "other values are not guessed at: bool('no') is True.",
         f"use {', '.join(map(repr, known))}{or_else}.",
     )
 
@@ -165,7 +165,7 @@ def _check_order(values: Mapping[str, Any], low: str, high: str) -> None:
     if smallest is not None and largest is not None and 0 <= largest < smallest:
         raise ConfigurationError(
             f"{low}={smallest} with {high}={largest}.",
-            "the run would have to go on after its end.",
+            "the minimum exceeds the maximum.",
             f"lower {low}, or raise {high}.",
         )
 

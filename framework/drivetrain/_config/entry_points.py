@@ -1,4 +1,4 @@
-"""What a setting takes by name: ours, and what other packages register in a group of entry points."""
+"""Registries of names for settings: built-in ones, and those that other packages register as entry points."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OURS = "drivetrain"
-"""The distribution that these modules come with."""
+"""The name of drivetrain's own distribution."""
 
 
-class Names(Generic[T]):
-    """The names that one setting of `Fit` takes, and what makes the objects that they stand for.
+class EntryPointRegistry(Generic[T]):
+    """The names that one setting of `Fit` accepts, and the factories of their objects.
 
-    Ours are known without the metadata of installed packages: reading it takes 8 ms, and that of an editable install
-    may be older than the code. No other package can take one of them.
+    Built-in names do not need the metadata of installed packages: reading it takes 8 ms, and that of an editable
+    install may be outdated. Other packages cannot override them.
 
     Args:
         setting: the argument of `Fit`: "launcher".
-        group: of entry points, which is the package with the interface as well: "drivetrain.launchers".
-        interface: the class of what a name stands for.
-        ours: makes each of ours.
-        words: taken too, and no object's name: "auto".
-        why: what the setting says, for the error on a name that nobody knows.
-        instead: what may be passed in place of a name, for the same.
+        group: the entry-point group, which is also the package of the interface: "drivetrain.launchers".
+        interface: the class of the objects.
+        ours: the factories of the built-in names.
+        words: other accepted values that are not names of objects: "auto".
+        why: what the setting means, for errors about unknown names.
+        instead: what can be passed instead of a name, for the same errors.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class Names(Generic[T]):
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """The names that come with drivetrain, words included."""
+        """The built-in names, including words."""
         return (*self._words, *self._ours)
 
     def registered(self) -> dict[str, EntryPoint]:
-        """What is registered in the group, by name; of strategies, which come in by the same door, ours as well."""
-        found = _registered(self._group, tuple(sys.path))
-        return {name: point for name, point in found.items() if name not in self.ours}
+        """Return the group's entry points by name, without names in `ours`."""
+        points = _registered(self._group, tuple(sys.path))
+        return {name: point for name, point in points.items() if name not in self.ours}
 
     def check(self, name: object, spelling: str | None = None) -> None:
-        """Refuse a name that nobody has. Makes nothing.
+        """Raise an error for an unknown name. Constructs nothing.
 
         Args:
-            name: as the user wrote it.
-            spelling: what to look for among the known names, where that is another.
+            name: the name as the user wrote it.
+            spelling: the spelling to compare with known names, if different.
 
         Raises:
-            ConfigurationError: names the known ones and the nearest.
+            ConfigurationError: lists the known names and suggests the closest.
         """
         if isinstance(name, str) and (name in self.ours or self._point(name) is not None):
             return
@@ -75,20 +75,19 @@ class Names(Generic[T]):
         hint = nearest(spelling or str(name), known) or nearest(str(name), known)
         raise ConfigurationError(
             f"{self._setting}={name!r} is unknown.{hint}",
-            f"{self._why}; those of other packages are in the entry-point group {self._group!r}.",
+            f"{self._why}; other packages register names in the entry-point group {self._group!r}.",
             f"use one of {', '.join(known)}, or {self._instead}.",
         )
 
     def make(self, name: str, *arguments: Any) -> T:
-        """Make what ``name`` stands for.
+        """Return the object that ``name`` stands for.
 
         Args:
-            name: no word.
-            arguments: for the factory: as documented for the group.
+            name: a name; not a word.
+            arguments: arguments for the factory, as documented for the group.
 
         Raises:
-            ConfigurationError: nobody has the name; what is registered under it cannot be imported, or makes something
-                else.
+            ConfigurationError: the name is unknown, or its entry point cannot be imported or returns another type.
         """
         if name in self._ours:
             return self._ours[name](*arguments)
@@ -102,30 +101,30 @@ class Names(Generic[T]):
                 f"{type(error).__name__}: {error}.",
                 "install what its package needs, or another version of it.",
             ) from error
-        made = factory(*arguments) if callable(factory) else factory
-        if not isinstance(made, self._interface):
-            kind = self._interface.__name__
-            taking = "one argument" if arguments else "no arguments"
+        value = factory(*arguments) if callable(factory) else factory
+        if not isinstance(value, self._interface):
+            interface = self._interface.__name__
+            expected = "one argument" if arguments else "no arguments"
             raise ConfigurationError(
-                f"The {self._setting} {name!r} ({point.value}) made a {type(made).__name__}, which is not a {kind}.",
-                "the engine knows it through that interface.",
-                f"make the entry point a callable that takes {taking} and returns a {self._group}.{kind}.",
+                f"The {self._setting} {name!r} ({point.value}) made a {type(value).__name__}, not a {interface}.",
+                "the engine uses it through that interface.",
+                f"make the entry point a callable that takes {expected} and returns a {self._group}.{interface}.",
             )
-        return made
+        return value
 
     def _point(self, name: str) -> EntryPoint | None:
         if name not in _registered(self._group, tuple(sys.path)):
-            _registered.cache_clear()  # its package may have been installed since
+            _registered.cache_clear()  # the package may have been installed since
         return _registered(self._group, tuple(sys.path)).get(name)
 
 
 @cache
 def _registered(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Read what is installed where modules are imported from: once for each such ``path``."""
+    """Return the installed entry points of a group; cached per ``path``, the present ``sys.path``."""
     from importlib.metadata import entry_points
 
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
-        if point.name not in found or (point.dist is not None and point.dist.name == _OURS):
-            found[point.name] = point
-    return found
+        if point.name not in points or (point.dist is not None and point.dist.name == _OURS):
+            points[point.name] = point
+    return points

@@ -1,4 +1,4 @@
-"""Names of Lightning's that are not here: what to write for each."""
+"""Lightning's attributes of trainers and strategies that drivetrain lacks, each with a replacement."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ _STRATEGIES = {
 }
 
 
-def of_trainers(kind: str, name: str) -> str:
-    """What an AttributeError says of ``trainer.<name>``."""
+def trainer_attribute_error(kind: str, name: str) -> str:
+    """Return the message of the AttributeError for ``trainer.<name>``."""
     return _text(kind, name, _TRAINERS)
 
 
-def of_strategies(kind: str, name: str) -> str:
-    """What an AttributeError says of ``trainer.strategy.<name>``."""
+def strategy_attribute_error(kind: str, name: str) -> str:
+    """Return the message of the AttributeError for ``trainer.strategy.<name>``."""
     return _text(kind, name, _STRATEGIES)
 
 
 def _text(kind: str, name: str, known: dict[str, str]) -> str:
-    found = f"{kind!r} object has no attribute {name!r}"
+    message = f"{kind!r} object has no attribute {name!r}"
     plain = name.lstrip("_")
-    return f"{found}: {known[plain]}." if plain in known else found
+    return f"{message}: {known[plain]}." if plain in known else message

@@ -1,58 +1,58 @@
-"""What other trainers, and earlier versions of them, call what `Fit` has under another name or in another place."""
+"""Arguments of other trainers that have another name or place here, each with its replacement."""
 
 from __future__ import annotations
 
-_DEVICES = "say devices=, and accelerator='gpu' where the kind matters"
-_EPOCHS = "say max_epochs="
-_WINDOW = "say accumulate_grad_batches="
-_CLIPPING = "say gradient_clip_val="
-_LOGGING = "say log_every_n_steps="
-_SAVING = "say enable_checkpointing=; a drivetrain.callbacks.Checkpoint(...) among the callbacks says when and where"
+_DEVICES = "use devices=, and accelerator='gpu' if the type matters"
+_EPOCHS = "use max_epochs="
+_WINDOW = "use accumulate_grad_batches="
+_CLIPPING = "use gradient_clip_val="
+_LOGGING = "use log_every_n_steps="
+_SAVING = "use enable_checkpointing=; a drivetrain.callbacks.Checkpoint(...) in callbacks= sets when and where"
 _RESUMING = "pass it to the run: fit(..., ckpt_path=...)"
-_FOLDER = "say default_root_dir="
-_SANITY = "say num_sanity_val_steps="
-_BATCH = "it is the DataLoader's: DataLoader(data, batch_size=...)"
-_OPTIMIZER = "the module returns its optimizer from configure_optimizers"
-_SCHEDULER = "the module returns its scheduler beside the optimizer from configure_optimizers"
-_STOPPING = "put drivetrain.callbacks.EarlyStopping(...) among the callbacks"
-_VALIDATING = "say val_check_interval= for micro-batches, or check_val_every_n_epoch="
-_BY_CALLBACK = "put drivetrain.callbacks.NonFiniteGuard() among the callbacks, or say detect_anomaly=True"
-_PRECISION = "say precision='16-mixed' or 'bf16-mixed'"
+_FOLDER = "use default_root_dir="
+_SANITY = "use num_sanity_val_steps="
+_BATCH = "pass it to DataLoader(data, batch_size=...)"
+_OPTIMIZER = "return the optimizer from the module's configure_optimizers"
+_SCHEDULER = "return the scheduler with the optimizer from the module's configure_optimizers"
+_STOPPING = "put drivetrain.callbacks.EarlyStopping(...) in callbacks="
+_VALIDATING = "use val_check_interval= for micro-batches, or check_val_every_n_epoch="
+_BY_CALLBACK = "put drivetrain.callbacks.NonFiniteGuard() in callbacks=, or use detect_anomaly=True"
+_PRECISION = "use precision='16-mixed' or 'bf16-mixed'"
 
-OLD_NAMES: dict[str, str] = {
+REPLACEMENTS: dict[str, str] = {
     # Devices and processes
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node", "world_size"), _DEVICES),
-    **dict.fromkeys(("device", "gpu", "cuda", "no_cuda", "use_cpu"), "say accelerator='gpu' or 'cpu', and devices="),
+    **dict.fromkeys(("device", "gpu", "cuda", "no_cuda", "use_cpu"), "use accelerator='gpu' or 'cpu', and devices="),
     **dict.fromkeys(
-        ("tpu_cores", "ipus", "auto_select_gpus"), "say accelerator= and devices=; there are CPUs and GPUs"
+        ("tpu_cores", "ipus", "auto_select_gpus"), "use accelerator= and devices=; there are CPUs and GPUs"
     ),
-    **dict.fromkeys(("nodes", "nnodes"), "say num_nodes="),
+    **dict.fromkeys(("nodes", "nnodes"), "use num_nodes="),
     **dict.fromkeys(
-        ("distributed_backend", "parallel", "backend"), "say strategy='ddp', 'fsdp' or 'deepspeed_stage_2'"
+        ("distributed_backend", "parallel", "backend"), "use strategy='ddp', 'fsdp' or 'deepspeed_stage_2'"
     ),
-    "ddp": "say strategy='ddp'",
-    "fsdp": "say strategy='fsdp'",
-    "fsdp_config": "say strategy=FSDPStrategy(...)",
-    "deepspeed": "say strategy='deepspeed_stage_2', or strategy=DeepSpeedStrategy(config=...)",
-    "deepspeed_plugin": "say strategy=DeepSpeedStrategy(...)",
-    "ddp_find_unused_parameters": "say strategy='ddp_find_unused_parameters_true'",
-    "find_unused_parameters": "say strategy=DDPStrategy(find_unused_parameters=True)",
-    "sync_batch_norm": "say sync_batchnorm=",
-    **dict.fromkeys(("replace_sampler_ddp", "replace_sampler"), "say use_distributed_sampler="),
-    # How exact
-    "fp16": "say precision='16-mixed'",
-    "bf16": "say precision='bf16-mixed'",
+    "ddp": "use strategy='ddp'",
+    "fsdp": "use strategy='fsdp'",
+    "fsdp_config": "use strategy=FSDPStrategy(...)",
+    "deepspeed": "use strategy='deepspeed_stage_2', or strategy=DeepSpeedStrategy(config=...)",
+    "deepspeed_plugin": "use strategy=DeepSpeedStrategy(...)",
+    "ddp_find_unused_parameters": "use strategy='ddp_find_unused_parameters_true'",
+    "find_unused_parameters": "use strategy=DDPStrategy(find_unused_parameters=True)",
+    "sync_batch_norm": "use sync_batchnorm=",
+    **dict.fromkeys(("replace_sampler_ddp", "replace_sampler"), "use use_distributed_sampler="),
+    # Precision
+    "fp16": "use precision='16-mixed'",
+    "bf16": "use precision='bf16-mixed'",
     **dict.fromkeys(("amp", "use_amp", "amp_backend", "amp_level", "mixed_precision", "dtype"), _PRECISION),
-    # How long
+    # Length of the run
     **dict.fromkeys(("epochs", "epoch", "n_epochs", "num_epochs", "max_nb_epochs", "num_train_epochs"), _EPOCHS),
-    "min_nb_epochs": "say min_epochs=",
-    **dict.fromkeys(("steps", "n_steps", "num_steps", "max_iters", "num_train_steps"), "say max_steps="),
+    "min_nb_epochs": "use min_epochs=",
+    **dict.fromkeys(("steps", "n_steps", "num_steps", "max_iters", "num_train_steps"), "use max_steps="),
     **dict.fromkeys(
         ("max_steps_per_epoch", "steps_per_epoch", "train_percent_check", "num_train_batches"),
-        "say limit_train_batches=, with an int for micro-batches",
+        "use limit_train_batches=, with an int for micro-batches",
     ),
-    **dict.fromkeys(("validation_steps", "val_percent_check", "eval_steps_per_epoch"), "say limit_val_batches="),
-    "test_percent_check": "say limit_test_batches=",
+    **dict.fromkeys(("validation_steps", "val_percent_check", "eval_steps_per_epoch"), "use limit_val_batches="),
+    "test_percent_check": "use limit_test_batches=",
     **dict.fromkeys(("patience", "early_stop_callback", "early_stopping"), _STOPPING),
     # Steps
     **dict.fromkeys(
@@ -63,25 +63,25 @@ OLD_NAMES: dict[str, str] = {
     **dict.fromkeys(("lr", "learning_rate", "optimizer", "optimizers", "weight_decay"), _OPTIMIZER),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "warmup_steps"), _SCHEDULER),
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), _BATCH),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "it is the DataLoader's: DataLoader(..., num_workers=)"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "pass it to DataLoader(..., num_workers=)"),
     **dict.fromkeys(("terminate_on_nan", "detect_nan"), _BY_CALLBACK),
     # Validation
     **dict.fromkeys(("val_interval", "eval_interval", "eval_steps", "validate_every", "eval_every"), _VALIDATING),
     **dict.fromkeys(("nb_sanity_val_steps", "sanity_val_steps", "sanity_check"), _SANITY),
-    # What is told and kept
+    # Output
     **dict.fromkeys(("row_log_interval", "logging_steps", "log_interval", "log_every"), _LOGGING),
-    "flush_logs_every_n_steps": "give it to the logger: CSVLogger(..., flush_logs_every_n_steps=)",
-    **dict.fromkeys(("progress_bar", "show_progress_bar", "disable_tqdm"), "say enable_progress_bar="),
-    "progress_bar_refresh_rate": "put drivetrain.callbacks.ProgressBar(refresh_rate=...) among the callbacks",
-    **dict.fromkeys(("weights_summary", "model_summary"), "say enable_model_summary="),
+    "flush_logs_every_n_steps": "pass it to the logger: CSVLogger(..., flush_logs_every_n_steps=)",
+    **dict.fromkeys(("progress_bar", "show_progress_bar", "disable_tqdm"), "use enable_progress_bar="),
+    "progress_bar_refresh_rate": "put drivetrain.callbacks.ProgressBar(refresh_rate=...) in callbacks=",
+    **dict.fromkeys(("weights_summary", "model_summary"), "use enable_model_summary="),
     **dict.fromkeys(("checkpoint_callback", "checkpointing", "save_steps", "save_every"), _SAVING),
     **dict.fromkeys(
         ("weights_save_path", "root_dir", "save_dir", "output_dir", "log_dir", "logging_dir", "workdir"), _FOLDER
     ),
     **dict.fromkeys(("resume_from_checkpoint", "resume", "ckpt_path", "checkpoint_path"), _RESUMING),
-    **dict.fromkeys(("loggers", "report_to"), "say logger=, with one logger or a list"),
-    "callback": "say callbacks=, with one callback or a list",
-    **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "say seed="),
+    **dict.fromkeys(("loggers", "report_to"), "use logger=, with one logger or a list"),
+    "callback": "use callbacks=, with one callback or a list",
+    **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "use seed="),
     "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to keep them from loggers",
     "model_registry": "copy what trainer.checkpoint_callback.best_model_path names, after fit",
     "multiple_trainloader_mode": "pass fit a CombinedLoader(loaders, mode)",
@@ -90,9 +90,9 @@ OLD_NAMES: dict[str, str] = {
     "auto_scale_batch_size": "call drivetrain.tuner.Tuner(fit).scale_batch_size(...), or pass BatchSizeFinder()",
     **dict.fromkeys(("model", "module", "train_dataloaders", "datamodule"), "pass it to the run: fit(module, loader)"),
 }
-"""By name, what to write for it."""
+"""The replacement for each name."""
 
 
-def new_name(name: str) -> str | None:
-    """Return what to write for an argument that `Fit` has not, in the words of a fix; None where nobody knows it."""
-    return OLD_NAMES.get(name.lower())
+def find_replacement(name: str) -> str | None:
+    """Return the replacement for an argument that `Fit` lacks, as the text of a fix; None if there is none."""
+    return REPLACEMENTS.get(name.lower())

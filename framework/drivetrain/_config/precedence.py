@@ -1,7 +1,7 @@
-"""Settings and their precedence: code, then environment, then file, then default.
+"""Resolves settings with the precedence code, environment, file, default.
 
-The signature that `resolved_settings` decorates is the one place where arguments, their types and defaults are
-written down. Reading settings never changes anything: no file, no variable, no state.
+The signature that `resolved_settings` decorates is the only place that defines arguments, their types and defaults.
+Reading settings has no side effects.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Setting:
     """One resolved argument.
 
     Attributes:
-        value: what it is.
-        source: where it came from: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or ``"default"``.
+        value: the value.
+        source: its source: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or ``"default"``.
     """
 
     value: Any
@@ -44,7 +44,7 @@ class Setting:
 
 
 class Settings(Mapping[str, Setting]):
-    """Every argument by name with where its value came from; ``str()`` gives a table."""
+    """All arguments by name, with their values and sources; ``str()`` formats a table."""
 
     __slots__ = ("_settings",)
 
@@ -71,18 +71,18 @@ class Settings(Mapping[str, Setting]):
 
 
 def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Let every keyword-only argument of ``init`` come from code, environment, file or its default, in this order.
+    """Resolve every keyword-only argument of ``init`` from code, environment, file or its default, in this order.
 
-    The decorated ``__init__`` sets ``self.settings`` to the `Settings` and then runs ``init`` with the resolved values.
-    What the caller writes counts as set, also where it equals the default.
+    The decorated ``__init__`` sets ``self.settings`` to the `Settings` and then calls ``init`` with the resolved
+    values. An argument that the caller passes counts as set, even if it equals the default.
 
-    The environment gives an argument as ``DRIVETRAIN_<NAME>``, the file (``drivetrain.toml`` in the working directory,
-    or the one that ``DRIVETRAIN_CONFIG`` names) as a top-level key. A value is read as TOML (``4``, ``0.5``, ``true``,
-    ``[0, 1]``), in the environment otherwise as the text it is; ``none`` means None.
+    The environment sets an argument with ``DRIVETRAIN_<NAME>``, the file (``drivetrain.toml`` in the working directory,
+    or the one that ``DRIVETRAIN_CONFIG`` names) with a top-level key. Values are TOML (``4``, ``0.5``, ``true``, ``[0,
+    1]``); in the environment, other text is taken literally. ``none`` means None.
 
     Raises:
-        ConfigurationError: for an unknown argument, variable or key, a value of a type that the annotation does not
-            name, an argument that takes objects given outside code, or a file that is missing or is no TOML.
+        ConfigurationError: an argument, variable or key is unknown; a value does not have the annotated type; an
+            argument for objects is set outside code; or a file is missing or not TOML.
     """
     signature = inspect.signature(init)
     parameters = {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -98,13 +98,15 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
     def initialise(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if args:
             raise ConfigurationError(
-                f"{owner}() was given {', '.join(map(repr, args))} without a name.",
-                "Its arguments are many, and their order means nothing.",
+                f"{owner}() got positional arguments: {', '.join(map(repr, args))}.",
+                "All arguments are keyword-only.",
                 f"Write {owner}({next(iter(parameters))}=...).",
             )
         for name, value in kwargs.items():
             if name not in parameters:
-                raise _unknown(name, f"{owner}() has no argument {name!r}.", _given(name, value), parameters)
+                raise _unknown_setting_error(
+                    name, f"{owner}() has no argument {name!r}.", _format_argument(name, value), parameters
+                )
         settings = resolve(cast(FunctionType, init), parameters, kwargs, os.environ, Path.cwd)
         self.settings = settings  # type: ignore[attr-defined]
         values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
@@ -120,34 +122,34 @@ def resolve(
     variables: Mapping[str, str],
     directory: Callable[[], Path],
 ) -> Settings:
-    """Resolve ``parameters`` of ``init`` from what was ``given`` in code, environment ``variables`` and the file.
+    """Resolve ``parameters`` of ``init`` from code, environment ``variables`` and the file.
 
     Args:
-        init: whose annotations say what is accepted.
-        parameters: the arguments, with their defaults.
-        given: what the caller passed.
+        init: the function whose annotations define the accepted values.
+        parameters: the arguments with their defaults.
+        given: the arguments passed in code.
         variables: the environment.
-        directory: tells the working directory.
+        directory: returns the working directory.
 
     Returns:
-        Every argument that has a value, in the order of the signature.
+        All arguments that have a value, in the order of the signature.
 
     Raises:
         ConfigurationError: see `resolved_settings`.
     """
-    # A mistake in the environment or the file is one even where code overrides it: everything is checked.
-    found: dict[str, Setting] = {}
+    # Errors in the environment or the file are raised even if code overrides the value, so everything is checked.
+    configured: dict[str, Setting] = {}
     sources = (_from_file(variables, directory, parameters), _from_environment(variables, parameters))
     for source in sources:  # the later one wins
         for name, (value, where, is_text) in source.items():
             accepted = accepted_values(parameters[name].annotation, init.__globals__)
-            found[name] = Setting(_checked(name, value, where, is_text, accepted), where)
+            configured[name] = Setting(_validated(name, value, where, is_text, accepted), where)
     settings: dict[str, Setting] = {}
     for name, parameter in parameters.items():
         if name in given:
             settings[name] = Setting(given[name], "code")
-        elif name in found:
-            settings[name] = found[name]
+        elif name in configured:
+            settings[name] = configured[name]
         elif parameter.default is not inspect.Parameter.empty:
             settings[name] = Setting(parameter.default, "default")
     return Settings(settings)
@@ -165,14 +167,14 @@ def _from_environment(
             known_as = _new_name(variable.removeprefix(PREFIX))
             if known_as is not None:
                 raise ConfigurationError(
-                    f"The environment variable {_given(variable, text)} sets nothing.",
-                    f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
+                    f"The environment variable {_format_argument(variable, text)} has no effect.",
+                    f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
                     f"Unset it, and {known_as}; {PREFIX}<NAME> sets an argument of that name.",
                 )
             raise ConfigurationError(
-                f"The environment variable {_given(variable, text)} sets nothing."
+                f"The environment variable {_format_argument(variable, text)} has no effect."
                 f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
-                f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
+                f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
                 f"Correct its name, or unset it: unset {variable}",
             )
         values[names[variable]] = (text, f"environment {variable}", True)
@@ -186,12 +188,12 @@ def _from_file(
     path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
     try:
         path = directory() / path
-        # Only the file that nobody named may be missing.
+        # The default file may be missing, a file that the user named may not.
         if named is None and not path.exists():
             return {}
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        if named is None and isinstance(error, FileNotFoundError):  # the working directory itself is gone
+        if named is None and isinstance(error, FileNotFoundError):  # the working directory no longer exists
             return {}
         what = f"{CONFIG_VARIABLE}={named!r}" if named is not None else f"The config file {path}"
         raise ConfigurationError(
@@ -207,25 +209,25 @@ def _from_file(
         raise ConfigurationError(
             f"The config file {path} is not TOML.",
             str(error),
-            "Write one 'name = value' a line; text stands in quotes.",
+            "Write one 'name = value' per line, with text in quotes.",
         ) from error
     for key in table:
         if key not in parameters:
-            what = f"The config file {path} sets {key!r}, which is no setting."
-            raise _unknown(key, what, _given(key, table[key], " = "), parameters)
+            what = f"The config file {path} sets {key!r}, which is not a setting."
+            raise _unknown_setting_error(key, what, _format_argument(key, table[key], " = "), parameters)
     return {key: (value, f"file {path}", False) for key, value in table.items()}
 
 
 def _new_name(name: str) -> str | None:
-    from drivetrain._config.old_names import new_name  # by whoever makes this mistake
+    from drivetrain._config.old_names import find_replacement  # imported only for this error
 
-    return new_name(name)
+    return find_replacement(name)
 
 
-def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
+def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
     known_as = _new_name(name)
     if known_as is not None:
-        return ConfigurationError(what, f"{given} has another name here, or is set elsewhere.", f"{known_as}.")
+        return ConfigurationError(what, f"{given} has another name here or is set elsewhere.", f"{known_as}.")
     return ConfigurationError(
         what + nearest(name, parameters),
         f"{given} would have no effect.",
@@ -233,11 +235,11 @@ def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) ->
     )
 
 
-def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
+def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
     if accepted.only_objects:
         raise ConfigurationError(
             f"{name} was set to {value!r} ({where}).",
-            f"{name} takes Python objects, which neither the environment nor a file can hold.",
+            f"{name} takes Python objects, which the environment and files cannot represent.",
             f"Pass {name}= in code.",
         )
     fits, converted = accepted.read(value) if is_text else accepted.take(value)
@@ -250,7 +252,7 @@ def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepte
     return converted
 
 
-def _given(name: str, value: Any, sign: str = "=") -> str:
+def _format_argument(name: str, value: Any, sign: str = "=") -> str:
     """How a name was given its value, for an error; a secret is not shown."""
     return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
 

@@ -35,16 +35,16 @@ _VALUES = frozenset(
 )  # of a ``token_mixer`` it says nothing
 
 _IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
-_DEEPEST = 100  # levels; what holds itself has no end
+_DEEPEST = 100  # levels of nesting; cycles have no end
 _WITHHELD = "..."
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether a value of this name is a secret, if it is text.
+    """Return True if text under this name is a secret.
 
-    That is where one of its words (``apiToken``, ``API_TOKEN`` and ``api-token`` have two) is token, password,
-    passwd, secret, passphrase, or two of them are api key or access key. The tokens of a tokenizer are none:
-    ``pad_token``, ``eos_token_id``, ``max_tokens``.
+    One of the name's words (``apiToken``, ``API_TOKEN`` and ``api-token`` have two) must be token, password, passwd,
+    secret or passphrase, or two of them api key or access key. A tokenizer's tokens are not secrets: ``pad_token``,
+    ``eos_token_id``, ``max_tokens``.
     """
     words = [word.lower() for word in _WORD.findall(name)]
     for word, before, behind in zip(words, ["", *words], [*words[1:], ""], strict=False):
@@ -56,51 +56,51 @@ def names_a_secret(name: str) -> bool:
 
 
 def without_secrets(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
-    """Return values by name without the secrets among them, and the names of these, joined by dots where nested.
+    """Return ``values`` without secrets, and the names of the removed ones, joined by dots if nested.
 
-    Only text is a secret, and what holds text. Looked through are mappings, lists, tuples and dataclasses; of the last
-    and of named tuples a dict is left, where a secret was in it. What is given stays as it is.
+    Only text can be a secret, or a container with text. Mappings, lists, tuples and dataclasses are searched;
+    dataclasses and named tuples with secrets become dicts. ``values`` does not change.
     """
     left_out: list[str] = []
     return dict(_without(values, (), left_out)), left_out
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line with ``...`` in place of secrets, and the names of the options that they were given to.
+    """Return a command line with secrets replaced by ``...``, and the names of their options.
 
-    Found are ``--api_token=X``, ``--api_token X``, ``model.api_token=X`` and names within ``{"api_token": "X"}``.
+    Recognises ``--api_token=X``, ``--api_token X``, ``model.api_token=X`` and names within ``{"api_token": "X"}``.
     """
     kept: list[str] = []
     left_out: list[str] = []
-    option = ""  # the one that waits for its value
+    option = ""  # the preceding option, if its value may follow
     for argument in arguments:
         name, has_value, value = argument.partition("=")
         if option and not argument.startswith("-"):
-            found = _secrets_given(option, argument)
-            kept.append(_WITHHELD if found else argument)
+            secrets = _secrets_given(option, argument)
+            kept.append(_WITHHELD if secrets else argument)
         elif has_value:
-            found = _secrets_given(name, value)
-            kept.append(f"{name}={_WITHHELD}" if found else argument)
+            secrets = _secrets_given(name, value)
+            kept.append(f"{name}={_WITHHELD}" if secrets else argument)
         else:
-            found = _secrets_given("", argument)
-            kept.append(_WITHHELD if found else argument)
-        left_out += found
+            secrets = _secrets_given("", argument)
+            kept.append(_WITHHELD if secrets else argument)
+        left_out += secrets
         option = argument if argument.startswith("-") and not has_value else ""
     return kept, left_out
 
 
-class LeftOut:
-    """Takes secrets out of what a run keeps, and says so: each is named once."""
+class SecretFilter:
+    """Removes secrets from what a run stores, and warns once about each."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
 
     def take_out(self, values: Mapping[str, Any], tell: bool = True) -> tuple[dict[str, Any], list[str]]:
-        """Do as `without_secrets` does.
+        """Remove secrets as `without_secrets` does.
 
         Args:
-            values: by name.
-            tell: warn of what has not been named yet; false on all ranks but one.
+            values: the values by name.
+            tell: warn of secrets that were not yet named; False on all ranks but one.
         """
         kept, left_out = without_secrets(values)
         if tell:
@@ -108,19 +108,19 @@ class LeftOut:
         return kept, left_out
 
     def tell(self, left_out: Sequence[str]) -> None:
-        """Warn of secrets that have not been named yet."""
+        """Warn of secrets that were not yet named."""
         new = [name for name in left_out if name not in self._named]
         if new:
             self._named.update(new)
             logger.warning(
-                "Left out of checkpoints, loggers and run.json, for their names say that they are secrets: %s. The "
+                "Left out of checkpoints, loggers and run.json, because their names mark them as secrets: %s. The "
                 "module's hparams still have them; load_from_checkpoint takes them as arguments.",
                 listed(new),
             )
 
 
 def _without(value: Any, where: tuple[str, ...], left_out: list[str], within: tuple[int, ...] = ()) -> Any:
-    """Return ``value`` itself where no secret is in it."""
+    """Return ``value`` without secrets; the object itself if there are none."""
     if len(where) > _DEEPEST or id(value) in within:
         return value
     within = (*within, id(value))
@@ -143,7 +143,7 @@ def _without(value: Any, where: tuple[str, ...], left_out: list[str], within: tu
 
 
 def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """What is in a value that has names for it; None for all others."""
+    """Return the parts of a value that names them; None for other values."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
@@ -171,7 +171,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _secrets_given(option: str, value: str) -> list[str]:
-    """The names of the secrets that ``value`` is or holds, as it is given to ``option``."""
+    """Return the names of the secrets in ``value``, which is given to ``option``."""
     if names_a_secret(option):
         return [option] if value else []
     if not value.startswith(("{", "[")):

@@ -1,4 +1,4 @@
-"""What an argument accepts from outside code, read off its annotation."""
+"""Derives the values that an argument accepts from environment and file from its annotation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _REFUSED = (False, None)
 
 
 class Accepted(NamedTuple):
-    """The values without a class of their own that an argument accepts.
+    """The plain values that an argument accepts.
 
     Attributes:
-        kinds: those of bool, int, float, str, `Path` and dict.
+        kinds: types among bool, int, float, str, `Path` and dict.
         literals: single values.
-        none: whether None is one of them.
-        elements: what a list of it may hold, None where no list is accepted.
+        none: whether None is accepted.
+        elements: what the elements of a list may be; None if no list is accepted.
     """
 
     kinds: frozenset[type]
@@ -34,15 +34,15 @@ class Accepted(NamedTuple):
 
     @property
     def only_objects(self) -> bool:
-        """Whether only objects (or None) are accepted, which cannot be written down."""
+        """Whether the argument accepts only objects (or None), which cannot be written as text."""
         return not self.kinds and not self.literals and (self.elements is None or self.elements.only_objects)
 
     def read(self, text: str) -> tuple[bool, Any]:
-        """Read ``text`` as a TOML value, or else as the text it is; returns whether it is accepted, and the value."""
+        """Parse ``text`` as a TOML value or as plain text; return whether it is accepted, and the value."""
         word = text.strip().lower()
         if self.none and word == "none":
             return True, None
-        if word in ("true", "false"):  # as Python writes them, too
+        if word in ("true", "false"):  # Python's True and False too
             text_value: Any = word == "true"
         else:
             text_value = _toml_value(text.strip())
@@ -50,14 +50,14 @@ class Accepted(NamedTuple):
         return (fits, value) if fits else self.take(text)
 
     def take(self, value: Any) -> tuple[bool, Any]:
-        """Whether ``value`` is accepted, and what to pass on for it."""
+        """Return whether ``value`` is accepted, and the value to pass on."""
         if any(value == literal and type(value) is type(literal) for literal in self.literals):
             return True, value
         if isinstance(value, str):
             return self._take_text(value)
         if isinstance(value, list):
             return self._take_list(value)
-        kind = type(value)  # not isinstance: True is no count
+        kind = type(value)  # not isinstance, since True is an int
         if kind in self.kinds:
             return True, value
         if kind is int and float in self.kinds:
@@ -86,24 +86,24 @@ class Accepted(NamedTuple):
             Path: "a path",
             dict: "a table",
         }
-        said = [repr(literal) for literal in self.literals]
-        said += [words for kind, words in names.items() if kind in self.kinds]
+        descriptions = [repr(literal) for literal in self.literals]
+        descriptions += [words for kind, words in names.items() if kind in self.kinds]
         if self.elements is not None and not self.elements.only_objects:
-            said.append(f"a list, each element of it {self.elements}")
+            descriptions.append(f"a list, each element of it {self.elements}")
         if self.none:
-            said.append("none")
-        return " or ".join(said)
+            descriptions.append("none")
+        return " or ".join(descriptions)
 
 
 def accepted_values(annotation: Any, names: Mapping[str, Any]) -> Accepted:
-    """Read ``annotation`` off, a type or, under ``from __future__ import annotations``, its text.
+    """Return the values that ``annotation`` accepts.
 
     Args:
-        annotation: as `inspect.signature` gives it.
-        names: the globals of the function; names that only exist for the type checker stand for classes.
+        annotation: a type, or its text under ``from __future__ import annotations``, as `inspect.signature` returns it.
+        names: the function's globals; names that exist only for type checkers stand for classes.
     """
     if isinstance(annotation, str):
-        annotation = eval(annotation, {"__builtins__": {}}, _Names(names))  # our own source, not input
+        annotation = eval(annotation, {"__builtins__": {}}, _AnnotationNames(names))  # our own source, not input
     return _accepted(annotation)
 
 
@@ -140,8 +140,8 @@ def _union(members: list[Accepted]) -> Accepted:
     )
 
 
-class _Names(dict[str, Any]):
-    """Names of an annotation; one that is nowhere (imported for the type checker only) becomes an empty class."""
+class _AnnotationNames(dict[str, Any]):
+    """The names in an annotation; one that cannot be resolved (imported for type checkers only) is an empty class."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, None) or type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
@@ -154,5 +154,5 @@ def _toml_value(text: str) -> Any:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # More than one key: the text held a line break, and was never one value.
+    # More than one key: the text contained a line break and was not a single value.
     return table["value"] if len(table) == 1 else text

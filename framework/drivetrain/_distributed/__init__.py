@@ -1,1 +1,1 @@
-"""Between processes: control plane, collectives, and ranks that fail."""
+"""Communication between ranks: control plane, collectives, rendezvous and failure reports."""

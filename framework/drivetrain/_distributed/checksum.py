@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits, computed where the tensor is, or its parts are."""
+"""Checksums of tensors, computed on their devices; the checksums of a tensor's shards add up to the tensor's own."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from torch import Tensor
 
 from drivetrain._distributed.shards import ParameterShard, Region, Span
 
-_CHUNK = 1 << 22  # elements at a time: bounds what the widening to int64 takes
+_CHUNK = 1 << 22  # elements per chunk: bounds the memory for the int64 copy
 _MIX = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number: spreads positions over all bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor, place: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return the sum of the tensor's bit patterns, each times an odd number of its position's, modulo 2**64.
+def checksum(tensor: Tensor, map_positions: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return the sum of the elements' bit patterns, each multiplied by an odd factor of its position, modulo 2**64.
 
-    Integer sums do not depend on the order of additions, so that the result is the same on every device; the factors
-    make values that changed places show. One changed bit always changes the result, since an odd factor loses nothing.
+    Integer sums do not depend on the order of additions, so the result is the same on every device. The factors make
+    swapped elements visible. A single changed bit always changes the result, because multiplication by an odd factor is
+    invertible.
 
     Args:
-        tensor: of any shape, dtype and layout; one on the meta device counts as empty.
-        place: gives, for positions in the tensor, those in another that it is a part of: the checksums of all parts add
-            up to that of the whole.
+        tensor: of any shape, dtype and layout; a tensor on the meta device counts as empty.
+        map_positions: for a shard, maps positions in it to positions in the whole tensor, so that the checksums of
+            all shards add up to that of the whole.
 
     Returns:
-        An int64 tensor of shape () on the tensor's device, not waited for.
+        An int64 tensor of shape () on the tensor's device; the host does not wait for it.
     """
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
@@ -37,53 +38,53 @@ def checksum(tensor: Tensor, place: Callable[[Tensor], Tensor] | None = None) ->
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        if place is not None:
-            of_pair = place
-            place = lambda positions: of_pair(positions // 2) * 2 + positions % 2  # noqa: E731
+        if map_positions is not None:
+            map_pair = map_positions
+            map_positions = lambda positions: map_pair(positions // 2) * 2 + positions % 2  # noqa: E731
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
         positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
-        if place is not None:
-            positions = place(positions)
+        if map_positions is not None:
+            positions = map_positions(positions)
         total += (part * ((positions * _MIX) | 1)).sum()
     return total
 
 
-def checksum_held(held: Tensor | ParameterShard, rank: int) -> Tensor:
-    """Return what this rank adds to the checksum of a whole: over all ranks these add up to it.
+def checksum_share(value: Tensor | ParameterShard, rank: int) -> Tensor:
+    """Return this rank's share of the checksum of a whole tensor; the shares of all ranks add up to the checksum.
 
     Args:
-        held: a tensor that every rank holds whole, or what this rank holds of one.
-        rank: this one; of what all hold rank 0 speaks.
+        value: a tensor that every rank holds whole, or this rank's shard of one.
+        rank: this rank. Rank 0 contributes the tensors that every rank holds whole.
     """
-    if not isinstance(held, ParameterShard):
-        return checksum(held) if rank == 0 else torch.zeros((), dtype=torch.int64)
-    if not held.is_primary or held.local.numel() == 0:
+    if not isinstance(value, ParameterShard):
+        return checksum(value) if rank == 0 else torch.zeros((), dtype=torch.int64)
+    if not value.is_primary or value.local.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
-    return checksum(held.local, partial(_in_the_whole, region=held.region, shape=tuple(held.shape)))
+    return checksum(value.local, partial(_positions_in_whole, region=value.region, shape=tuple(value.shape)))
 
 
-def _in_the_whole(positions: Tensor, region: Region, shape: tuple[int, ...]) -> Tensor:
-    """Return where elements of a part lie in the row-major order of the whole."""
+def _positions_in_whole(positions: Tensor, region: Region, shape: tuple[int, ...]) -> Tensor:
+    """Return the positions of a shard's elements in the row-major order of the whole tensor."""
     if isinstance(region, Span):
         return positions + region.start
-    places, stride = torch.zeros_like(positions), 1
+    result, stride = torch.zeros_like(positions), 1
     for offset, size, length in reversed(list(zip(region.offsets, region.sizes, shape, strict=True))):
-        places += (positions % size + offset) * stride
+        result += (positions % size + offset) * stride
         positions, stride = positions // size, stride * length
-    return places
+    return result
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
-    """Return the checksums of several tensors, brought over together: int64 of shape (len(tensors),) on the CPU."""
-    return brought_over([checksum(tensor) for tensor in tensors])
+    """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, copied at once."""
+    return stack_on_cpu([checksum(tensor) for tensor in tensors])
 
 
-def brought_over(sums: list[Tensor]) -> Tensor:
-    """Return tensors of shape () as one on the CPU, int64 of shape (len(sums),), with one copy for each device."""
+def stack_on_cpu(sums: list[Tensor]) -> Tensor:
+    """Stack tensors of shape () into an int64 tensor of shape (len(sums),) on the CPU, with one copy per device."""
     result = torch.zeros(len(sums), dtype=torch.int64)
     by_device: dict[torch.device, list[int]] = {}
     for index, value in enumerate(sums):

@@ -1,4 +1,4 @@
-"""Collectives over the default process group, in the shapes that `Strategy` promises."""
+"""Collectives over the default process group, with the semantics that `Strategy` documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.errors import ConfigurationError, nearest
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # gloo has no average
+    "mean": dist.ReduceOp.SUM,  # gloo has no ReduceOp.AVG; `reduce` divides
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
@@ -27,7 +27,7 @@ def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
     if op not in _OPERATIONS:
         raise ConfigurationError(
             f"reduce(op={op!r}).{nearest(str(op), _OPERATIONS)}",
-            "it says how the ranks' tensors become one.",
+            "it selects how the ranks' tensors are combined.",
             f"use one of {', '.join(_OPERATIONS)}.",
         )
     result = tensor.detach().clone()
@@ -36,30 +36,32 @@ def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-    """Return a copy of rank ``source``'s tensor, of the same shape and dtype everywhere."""
+    """Return a copy of rank ``source``'s tensor. All ranks pass the same shape and dtype."""
     result = tensor.detach().clone()
     dist.broadcast(result, source)
     return result
 
 
 def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
-    """Overwrite tensors with rank 0's, or those of a group's first rank, packed into one broadcast a dtype."""
+    """Overwrite tensors with those of rank 0, or of the group's first rank, with one packed broadcast per dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
-        packed = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+    for same_dtype in by_dtype.values():
+        packed = torch.cat([tensor.detach().reshape(-1) for tensor in same_dtype])
         dist.broadcast(packed, group=group, group_src=0)
         with torch.no_grad():
-            for tensor, part in zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True):
+            for tensor, part in zip(
+                same_dtype, torch.split(packed, [tensor.numel() for tensor in same_dtype]), strict=True
+            ):
                 tensor.copy_(part.view_as(tensor))
 
 
 def average_together(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite tensors, alike in shape and dtype on every rank, with their means over all ranks.
+    """Overwrite tensors with their means over all ranks. Shapes and dtypes are the same on every rank.
 
-    Those of one dtype travel packed. They are divided before they are added up, so that a sum does not overflow where
-    the mean would not.
+    Dense tensors of one dtype are packed into one all-reduce. They are divided before it, so that a sum does not
+    overflow if the mean does not.
     """
     world_size = dist.get_world_size()
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -69,15 +71,15 @@ def average_together(tensors: Sequence[torch.Tensor]) -> None:
             dist.all_reduce(tensor)
         else:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
-        packed = torch.cat([tensor.reshape(-1) for tensor in alike]).div_(world_size)
+    for same_dtype in by_dtype.values():
+        packed = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).div_(world_size)
         dist.all_reduce(packed)
-        parts = torch.split(packed, [tensor.numel() for tensor in alike])
-        torch._foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
+        parts = torch.split(packed, [tensor.numel() for tensor in same_dtype])
+        torch._foreach_copy_(same_dtype, [part.view_as(tensor) for part, tensor in zip(parts, same_dtype, strict=True)])
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather whose backward gives each rank the sum, over the ranks, of the gradients of its own part."""
+    """All-gather whose backward sums, over the ranks, the gradients of each rank's own part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,7 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather(tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-    """Return shape (W, *tensor.shape), in rank order."""
+    """Return the tensors of all ranks, of shape (W, *tensor.shape), in rank order."""
     if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
         gathered: torch.Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
         return gathered

@@ -1,4 +1,4 @@
-"""The control plane over a gloo group and its store."""
+"""GroupControl: the control plane over a gloo group and its store."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.watchdog import stacks
 from drivetrain.errors import DistributedError
 
-_FIELD = 20  # bits an agreement spends on one count: up to a million ranks
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two looks at the store
-_PART = timedelta(seconds=30)  # how long rank 0 waits for the others to have read what it hosts
-_PING = 30.0  # seconds of waiting between two looks at whether those it waits for are alive
-_LOOK_FOR_FAILURES = 1.0  # seconds of waiting between two looks at whether a rank has failed
+_FIELD = 20  # bits of one count in the counter of an agreement: up to a million ranks
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of the store
+_LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the others
+_PING = 30.0  # seconds of waiting between two checks that the absent ranks are alive
+_FAILURE_CHECK = 1.0  # seconds of waiting between two checks for reported failures
 
 
-class _Reduction:
-    """An all-reduce on its way."""
+class _PendingReduction:
+    """A pending all-reduce."""
 
     def __init__(self, values: torch.Tensor, work: Any) -> None:
         self._values = values
@@ -39,14 +39,14 @@ class _Reduction:
 
 
 class GroupControl:
-    """Talk between ranks over CPU, on a group of its own, so that it never queues behind gradients.
+    """The control plane over CPU, on a process group of its own so that it never queues behind gradients.
 
     Args:
         group: a gloo process group over all ranks.
-        store: the run's own corner of the rendezvous store.
+        store: the rendezvous store under this run's prefix.
         rank: this rank.
-        world_size: among how many.
-        timeout: how long it waits for the others in the store.
+        world_size: the number of ranks.
+        timeout: how long to wait for other ranks in the store.
         then: called once, after the first step.
     """
 
@@ -73,7 +73,7 @@ class GroupControl:
         self._shared = 0
 
     def detach(self) -> None:
-        """Let go of the group, which is about to be destroyed. The store stays: a failure is settled through it."""
+        """Drop the group, which is about to be destroyed. The store stays: failures are exchanged through it."""
         self._group = None
         while self._clones:
             clone = self._clones.pop()
@@ -87,7 +87,7 @@ class GroupControl:
         return gathered
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        return _Reduction(values, dist.all_reduce(values, group=self._group, async_op=True))
+        return _PendingReduction(values, dist.all_reduce(values, group=self._group, async_op=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [decode(content) for content in self.gather_bytes(encode(value))]
@@ -97,33 +97,33 @@ class GroupControl:
         longest = max(sizes)
         if longest == 0:
             return [b""] * self.world_size
-        # Tensors over memory of Python's: gloo reads and writes it where it is.
+        # Tensors over Python's memory: gloo reads and writes it in place.
         gathered = bytearray(longest * self.world_size)
         parts = torch.frombuffer(gathered, dtype=torch.uint8).view(self.world_size, longest)
-        mine = bytearray(longest)
-        mine[: len(content)] = content
-        dist.all_gather(list(parts), torch.frombuffer(mine, dtype=torch.uint8), group=self._group)
-        begins = range(0, len(gathered), longest)
-        return [bytes(gathered[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
+        padded = bytearray(longest)
+        padded[: len(content)] = content
+        dist.all_gather(list(parts), torch.frombuffer(padded, dtype=torch.uint8), group=self._group)
+        starts = range(0, len(gathered), longest)
+        return [bytes(gathered[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        # Ranks count within the group, which is a plain one over all of them.
+        # The group is a plain one over all ranks, so its ranks are the global ones.
         work = [dist.isend(tensor, group=self._group, group_dst=rank) for rank, tensor in sends.items()]
         work += [dist.irecv(tensor, group=self._group, group_src=rank) for rank, tensor in receives.items()]
-        for one in work:
-            assert one is not None  # it is for ranks outside of the group
-            one.wait()
+        for request in work:
+            assert request is not None  # None only on ranks outside of the group
+            request.wait()
 
     def clone(self) -> GroupControl:
-        self.agree("a second control plane")  # making a group waits for all, and hears of no failure
+        self.agree("a second control plane")  # `new_group` waits for all ranks and does not notice failures
         store = PrefixStore(f"twin{len(self._clones)}", self.store)
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
-        # Its own corner of the store knows neither of failures nor of where ranks are.
-        clone.external_failures, clone.whereabouts = self._reports, self.whereabouts  # type: ignore[method-assign]
+        # The clone's prefix of the store has neither failures nor stacks.
+        clone.external_failures, clone.collect_stacks = self._reports, self.collect_stacks  # type: ignore[method-assign]
         clone.flight = self.flight
         self._clones.append(clone)
         return clone
@@ -138,8 +138,8 @@ class GroupControl:
         return decode(self.store.get(key))
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
-        # One counter holds, side by side, how many ranks came and how many of them raise each flag. Who completes it
-        # publishes the sum, so that everybody reads the same number.
+        # One counter holds, side by side, the number of ranks that arrived and the numbers of raised flags. The rank
+        # that completes it publishes the sum, so that all ranks read the same numbers.
         number = self._agreements
         self._agreements += 1
         key = f"agree/{number}"
@@ -156,12 +156,12 @@ class GroupControl:
             self._wait(f"{key}/done", purpose, timeout, key)
         done = json.loads(self.store.get(f"{key}/done"))
         if len(done["purposes"]) > 1:
-            came_for = spread([text.decode() for text in self.store.multi_get(self._arrivals(key))])
+            ranks_by_purpose = spread([text.decode() for text in self.store.multi_get(self._arrivals(key))])
             raise DistributedError(
-                "The ranks went different ways: "
-                + "; ".join(f"rank(s) {ranks} came to {text}" for text, ranks in came_for.items())
+                "The ranks made different calls: "
+                + "; ".join(f"rank(s) {ranks} reached {text}" for text, ranks in ranks_by_purpose.items())
                 + ".",
-                "what is collective must be called by every rank, in the same order.",
+                "every rank must make the same collective calls in the same order.",
                 "look for a call under `if trainer.is_global_zero:` and move it out.",
             )
         self._forget(number - 2)
@@ -172,60 +172,60 @@ class GroupControl:
 
     def _wait(self, key: str, purpose: str, timeout: timedelta | None, agreement: str | None = None) -> None:
         timeout = self.timeout if timeout is None else timeout
-        # Asked again and again, since a `Store.wait` that times out writes two warnings to the terminal every time.
+        # Polled, because a `Store.wait` that times out writes two warnings to the terminal every time.
         begun = time.monotonic()
         end = begun + timeout.total_seconds()
-        look, ping = begun + _LOOK_FOR_FAILURES, begun + _PING
+        next_check, next_ping = begun + _FAILURE_CHECK, begun + _PING
         silent: set[int] = set()
         while not self.store.check([key]):
             waited = time.monotonic() - begun
             time.sleep(min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE))
-            if time.monotonic() < look:
+            if time.monotonic() < next_check:
                 continue
-            look += _LOOK_FOR_FAILURES
+            next_check += _FAILURE_CHECK
             failure = self.first_failure()
             if failure is not None:
                 raise RankFailedError(failure)
-            if time.monotonic() > min(end, ping):
-                # Named here and not before: on thousands of ranks each agreement would make thousands of names.
+            if time.monotonic() > min(end, next_ping):
+                # The keys are built only here: with thousands of ranks, each agreement would build thousands.
                 arrivals = [] if agreement is None else self._arrivals(agreement)
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])] or [0]
                 late = time.monotonic() > end
-                where = self.whereabouts(absent, late)
-                # A rank that is alive answers, whatever it is at: one that has not done so twice is gone.
+                where = self.collect_stacks(absent, late)
+                # A live rank answers whatever it is doing; one that has not answered twice is gone.
                 gone = silent & {rank for rank, stack in where.items() if stack is None}
                 silent = {rank for rank, stack in where.items() if stack is None}
-                ping = time.monotonic() + _PING
+                next_ping = time.monotonic() + _PING
                 if not (late or gone) or self.store.check([key]):
                     continue
                 waited = time.monotonic() - begun
                 raise absent_error(
-                    f"Rank {self.rank} came to {purpose} and waited {waited:.0f} s for rank(s) {absent}.",
-                    "what is collective must be called by every rank, in the same order.",
-                    "look for a call under `if trainer.is_global_zero:` and move it out; where one only takes long, "
+                    f"Rank {self.rank} reached {purpose} and waited {waited:.0f} s for rank(s) {absent}.",
+                    "every rank must make the same collective calls in the same order.",
+                    "look for a call under `if trainer.is_global_zero:` and move it out; if a rank is only slow, "
                     "raise the strategy's timeout or step_timeout.",
                     where,
-                    self.flight.left,
+                    self.flight.pattern,
                 )
 
-    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
-        told = stacks(self.store, self.rank, self.world_size, late)
+    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+        answers = stacks(self.store, self.rank, self.world_size, late)
         if late:
             self.flight.leave()
-        asked = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
-        return {rank: told.get(rank) for rank in asked}
+        requested = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
+        return {rank: answers.get(rank) for rank in requested}
 
-    def keep_records(self, folder: str | None) -> None:
+    def set_record_folder(self, folder: str | None) -> None:
         self.flight.folder = folder
 
     def records(self) -> str | None:
-        return self.flight.left
+        return self.flight.pattern
 
     def after_first_step(self) -> None:
         self._then()
 
     def _forget(self, number: int) -> None:
-        # Everybody has come to agreement `number + 1`, so nobody reads this one any more.
+        # All ranks have reached agreement `number + 1`, so none reads this one any more.
         if number < 0:
             return
         self.store.delete_key(f"agree/{number}/{self.rank}")
@@ -238,7 +238,7 @@ class GroupControl:
         if self.store.add("left", 1) == self.world_size:
             self.store.set("all left", "")
         elif self.rank == 0:
-            self.store.wait(["all left"], _PART)
+            self.store.wait(["all left"], _LEAVE_TIMEOUT)
 
     # Failures
 
@@ -251,11 +251,11 @@ class GroupControl:
         end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
         while True:
             reports = self._reports()
-            telling = [failure for failure in reports if failure.distance < 2]
-            found = first_cause(telling) if telling else None
-            over = len(reports) >= self.world_size or time.monotonic() >= end
-            if over or (found is not None and found.distance == 0):
-                return found
+            causes = [failure for failure in reports if failure.distance < 2]
+            cause = first_cause(causes) if causes else None
+            done = len(reports) >= self.world_size or time.monotonic() >= end
+            if done or (cause is not None and cause.distance == 0):
+                return cause
             time.sleep(0.05)
 
     def all_failures(self, wait: timedelta) -> list[Failure]:
@@ -266,7 +266,7 @@ class GroupControl:
                 return reports
             time.sleep(0.05)
 
-    def everybody_failed(self) -> bool:
+    def all_ranks_failed(self) -> bool:
         return bool(self.store.add("failures", 0) >= self.world_size)
 
     def silent_ranks(self) -> list[int]:
@@ -274,17 +274,18 @@ class GroupControl:
 
     def _reports(self) -> list[Failure]:
         count = self.store.add("failures", 0)
-        told = [Failure.decode(self.store.get(f"failure/{number + 1}")) for number in range(count)]
-        # Who was killed tells nobody; its launcher may know.
-        return told + [one for one in self.external_failures() if one.rank not in {failure.rank for failure in told}]
+        reports = [Failure.decode(self.store.get(f"failure/{number + 1}")) for number in range(count)]
+        # A rank that was killed reports nothing, but its launcher may.
+        reported = {failure.rank for failure in reports}
+        return reports + [failure for failure in self.external_failures() if failure.rank not in reported]
 
     def settle(self, wait: timedelta) -> None:
-        """Linger after a failure until all ranks have seen it, since this process may host the store."""
+        """Wait after a failure until all ranks have seen it, since this process may host the store."""
         self.store.set(f"settled/{self.rank}", "")
         end = time.monotonic() + wait.total_seconds()
         while time.monotonic() < end:
             ended = {failure.rank for failure in self.external_failures() if failure.exit_code is not None}
-            rest = [f"settled/{rank}" for rank in range(self.world_size) if rank not in ended]
-            if not rest or self.store.check(rest):
+            pending = [f"settled/{rank}" for rank in range(self.world_size) if rank not in ended]
+            if not pending or self.store.check(pending):
                 return
             time.sleep(0.05)

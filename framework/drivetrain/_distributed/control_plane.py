@@ -1,4 +1,4 @@
-"""The control plane: small CPU-side talk between ranks, kept off the device's queues."""
+"""The control plane: small CPU-side messages between ranks that never wait for the device."""
 
 from __future__ import annotations
 
@@ -12,120 +12,120 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain._distributed.failure import AbsentRanksError, Failure
 from drivetrain.errors import DistributedError
 
-_SHOWN = 8  # different stacks that are told
-_SILENT = "Its process has ended, or hangs where no thread of Python's runs."
+_SHOWN = 8  # distinct stacks in a message
+_SILENT = "Its process has ended, or hangs outside of Python."
 
 
 class Pending(Protocol):
-    """A reduction on its way."""
+    """A pending reduction."""
 
     def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it where it has not come yet."""
+        """Return the result, after waiting for it if necessary."""
 
 
 class ControlPlane(Protocol):
-    """What the engine says between ranks besides the strategy's own collectives.
+    """Exchanges small values between ranks, apart from the strategy's own collectives.
 
-    Unless they say otherwise, its methods are collective: all ranks call them, in the same order.
+    Unless they say otherwise, its methods are collective: all ranks call them in the same order.
     """
 
     rank: int
     world_size: int
     external_failures: Callable[[], Sequence[Failure]]
-    """What somebody else, who watches the processes, knows of failures."""
+    """Returns failures that another observer of the processes, such as their launcher, has detected."""
 
     @property
     def store(self) -> Store | None:
-        """Shared key-value store under this run's own prefix; None for a single process."""
+        """The key-value store under this run's prefix, shared by all ranks; None for a single process."""
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Gather a CPU tensor of shape (n,), the same n everywhere, into (W, n)."""
+        """Gather a CPU tensor of shape (n,), the same n on every rank, into (W, n)."""
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        """Begin to sum a CPU tensor of shape (n,) over the ranks."""
+        """Start to sum a CPU tensor of shape (n,) over the ranks."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, on every rank: plain ones, that `plain_values.encode` takes."""
+        """Return the values of all ranks, by rank, on every rank. Values are plain: those of `plain_values.encode`."""
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, by rank, on every rank: the plane opens none of them.
+        """Return the bytes of all ranks, by rank, on every rank, without decoding them.
 
-        For objects of the user's own, which travel as pickles between the ranks of one job, and for nothing else.
+        Only for the user's own objects, which the ranks of one job exchange as pickles.
         """
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send contiguous CPU tensors, and receive into others, by rank; return once all of them have travelled.
+        """Send contiguous CPU tensors, and receive into others, by rank; return when all transfers are complete.
 
-        Not collective: who has nothing to send to a rank and nothing to receive from it need not call. Between two
-        ranks, what is sent first is received first.
+        Not collective: a rank with nothing to send or receive need not call it. Messages between two ranks keep their
+        order.
         """
 
     def clone(self) -> ControlPlane:
-        """Return another control plane over the same ranks, for a thread beside this one. It ends with this one."""
+        """Return another control plane over the same ranks, for use by another thread. It ends with this one."""
 
     def from_rank_0(self, value: Any) -> Any:
-        """Return rank 0's value on every rank: a plain one, as for `gather_objects`.
+        """Return rank 0's value on every rank. The value is plain, as for `gather_objects`.
 
-        Goes through the store: no collective is issued.
+        Uses the store: no collective is issued.
         """
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
-        """Count, for each flag, the ranks that raise it. Goes through the store: no collective is issued.
+        """Return, for each flag, the number of ranks that raise it. Uses the store: no collective is issued.
 
         Args:
-            purpose: what is agreed on, alike on every rank.
-            flags: this rank's, two at most.
-            timeout: how long to wait for the others; None is as long as for any collective.
+            purpose: what the ranks agree on, the same on every rank.
+            flags: this rank's flags, two at most.
+            timeout: how long to wait for the others; None is the timeout of the control plane.
 
         Raises:
-            DistributedError: a rank came for another purpose, or not within ``timeout``; it is named.
+            DistributedError: a rank called with another purpose, or not within ``timeout``; the error names it.
         """
 
     def after_first_step(self) -> None:
-        """Wait less for the others from now on. Not collective."""
+        """Switch to the shorter timeout that applies after the first step. Not collective."""
 
-    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
-        """Ask ranks, all others by default, for their stacks; who does not answer has None. Not collective.
+    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+        """Return the stacks of ranks, by default of all others; None for those that do not answer. Not collective.
 
-        Where they are ``late``, every rank leaves its last collectives too, as `keep_records` has said.
+        If they are ``late``, every rank also dumps its last collectives into the folder given to `set_record_folder`.
         """
 
-    def keep_records(self, folder: str | None) -> None:
-        """Let this rank leave its last collectives in ``folder`` where somebody waits in vain. Not collective."""
+    def set_record_folder(self, folder: str | None) -> None:
+        """Set the folder for the last collectives of this rank, dumped when a rank waits in vain. Not collective."""
 
     def records(self) -> str | None:
-        """Return which files they were left in, a pattern for those of all ranks; None where none was."""
+        """Return a glob pattern for the dumped files of all ranks; None if nothing was dumped."""
 
     def report_failure(self, failure: Failure) -> None:
-        """Tell the others. Not collective."""
+        """Publish a failure of this rank. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         """Return the first failure that is a cause, if one is reported within ``wait``. Not collective.
 
-        Else an account of ranks that did not come, if there is one: it may be all that will ever be known.
+        Otherwise return a report of absent ranks, if there is one, since it may remain the only information.
         """
 
     def leave(self) -> None:
-        """Part at the end of a run: who hosts the store stays until nobody reads from it any more."""
+        """Finish a run: the process that hosts the store waits until the others no longer read from it."""
 
     def all_failures(self, wait: timedelta) -> list[Failure]:
-        """Return what is reported, as soon as all ranks have failed or ``wait`` is over. Not collective."""
+        """Return the reported failures once all ranks have failed or ``wait`` is over. Not collective."""
 
-    def everybody_failed(self) -> bool:
-        """Whether all ranks have reported a failure: no further one will come. Not collective."""
+    def all_ranks_failed(self) -> bool:
+        """Whether all ranks have reported a failure, so that no further report will arrive. Not collective."""
 
     def silent_ranks(self) -> list[int]:
         """Return the ranks that have not reported a failure. Not collective."""
 
     def settle(self, wait: timedelta) -> None:
-        """Linger after a failure, ``wait`` at most, until all ranks have seen it. Not collective."""
+        """Wait after a failure, at most ``wait``, until all ranks have seen it. Not collective."""
 
 
-class _Ready:
-    """A result that is already there."""
+class _CompletedReduction:
+    """A completed reduction."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -135,7 +135,7 @@ class _Ready:
 
 
 class LocalControl:
-    """The control plane of a single process: everybody agrees with itself."""
+    """The control plane of a single process."""
 
     rank = 0
     world_size = 1
@@ -146,7 +146,7 @@ class LocalControl:
         return values.unsqueeze(0)
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        return _Ready(values)
+        return _CompletedReduction(values)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
@@ -159,7 +159,7 @@ class LocalControl:
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         if sends or receives:
-            raise ValueError("a single process has nobody to talk to")
+            raise ValueError("a single process has no other ranks to exchange tensors with")
 
     def clone(self) -> ControlPlane:
         return LocalControl()
@@ -173,10 +173,10 @@ class LocalControl:
     def after_first_step(self) -> None:
         return None
 
-    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         return {}
 
-    def keep_records(self, folder: str | None) -> None:
+    def set_record_folder(self, folder: str | None) -> None:
         return None
 
     def records(self) -> str | None:
@@ -194,7 +194,7 @@ class LocalControl:
     def all_failures(self, wait: timedelta) -> list[Failure]:
         return []
 
-    def everybody_failed(self) -> bool:
+    def all_ranks_failed(self) -> bool:
         return True
 
     def silent_ranks(self) -> list[int]:
@@ -207,19 +207,19 @@ class LocalControl:
 def absent_error(
     what: str, why: str, fix: str, where: Mapping[int, str | None], records: str | None = None
 ) -> DistributedError:
-    """Return the error for ranks that did not come in time.
+    """Return the error for ranks that did not arrive in time.
 
     Args:
-        what: who waited for whom.
-        why: what is known of the reason.
+        what: which rank waited for which.
+        why: the likely reason.
         fix: what to look for.
-        where: what `ControlPlane.whereabouts` gave.
-        records: what `ControlPlane.records` gave.
+        where: the result of `ControlPlane.collect_stacks`.
+        records: the result of `ControlPlane.records`.
     """
     ranks, lines = list(where), []
     for stack, indices in spread(list(where.values())).items():
-        told = f"at work, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT}"
-        lines.append(f"rank(s) {[ranks[index] for index in indices]}: {told}")
+        description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT}"
+        lines.append(f"rank(s) {[ranks[index] for index in indices]}: {description}")
     lines = lines[:_SHOWN]
     if records is not None:
         lines.append(f"The last collectives of each rank: {records}")
@@ -228,7 +228,7 @@ def absent_error(
 
 
 def spread(values: Sequence[Any]) -> dict[Any, list[int]]:
-    """Group ranks by the value they hold, first seen first: ``["a", "b", "a"]`` gives ``{"a": [0, 2], "b": [1]}``."""
+    """Group ranks by value, in order of first appearance: ``["a", "b", "a"]`` gives ``{"a": [0, 2], "b": [1]}``."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

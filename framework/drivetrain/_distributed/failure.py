@@ -1,4 +1,4 @@
-"""A rank that failed: what is known of it, and the error that tells the user."""
+"""Failure: the report of a rank that failed, and the errors raised for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Self
 
 from drivetrain.errors import DistributedError
 
-# What gloo, NCCL, the store and we say where another rank is gone or does not answer.
+# Errors of gloo, NCCL, the store and drivetrain when another rank is gone or does not answer.
 _PEER_ERRORS = ("RankFailedError", "DistNetworkError", "DistStoreError")
 _PEER_MESSAGES = (
     "Connection closed by",
@@ -32,18 +32,18 @@ _PEER_MESSAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended that should not have.
+    """How a rank failed.
 
     Attributes:
         rank: the global rank.
-        exit_code: of its process; negative for a signal, None where it is not known (yet).
+        exit_code: the exit code of its process: negative for a signal, None if not known (yet).
         signal_name: "SIGKILL", ..., or None.
-        error_type: the exception's qualified name, or None where it left no exception.
-        message: the exception's text, or what is known in its place.
-        traceback: the formatted traceback, with its causes, or "".
-        pickled_error: the exception itself, pickled and in base 85, where it can be. It goes through files that only
-            this user can write, never through a store: `encode` leaves it out.
-        time_ns: when, by the machine's clock: the first failure is the cause, others often only follow from it.
+        error_type: the exception's qualified name, or None without an exception.
+        message: the exception's text, or another description.
+        traceback: the formatted traceback with its causes, or "".
+        pickled_error: the pickled exception in base 85, if it can be pickled. It is only passed through files that no
+            other user can write, never through a store: `encode` omits it.
+        time_ns: when it happened, by the machine's clock. The earliest failure is usually the cause of the others.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Failure:
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException) -> Self:
-        """Describe an exception that is being handled on ``rank``."""
+        """Create the report of an exception that is being handled on ``rank``."""
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         text = "".join(traceback.format_exception(error))
@@ -65,17 +65,17 @@ class Failure:
 
     @classmethod
     def of_exit(cls, rank: int, exit_code: int, stacks: str = "") -> Self:
-        """Describe a process that ended without leaving an exception, with the stacks that it left if it did."""
+        """Create the report of a process that ended without an exception, with the stacks that it dumped, if any."""
         name = signal_name(exit_code)
         message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
         return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message, traceback=stacks)
 
     @property
     def distance(self) -> int:
-        """How far it is from the cause.
+        """How far the failure is from the cause.
 
-        0 is a cause itself; 1 is our own account of ranks that did not come, or came for something else; 2 only tells
-        of a lost connection or of another rank's failure.
+        0 is a cause; 1 is drivetrain's report of ranks that did not arrive or made another call; 2 only reports a lost
+        connection or another rank's failure.
         """
         if self.error_type is None:
             return 0
@@ -85,16 +85,16 @@ class Failure:
 
     @property
     def process_exit_code(self) -> int:
-        """The code with which a process ends that ends for this: as a shell would, 128 + n for signal n."""
+        """The exit code of a process that ends because of this failure: as in a shell, 128 + n for signal n."""
         code = self.exit_code
         return 1 if not code else code if code > 0 else 128 - code
 
-    def is_like(self, other: Failure) -> bool:
-        """Whether both are the same error, raised in the same place of the code."""
+    def is_same_error(self, other: Failure) -> bool:
+        """Return True if both are the same error, raised at the same line."""
         return (self.error_type, self.message, _raised_at(self)) == (other.error_type, other.message, _raised_at(other))
 
     def load_error(self) -> BaseException | None:
-        """Return the exception itself, or None where it could not be brought over."""
+        """Return the exception itself, or None if it could not be pickled or unpickled."""
         if self.pickled_error is None:
             return None
         try:
@@ -104,56 +104,56 @@ class Failure:
         return error if isinstance(error, BaseException) else None
 
     def ended_with(self, exit_code: int) -> Self:
-        """Return the same failure, with the exit code of its process."""
+        """Return a copy with the exit code of the process."""
         return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
 
     def encode(self) -> str:
-        """Return the failure as text for a store, into which anybody may write who reaches its port."""
+        """Return the failure as text for a store, which anyone who can reach its port may write."""
         return json.dumps(asdict(replace(self, pickled_error=None)))
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Return the failure that `encode` gave; a pickle that somebody else has put into it is dropped unread."""
+        """Return the failure from the result of `encode`. A pickle that someone has inserted is dropped unread."""
         return replace(cls(**json.loads(text)), pickled_error=None)
 
     def write(self, path: str) -> None:
-        """Leave the failure in a file for the process that started this one. The first one stands.
+        """Write the failure to a file for the process that started this one. An existing file is kept.
 
         Args:
-            path: in a folder that only this user can write to, since the exception in it will be unpickled.
+            path: in a folder that only this user can write, since the exception in it will be unpickled.
         """
         if os.path.exists(path):
             return
-        # Whoever started us reads as soon as the file is there.
+        # The reader reads the file as soon as it exists.
         Path(f"{path}.part").write_text(json.dumps(asdict(self)))
         os.replace(f"{path}.part", path)
 
     @classmethod
     def read(cls, path: str) -> Self | None:
-        """Return the failure that `write` left, or None."""
+        """Return the failure that `write` stored, or None."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return cls(**json.loads(Path(path).read_text()))
         return None
 
     def describe(self) -> str:
-        """One line: the rank and what happened to it."""
+        """Return the rank and its error, on one line unless the message has several."""
         if self.error_type is not None:
             return f"Rank {self.rank} failed with {self.error_type}: {self.message}"
         return f"Rank {self.rank} was {self.message}" if self.signal_name else f"Rank {self.rank} {self.message}"
 
-    def in_a_line(self) -> str:
-        """`describe`, at its shortest; with what to do where the rank itself could print nothing."""
+    def one_line_summary(self) -> str:
+        """Return the first line of `describe`, with a fix if the rank could not print anything itself."""
         first = (self.describe().splitlines() or [""])[0]
         return first if self.error_type is not None else f"{first}; {_fix(self)}"
 
 
 def _raised_at(failure: Failure) -> str:
-    """Return the traceback's last frame, or "" where there is none."""
+    """Return the last frame of the traceback, or "" without one."""
     return next((line for line in reversed(failure.traceback.splitlines()) if line.startswith("  File ")), "")
 
 
 class RankFailedError(DistributedError):
-    """A rank other than the caller's failed. `failure` says which and how."""
+    """Another rank failed. `failure` describes which and how."""
 
     def __init__(self, failure: Failure) -> None:
         why = f"its traceback:\n{failure.traceback.rstrip()}" if failure.traceback else ""
@@ -166,16 +166,16 @@ class RankFailedError(DistributedError):
 
 
 class AbsentRanksError(DistributedError):
-    """Ranks did not come in time, and have told where they are: there is nothing more to hear of them."""
+    """Ranks did not arrive in time but answered with their stacks, so no further report of them will come."""
 
 
 def failure_file(error_file: str) -> str:
-    """Return where a process leaves its `Failure`, beside the error file that elastic has chosen for it."""
+    """Return the path of a process's `Failure`, next to the error file that elastic has chosen for it."""
     return f"{error_file}.failure"
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """Return the name of the signal that an exit code below zero stands for, else None."""
+    """Return the name of the signal for a negative exit code, else None."""
     if exit_code is None or exit_code >= 0:
         return None
     try:
@@ -185,10 +185,10 @@ def signal_name(exit_code: int | None) -> str | None:
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that the others follow from.
+    """Return the failure that caused the others.
 
-    What happened first comes first, but an error that only tells of a lost or silent peer comes after all others: it
-    may well be reported before that peer's own end is noticed.
+    It is the earliest, except that errors that only report a lost or silent peer come last: they may be reported before
+    the failure of that peer is detected.
     """
     return min(failures, key=lambda failure: (failure.distance, failure.time_ns))
 
@@ -202,5 +202,5 @@ def _dump(error: BaseException) -> str | None:
 
 def _fix(failure: Failure) -> str:
     if failure.signal_name == "SIGKILL":
-        return "SIGKILL comes from outside; most often the kernel's out-of-memory killer (see `dmesg`) or a scheduler"
+        return "SIGKILL comes from outside: usually the kernel's out-of-memory killer (see `dmesg`) or a scheduler"
     return "see what the rank printed before it ended"

@@ -1,4 +1,4 @@
-"""Torch's flight recorder: the last collectives of this process. The one place that reaches for it."""
+"""Dumps torch's flight recorder: the last collectives of this process. Only this module uses its private bindings."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-# NCCL's, in builds for CUDA; then the one that other backends share.
+# The binding of NCCL, in CUDA builds; then the one that other backends share.
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
-_SHOWN = 50  # collectives that are written out
+_SHOWN = 50  # collectives in the text file
 
 
 class FlightRecord:
-    """Where a rank leaves what the recorder holds.
+    """Writes a rank's flight record to files.
 
     Attributes:
-        folder: where; None leaves nothing.
-        left: the texts of all ranks as a pattern, once this rank has left its own.
+        folder: the folder for the files; None writes nothing.
+        pattern: a glob pattern for the text files of all ranks, once this rank has written its own.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.folder: str | None = None
-        self.left: str | None = None
+        self.pattern: str | None = None
 
     def leave(self) -> None:
-        """Write ``flight-rank-N.txt``, to read and compare, and ``flight_rank_N`` as torch dumps it, for its tools.
+        """Write ``flight-rank-N.txt`` to read and compare, and ``flight_rank_N``, torch's own dump, for torch's tools.
 
-        Without a record, or room for it, write nothing.
+        Write nothing without a record or if the folder cannot be written.
         """
         folder, dumped = self.folder, None if self.folder is None else dump()
         if folder is None or dumped is None:
@@ -40,16 +40,16 @@ class FlightRecord:
             with open(os.path.join(folder, f"flight_rank_{self._rank}"), "wb") as file:
                 file.write(raw)
             with open(os.path.join(folder, f"flight-rank-{self._rank}.txt"), "w", encoding="utf-8") as text:
-                text.writelines(f"{line}\n" for line in described(record))
+                text.writelines(f"{line}\n" for line in describe_collectives(record))
         except OSError:
             return
-        self.left = os.path.join(folder, "flight-rank-*.txt")
+        self.pattern = os.path.join(folder, "flight-rank-*.txt")
 
 
 def dump() -> tuple[bytes, dict[str, Any]] | None:
-    """Return the recorder's dump, pickled and as it is; None where there is no recorder, or it has seen nothing.
+    """Return the recorder's dump, pickled and as a dict; None if there is no recorder or it is empty.
 
-    ``TORCH_FR_BUFFER_SIZE`` says how many collectives it holds: 2000 where nothing is said, none at 0.
+    ``TORCH_FR_BUFFER_SIZE`` sets how many collectives it holds: 2000 by default, 0 disables it.
     """
     bindings = importlib.import_module("torch._C._distributed_c10d")
     for name in _DUMPS:
@@ -58,16 +58,16 @@ def dump() -> tuple[bytes, dict[str, Any]] | None:
             continue
         try:
             raw = function()
-            record: dict[str, Any] = pickle.loads(raw)  # of this very process
+            record: dict[str, Any] = pickle.loads(raw)  # safe: this process made it
             if record.get("entries"):
                 return raw, record
         except Exception:
-            continue  # of a version that dumps something else
+            continue  # another version's format
     return None
 
 
-def described(record: dict[str, Any]) -> list[str]:
-    """Return a line for each of the last collectives, the latest at the end, alike on ranks that did the same."""
+def describe_collectives(record: dict[str, Any]) -> list[str]:
+    """Return a line for each of the last collectives, in order; matching calls on two ranks give equal lines."""
     lines = []
     for entry in record["entries"][-_SHOWN:]:
         number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")

@@ -1,4 +1,4 @@
-"""Which job a process is of: two may have been given one address and port to meet at."""
+"""Job: identifies a job, since two jobs may be given the same rendezvous address and port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Self
 
 from drivetrain._config.secret_values import arguments_without_secrets
 
-# Options whose value differs from rank to rank, by their names.
+# Names of options whose values differ from rank to rank.
 _OF_A_RANK = re.compile(r"rank|(node|host|machine|process|proc|worker|task)[-_]?(id|index|number)?$", re.IGNORECASE)
 
 
@@ -22,11 +22,11 @@ class Job:
     """What the processes of one job have in common.
 
     Attributes:
-        name: what the job is called by who started its processes, the same on all of them; "" where nobody said.
-        user: the number of the user; "" where there is a name.
-        folder: the working directory; likewise.
-        command: of each word of the command line a digest, and whether it is a number that tells the rank. Only
-            digests go over the network, and of secrets, which are short at times, not even these.
+        name: the job's name, the same on all of its processes; "" if it has none.
+        user: the user's number; "" if there is a name.
+        folder: the working directory; "" if there is a name.
+        command: for each word of the command line, its digest and whether it is a number that identifies the rank. Only
+            digests go over the network, and secrets, which may be short, are left out even of these.
     """
 
     name: str = ""
@@ -36,7 +36,7 @@ class Job:
 
     @classmethod
     def new(cls) -> Self:
-        """Return a job that no other is mistaken for, for who starts all of its processes."""
+        """Return a job with a unique name, for a process that starts all processes of the job."""
         return cls(os.urandom(8).hex())
 
     @classmethod
@@ -44,50 +44,50 @@ class Job:
         """Return the job of this process.
 
         Args:
-            name: what it is called, where it is.
-            ranks: numbers that tell this process from others of its job, which may stand in its command line.
-            command: in place of ``sys.argv``.
+            name: the job's name, if it has one.
+            ranks: numbers that identify this process within its job and may appear in its command line.
+            command: used instead of ``sys.argv``.
         """
         if name:
             return cls(name)
         user = str(os.getuid()) if hasattr(os, "getuid") else ""
         try:
             folder = os.getcwd()
-        except OSError:  # it has been removed
+        except OSError:  # the folder has been removed
             folder = ""
         words, _ = arguments_without_secrets(sys.argv if command is None else command)
-        return cls("", user, folder, tuple(_words(words, ranks)))
+        return cls("", user, folder, tuple(_digest_words(words, ranks)))
 
     def encode(self) -> str:
-        """Return it as text."""
+        """Return the job as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Return what `encode` gave."""
+        """Return the job from the result of `encode`."""
         job = cls(**json.loads(text))
         return replace(job, command=tuple((digest, tells) for digest, tells in job.command))
 
-    def why_another(self, other: Job) -> str:
-        """Say how ``other`` differs, or "" where it is the same job."""
+    def describe_difference(self, other: Job) -> str:
+        """Return how ``other`` differs from this job, or "" if it is the same."""
         if self.name or other.name:
             if self.name == other.name:
                 return ""
             return f"it is {other.name or 'a job without a name'!r}, and this is {self.name or 'one without a name'!r}"
         if self.user != other.user:
-            return f"it is of user {other.user}, and this is of user {self.user}"
+            return f"it belongs to user {other.user}, and this one to user {self.user}"
         if self.folder != other.folder:
-            return f"it was started in {other.folder}, and this in {self.folder}"
+            return f"it was started in {other.folder}, and this one in {self.folder}"
         if len(self.command) != len(other.command):
-            return "it was started by another command line"
-        for (mine, tells), (theirs, also) in zip(self.command, other.command, strict=True):
-            if mine != theirs and not (tells and also):
-                return "it was started by another command line"
+            return "it was started with another command line"
+        for (digest, tells), (other_digest, also) in zip(self.command, other.command, strict=True):
+            if digest != other_digest and not (tells and also):
+                return "it was started with another command line"
         return ""
 
 
-def _words(command: Sequence[str], ranks: Collection[int]) -> Iterator[tuple[str, bool]]:
-    option = None  # the one that a word stands behind
+def _digest_words(command: Sequence[str], ranks: Collection[int]) -> Iterator[tuple[str, bool]]:
+    option = None  # the preceding option, whose value the word may be
     for word in command:
         name, has_value, value = word.partition("=")
         if has_value:

@@ -1,4 +1,4 @@
-"""Plain values as bytes that come back equal: what ranks say to each other. No pickle: reading one can run no code."""
+"""Encodes plain values for exchange between ranks. It avoids pickle, so that decoding cannot run code."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# A dict with a single key of these stands for what JSON has no form for.
+# A dict with one of these as its only key stands for a type that JSON lacks.
 _TUPLE, _PAIRS = "$tuple", "$pairs"
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
 def encode(value: Any) -> bytes:
-    """Return ``value`` as text that `decode` turns back into its equal.
+    """Return ``value`` as JSON that `decode` turns back into an equal value.
 
     Args:
-        value: nested dicts, lists and tuples of numbers (NaN and infinities too), strings, booleans and None. Of a
-            subclass of these (a NamedTuple, an IntEnum) the plain value comes back.
+        value: nested dicts, lists and tuples of numbers (including NaN and infinities), strings, booleans and None.
+            Instances of their subclasses (a NamedTuple, an IntEnum) come back as the plain type.
 
     Raises:
-        TypeError: names the type of a value that is nothing of this.
+        TypeError: a value has another type, which the error names.
     """
-    return json.dumps(_plain(value), separators=(",", ":")).encode()
+    return json.dumps(_to_plain(value), separators=(",", ":")).encode()
 
 
 def decode(content: bytes | bytearray) -> Any:
-    """Return what `encode` was given."""
-    return json.loads(content, object_hook=_restored)
+    """Return the value that was passed to `encode`."""
+    return json.loads(content, object_hook=_from_plain)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return _all_plain(value)
     if isinstance(value, tuple):
@@ -40,15 +40,15 @@ def _plain(value: Any) -> Any:
         return {_PAIRS: [_all_plain(pair) for pair in value.items()]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise TypeError(f"ranks tell each other plain values, and this is a {type(value).__name__}")
+    raise TypeError(f"ranks can only exchange plain values, and this is a {type(value).__name__}")
 
 
 def _all_plain(values: Iterable[Any]) -> list[Any]:
-    # Most are of these types, and there may be many thousands: a call for each would be most of the time.
-    return [value if type(value) in _ATOMS else _plain(value) for value in values]
+    # Most values are of these types, and there may be thousands: a call for each would take most of the time.
+    return [value if type(value) in _ATOMS else _to_plain(value) for value in values]
 
 
-def _restored(document: dict[str, Any]) -> Any:
+def _from_plain(document: dict[str, Any]) -> Any:
     if len(document) == 1:
         ((mark, content),) = document.items()
         if mark == _TUPLE:

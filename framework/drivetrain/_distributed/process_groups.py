@@ -1,4 +1,4 @@
-"""What torch keeps to itself about process groups: the one place that reaches for it."""
+"""Timeouts, aborts and NCCL backends of process groups. Only this module uses torch's private functions for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None:
-    """Let every collective of these groups fail after ``timeout``; None for every group of this process."""
+    """Set the timeout of every collective of these groups; None is every group of this process."""
     private: Any = dist.distributed_c10d
     setter = getattr(dist, "set_timeout", None) or private._set_pg_timeout  # public from torch 2.15 on
     for group in list(private._world.pg_map) if groups is None else groups:
@@ -21,19 +21,19 @@ def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None
 
 
 def uses_nccl() -> bool:
-    """Whether a group of this process runs on NCCL, where a rank waits in a kernel that no closed connection ends."""
+    """Return True if a group of this process uses NCCL, where a closed connection does not wake a waiting kernel."""
     return bool(_nccl_backends())
 
 
 def abort_nccl() -> None:
-    """End what runs on NCCL in this process, from any thread: kernels return, and the next collective raises.
+    """Abort all NCCL communicators of this process, from any thread: kernels return, and the next collective raises.
 
-    The groups stay known to torch until `drop_groups`.
+    Torch still lists the groups until `drop_groups`.
     """
     backends = _nccl_backends()
     if not backends:
         return
-    # Together, since one communicator's abort may wait for another's (pytorch/pytorch#119797).
+    # All at once, since one communicator's abort may wait for another's (pytorch/pytorch#119797).
     backends[0]._group_start()
     for backend in backends:
         backend.abort()
@@ -41,19 +41,19 @@ def abort_nccl() -> None:
 
 
 def drop_groups() -> None:
-    """Let go of all groups without waiting for other ranks, which `destroy_process_group` may do on NCCL."""
+    """Drop all groups without waiting for other ranks, which `destroy_process_group` may do with NCCL."""
     dist.distributed_c10d._abort_process_group()
 
 
 def _nccl_backends() -> list[Any]:
-    """Latest group first, as torch aborts them."""
+    """Return the NCCL backends of this process, latest group first, the order in which torch aborts them."""
     if not (dist.is_initialized() and dist.is_nccl_available()):
         return []
-    kind = dist.distributed_c10d.ProcessGroupNCCL
-    found = []
+    nccl = dist.distributed_c10d.ProcessGroupNCCL
+    backends = []
     for group in reversed(list(dist.distributed_c10d._world.pg_map)):
         with contextlib.suppress(RuntimeError):  # a group without a backend for CUDA
             backend = group._get_backend(torch.device("cuda"))
-            if isinstance(backend, kind):
-                found.append(backend)
-    return found
+            if isinstance(backend, nccl):
+                backends.append(backend)
+    return backends

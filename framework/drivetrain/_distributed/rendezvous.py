@@ -1,4 +1,4 @@
-"""Where processes meet: a store that listens where it is asked to, and lets in the processes of one job alone."""
+"""Rendezvous: hosts a store at a given address and refuses processes of other jobs."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain._distributed.job_identity import Job
 from drivetrain.errors import ConfigurationError
 
-_SIGNED = "drivetrain/job"  # the job whose store it is
-_SIGNS_WITHIN = timedelta(seconds=60)
-_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address that leads here, and is not of this machine
+_JOB_KEY = "drivetrain/job"  # the key with the identity of the store's job
+_JOB_KEY_TIMEOUT = timedelta(seconds=60)
+_NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address that leads here but is not this machine's own
 
 
 def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None) -> TCPStore:
     """Host the store where the processes of a job meet.
 
     Args:
-        address: by which all of them reach this machine. The store listens there and nowhere else: on the loopback
-            device for 127.0.0.1. Where it is a name and there are several nodes, or where it is no address of this
-            machine's, it listens on all of them: a machine's own name often leads to its loopback device.
-        port: where to listen; 0 lets the operating system choose.
-        num_nodes: how many machines the processes are on.
-        job: whose it is; others are refused by `admit`. None lets the first comer say, by `admit_first`.
+        address: the address by which all processes reach this machine. The store listens only there: on the loopback
+            device for 127.0.0.1. If it is a name and there are several nodes, or if it is no address of this machine,
+            the store listens on all addresses: a machine's own name often resolves to its loopback device.
+        port: the port; 0 lets the operating system choose.
+        num_nodes: the number of machines that the processes run on.
+        job: the job of the store; `admit` refuses others. None lets the first process set it, with `admit_first`.
 
     Raises:
-        ConfigurationError: the port is taken, or nothing can be hosted there.
+        ConfigurationError: the port is taken, or nothing can be hosted at the address.
     """
     return host_on(listen(address, port, num_nodes), address, job)
 
 
 def listen(address: str, port: int, num_nodes: int) -> socket.socket:
-    """Listen for a store that `host_on` makes later; who connects meanwhile waits.
+    """Open a listening socket for a store that `host_on` makes later; clients that connect earlier wait.
 
     Raises:
         ConfigurationError: as for `host`.
@@ -45,92 +45,92 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
             try:
                 return socket.create_server((where, port), family=family, backlog=socket.SOMAXCONN)
             except OSError as error:
-                if error.errno not in _ELSEWHERE:
+                if error.errno not in _NOT_LOCAL:
                     raise
         return _listen_on_all(port)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigurationError(
                 f"rank 0 cannot host the store at {address}:{port}: port {port} is taken",
-                "another process listens there: of another job that was given the same port, or of one that is ending",
+                "another process listens there: a job with the same port, or one that is still ending",
                 "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
             ) from error
         raise _cannot_host(address, port, error) from error
 
 
 def host_on(listener: socket.socket, address: str, job: Job | None) -> TCPStore:
-    """Host a store on what `listen` has returned, which is the store's from then on."""
+    """Host a store on the socket from `listen`, which the store then owns."""
     port = listener.getsockname()[1]
     try:
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     except RuntimeError as error:
         raise _cannot_host(address, port, error) from error
     if job is not None:
-        store.set(_SIGNED, job.encode())
+        store.set(_JOB_KEY, job.encode())
     return store
 
 
 def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None:
-    """Make sure that this process has come to its own job's store, and that nobody has come as its rank before.
+    """Check that the store belongs to this process's job, and that no other process has its rank.
 
     Args:
-        store: a connection to it.
-        job: this process's.
-        rank: this process's.
-        address: for the error.
-        port: for the error.
+        store: a connection to the store.
+        job: this process's job.
+        rank: this process's rank.
+        address: the store's address, for errors.
+        port: the store's port, for errors.
 
     Raises:
-        ConfigurationError: it is another job's, or the rank is there already. The other job notices nothing.
+        ConfigurationError: the store is another job's, or the rank is taken. The other job is not affected.
     """
     try:
-        store.wait([_SIGNED], _SIGNS_WITHIN)
+        store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"rank {rank} came to {address}:{port}, and what is there is no store of this job's",
-            "whoever hosts it has not said whose it is: a program of another kind, it seems, has the port",
+            f"rank {rank} connected to {address}:{port}, which is not the store of this job",
+            "its host has not set the job, so another kind of program seems to use the port",
             "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
         ) from error
-    _compare(job, Job.decode(store.get(_SIGNED)), rank, address, port)
-    if store.add(f"{_SIGNED}/rank{rank}", 1) > 1:
+    _compare(job, Job.decode(store.get(_JOB_KEY)), rank, address, port)
+    if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(
-            f"rank {rank} came to {address}:{port}, where a rank {rank} is already",
-            "the same command was started twice with one port, or one rank was started again while the others go on",
+            f"rank {rank} connected to {address}:{port}, where another process is already rank {rank}",
+            "the same command was started twice with one port, or one rank was restarted while the others keep running",
             "give each job a MASTER_PORT of its own, and start all ranks of a job together",
         )
 
 
 def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None:
-    """Do as `admit` for a store whose host says nothing: it is the job's that came first.
+    """Check the job as `admit` does, for a store whose host does not set it: it belongs to the first job that connects.
 
-    Ranks may come again: such a store may outlive them, as torchrun's does.
+    Ranks may connect again, since such a store may outlive them, as torchrun's does.
 
     Raises:
-        ConfigurationError: it is another job's.
+        ConfigurationError: the store belongs to another job.
     """
-    _compare(job, Job.decode(store.compare_set(_SIGNED, "", job.encode())), rank, address, port)
+    _compare(job, Job.decode(store.compare_set(_JOB_KEY, "", job.encode())), rank, address, port)
 
 
-def _compare(mine: Job, theirs: Job, rank: int, address: str, port: int) -> None:
-    why = mine.why_another(theirs)
-    if why:
+def _compare(job: Job, store_job: Job, rank: int, address: str, port: int) -> None:
+    difference = job.describe_difference(store_job)
+    if difference:
         raise ConfigurationError(
-            f"rank {rank} came to {address}:{port}, where the processes of another job meet",
-            f"both were given port {port}, and were taken apart: {why}",
-            "set MASTER_PORT to another port for all processes of this job; where the two are one job after all, set "
+            f"rank {rank} connected to {address}:{port}, where the processes of another job meet",
+            f"both jobs use port {port}; the other one differs: {difference}",
+            "set MASTER_PORT to another port for all processes of this job; if it is the same job after all, set "
             "TORCHELASTIC_RUN_ID to the same name for all of its processes",
         )
 
 
 def _addresses(address: str, num_nodes: int) -> list[tuple[socket.AddressFamily, str]]:
-    """Where to listen, in the order to be tried; nothing stands for everywhere."""
+    """Return the addresses to try, in order; an empty list stands for all addresses."""
     try:
         number = ipaddress.ip_address(address)
     except ValueError:
         if num_nodes > 1 and address != "localhost":
             return []
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-        return [(family, str(where[0])) for family, _, _, _, where in found]
+        infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        return [(family, str(where[0])) for family, _, _, _, where in infos]
     return [(socket.AF_INET if number.version == 4 else socket.AF_INET6, address)]
 
 
@@ -141,7 +141,7 @@ def _listen_on_all(port: int) -> socket.socket:
                 ("", port), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True
             )
         except OSError as error:
-            if error.errno not in _ELSEWHERE:  # IPv6 may be compiled in, and switched off
+            if error.errno not in _NOT_LOCAL:  # IPv6 may be compiled in but disabled
                 raise
     return socket.create_server(("", port), backlog=socket.SOMAXCONN)
 
@@ -149,6 +149,6 @@ def _listen_on_all(port: int) -> socket.socket:
 def _cannot_host(address: str, port: int, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"rank 0 cannot host the store at {address}:{port}: {error}",
-        "all processes meet there",
+        "all processes connect to it",
         "set MASTER_ADDR to a name of this machine and MASTER_PORT to a free port",
     )

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is spread over several: how state travels between strategies and checkpoints."""
+"""ParameterShard: a rank's part of a sharded tensor, the form in which strategies and checkpoints exchange state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Box:
     """A rectangular part of a tensor.
 
     Attributes:
-        offsets: where it begins, in each dimension.
-        sizes: how far it goes; 0 in one of them for nothing at all.
+        offsets: its start in each dimension.
+        sizes: its length in each dimension; 0 in one of them makes it empty.
     """
 
     offsets: tuple[int, ...]
@@ -23,13 +23,13 @@ class Box:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What ``whole[box.index]`` takes."""
+        """The index that selects the box: ``whole[box.index]``."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of a tensor's elements in row-major order, from ``start`` to before ``stop``."""
+    """A contiguous range of a tensor's elements in row-major order, from ``start`` up to but excluding ``stop``."""
 
     start: int
     stop: int
@@ -43,11 +43,11 @@ class ParameterShard:
     """One rank's part of a tensor.
 
     Attributes:
-        local: what this rank holds: of the shape of its box, or of shape (n,) for a span.
-        shape: of the whole.
-        region: where the part lies in the whole.
-        is_primary: False if another rank holds the same part and represents it, in checkpoints for example.
-        gather: makes the tensor whole on every rank; collective. None where nobody can.
+        local: this rank's part: of the shape of its box, or of shape (n,) for a span.
+        shape: the shape of the whole tensor.
+        region: the part's position in the whole.
+        speaks: False if another rank holds the same part and provides it for checkpoints and checksums.
+        gather: returns the whole tensor on every rank; collective. None if it cannot be gathered.
     """
 
     local: torch.Tensor
@@ -61,14 +61,14 @@ class ParameterShard:
         return self.local.dtype
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole. Collective."""
+        """Return the whole tensor. Collective."""
         if self.gather is None:
-            raise TypeError(f"{self.region} of a tensor of shape {self.shape}: nobody can make it whole.")
+            raise TypeError(f"{self.region} of a tensor of shape {self.shape}: it cannot be gathered.")
         return self.gather()
 
 
 def cut(whole: Any, region: Region | None) -> torch.Tensor:
-    """Return the part of ``whole`` that ``region`` names, or all of it; contiguous."""
+    """Return the part of ``whole`` at ``region``, or all of it for None; contiguous."""
     if region is None:
         part = whole
     elif isinstance(region, Box):
@@ -79,7 +79,7 @@ def cut(whole: Any, region: Region | None) -> torch.Tensor:
 
 
 def paste(whole: torch.Tensor, part: torch.Tensor, region: Region) -> None:
-    """Write ``part`` into ``whole``, which is contiguous, where ``region`` says."""
+    """Write ``part`` into ``whole``, a contiguous tensor, at ``region``."""
     if isinstance(region, Box):
         whole[region.index].copy_(part)
     else:

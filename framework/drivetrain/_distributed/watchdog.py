@@ -1,4 +1,4 @@
-"""A thread beside each rank's work, which says where the rank is to whoever waits for it."""
+"""Watchdog: a thread on each rank that answers requests for its stack and notices reported failures."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-_LOOK = 0.5  # seconds between two looks at the store
-_ANSWER = timedelta(seconds=3)  # how long a rank that asks waits for answers
-_DEEPEST = 12  # lines of a stack that are told
-_LAST_ANSWER = 5.0  # seconds that a request under way may take, once nobody needs it
+_POLL = 0.5  # seconds between two polls of the store
+_ANSWER = timedelta(seconds=3)  # how long a rank waits for the stacks of others
+_DEEPEST = 12  # lines of a stack in an answer
+_LAST_ANSWER = 5.0  # seconds to wait for a pending request at the end
 
 
 class Watchdog:
-    """Looks into the store for as long as a run lasts; at nothing else, and at no time of the step's.
+    """Polls the store during a run, on a thread of its own that takes no time of the training step.
 
     Args:
-        store: the run's, for this thread alone: a call that waits holds a connection.
+        store: a connection to the run's store for this thread only: a waiting call blocks its connection.
         rank: this rank.
-        leave_record: called where somebody waits in vain.
-        on_failure: called once a rank, this one or another, has reported that it failed; None does not look for that.
+        dump_record: called when a rank waits in vain.
+        on_failure: called once a rank, this one or another, has reported a failure; None does not check for that.
     """
 
     def __init__(
         self,
         store: Store,
         rank: int,
-        leave_record: Callable[[], None] = lambda: None,
+        dump_record: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._leave_record = leave_record
+        self._leave_record = dump_record
         self._on_failure = on_failure
         self._store = store
         self._rank = rank
@@ -45,29 +45,29 @@ class Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """Look no more. Behind a cut cable the store does not answer, and the thread is left to its waiting."""
+        """Stop polling. If the store does not answer, as behind a cut cable, the waiting thread is abandoned."""
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_LAST_ANSWER)
 
     def _run(self) -> None:
         answered = late = 0
-        with contextlib.suppress(RuntimeError):  # the store is gone, and the main thread will notice
-            while not self._over.wait(_LOOK):
+        with contextlib.suppress(RuntimeError):  # the store is gone, which the main thread notices
+            while not self._over.wait(_POLL):
                 if self._on_failure is not None and self._store.add("failures", 0):
                     on_failure, self._on_failure = self._on_failure, None
                     on_failure()
-                asked = self._store.add("stacks/asked", 0)
-                if asked > answered:
-                    answered = asked
-                    self._store.set(f"stacks/{asked}/{self._rank}", stack_of(self._watched))
+                requests = self._store.add("stacks/asked", 0)
+                if requests > answered:
+                    answered = requests
+                    self._store.set(f"stacks/{requests}/{self._rank}", format_stack(self._watched))
                     if self._store.add("stacks/late", 0) > late:
                         late = self._store.add("stacks/late", 0)
                         self._leave_record()
 
 
-def stack_of(thread: int) -> str:
-    """Return where a thread of this process is, innermost call first, as `faulthandler` sees it."""
+def format_stack(thread: int) -> str:
+    """Return the stack of a thread of this process, innermost call first, from `faulthandler`."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -80,14 +80,14 @@ def stack_of(thread: int) -> str:
 
 
 def stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict[int, str]:
-    """Ask all ranks where they are; return what they answer, by rank. Who does not is missing from it.
+    """Request the stacks of all ranks; return the answers by rank, without the ranks that do not answer.
 
-    Where it is ``late``, and not only a look at who is alive, they leave their last collectives too.
+    If ranks are ``late``, and this is not only a check that they are alive, they also dump their last collectives.
     """
     if late:
         store.add("stacks/late", 1)
     number = store.add("stacks/asked", 1)
-    store.set(f"stacks/{number}/{rank}", stack_of(threading.get_ident()))
+    store.set(f"stacks/{number}/{rank}", format_stack(threading.get_ident()))
     keys = {other: f"stacks/{number}/{other}" for other in range(world_size)}
     until = time.monotonic() + _ANSWER.total_seconds()
     while time.monotonic() < until and not store.check(list(keys.values())):

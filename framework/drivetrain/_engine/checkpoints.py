@@ -18,7 +18,7 @@ from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # The code that reads and writes checkpoints is imported on use: many runs need neither.
@@ -350,7 +350,7 @@ class RunCheckpoints:
         saving = [one for one in core.callbacks if one.writes_to]
         if not saving:
             return
-        with kept_generators(core.strategy.device):  # hooks may use the generators
+        with preserved_generators(core.strategy.device):  # hooks may use the generators
             whole = any(one.saves_whole for one in saving)
             self._rehearse(weights_only=not whole)
             if not whole and core.saves_on_signals:

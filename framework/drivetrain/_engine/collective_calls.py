@@ -152,7 +152,7 @@ def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
             if failure is not None:
                 raise RankFailedError(failure)
         if time.monotonic() > end:
-            where = control.whereabouts(absent, late=True)
+            where = control.collect_stacks(absent, late=True)
             waiting = f"Rank {control.rank} came to {call.text} at {_calling_line()} and waited {waited:.0f} s"
             raise absent_error(f"{waiting} for rank(s) {absent}.", _WHY, _FIX, where, control.records())
     return True

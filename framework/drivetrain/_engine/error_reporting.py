@@ -75,7 +75,7 @@ def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
     except RankFailedError as error:
         world = current_world() if rank is None else None
         rank = world.placement.rank if world is not None else rank or 0
-        print_in_one_line(error, f"Rank {rank} ends because of another: {error.failure.in_a_line()}")
+        print_in_one_line(error, f"Rank {rank} ends because of another: {error.failure.one_line_summary()}")
         raise
 
 

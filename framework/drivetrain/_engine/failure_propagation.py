@@ -53,7 +53,7 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
     try:
         if _call_with_timeout(_STORE_TIMEOUT, lambda: control.first_failure(_POLL_INTERVAL)) is not None:
             return error
-        where = _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: control.whereabouts(late=True))
+        where = _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: control.collect_stacks(late=True))
     except RuntimeError:
         return error
     located = absent_error(
@@ -83,7 +83,7 @@ def resolve_cause(
             return error, None
         if is_cause:
             # A caller who starts a function in other processes hosts their store itself: no rank depends on this one.
-            linger = _SHORT_LINGER if world is not None and world.is_hosted_outside else _LINGER
+            linger = _SHORT_LINGER if world is not None and world.has_external_store else _LINGER
             return error, _call_with_timeout(
                 linger + _STORE_TIMEOUT, lambda: _lowest_rank_with_same_error(control, failure, linger)
             )
@@ -100,7 +100,7 @@ def resolve_cause(
 def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
     """Wait for the other ranks' failures; return the lowest rank with the same one, or None if it is this rank."""
     end = time.monotonic() + linger.total_seconds()
-    alike = [other.rank for other in control.all_failures(linger) if other.is_like(failure)]
+    alike = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
     control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
     lowest = min(alike, default=failure.rank)
     return lowest if lowest < failure.rank else None
@@ -140,7 +140,7 @@ def _wait_for_cause(control: ControlPlane, world: World | None) -> Failure | Non
             failed_process = first_cause(world.failures())
             control.report_failure(failed_process)  # the other ranks do not watch processes
             return failed_process
-        if control.everybody_failed() or time.monotonic() >= end:
+        if control.all_ranks_failed() or time.monotonic() >= end:
             return cause
 
 

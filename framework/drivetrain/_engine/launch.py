@@ -71,7 +71,7 @@ def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
     """Run a stage in this process, whose place among the processes is known."""
     trainer, stage = request.trainer, request.stage
     if place.world is not None and place.placement.world_size > 1:
-        place.world.meet()
+        place.world.wait_for_all()
     device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
@@ -100,7 +100,7 @@ def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
     except BaseException as error:
         trainer.state = "interrupted"
         if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
-            place.world.left_with = error.code
+            place.world.signal_exit_code = error.code
         if session.last_line is not None:
             print_in_one_line(error, session.last_line)
         raise

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._runtime.size_format import size_in_words
+from drivetrain._runtime.size_format import format_size
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
@@ -141,7 +141,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _size(nbytes: int) -> str:
-    return size_in_words(nbytes, ".4g")
+    return format_size(nbytes, ".4g")
 
 
 # Advice

@@ -15,7 +15,7 @@ from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.training_setup import epoch_data
 from drivetrain._loops.train import TrainLoop
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.strategies.strategy import StepRunner
 
@@ -116,7 +116,7 @@ class Reloading:
         progress = self._core.progress
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
-            with kept_generators(self._core.strategy.device):
+            with preserved_generators(self._core.strategy.device):
                 seed_rank(derive_seed(_LOADERS, self._data.seed, self._loaded_at), 0)
                 return self._load()
         finally:

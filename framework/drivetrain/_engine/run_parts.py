@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._config.secret_values import LeftOut
+from drivetrain._config.secret_values import SecretFilter
 from drivetrain._engine.data_cursor import Cursor
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_callbacks import RunCallbacks
@@ -184,7 +184,7 @@ class RunCore:
     callbacks: RunCallbacks
     folder: RunFolder
     profiling: NoProfiling
-    secrets: LeftOut = field(default_factory=LeftOut)
+    secrets: SecretFilter = field(default_factory=SecretFilter)
 
     @property
     def trainer(self) -> RunContext:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._runtime.generators import kept_generators, set_generators
+from drivetrain._runtime.generators import preserved_generators, restore_generators
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
     buffers = state.get("buffers", {})
     if not isinstance(buffers, dict) or not all(isinstance(one, torch.Tensor) for one in buffers.values()):
         raise _malformed(checkpoint, file, "buffers", buffers)
-    with reporting_malformed(checkpoint, file, "draws"), kept_generators(_HOST):
+    with reporting_malformed(checkpoint, file, "draws"), preserved_generators(_HOST):
         for states in (*state["draws"]["ahead"], state["draws"]["now"]):
-            set_generators(states, _HOST)
+            restore_generators(states, _HOST)
 
 
 def check_optimizer_groups(checkpoint: Checkpoint, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -197,7 +197,7 @@ class Session:
 
     # What hooks and users read
 
-    def whereabouts(self) -> str:
+    def collect_stacks(self) -> str:
         """Return the run's position as text that is the same on every rank."""
         progress, position = self.core.progress, self.core.position
         at = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
@@ -253,7 +253,7 @@ class Session:
         core.callbacks.collect()
         checkpoints.begin()
         profiling.set_folder()
-        strategy.control.keep_records(self._log.folder)
+        strategy.control.set_record_folder(self._log.folder)
         with profiling.span("prepare_data"):
             self._prepare_data()
         self._call_setup_hooks()
@@ -582,7 +582,7 @@ class Session:
         cause, told_by = resolve_cause(control, self._topology.world, failure, error)
         cause = as_interruption(cause, self._awaited)
         if told_by is not None:
-            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed the same way and shows the traceback"
+            self.last_line = f"{failure.one_line_summary()}; rank {told_by} failed the same way and shows the traceback"
         if cause is not error:
             self._log.add_cause(cause)
         return cause

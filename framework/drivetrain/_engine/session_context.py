@@ -496,7 +496,7 @@ class SessionContext(RunContext):
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
     ) -> None:
         session = self._running("save_checkpoint")
-        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
+        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.collect_stacks, every_time=True)
         session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
@@ -531,7 +531,7 @@ class SessionContext(RunContext):
         if self.loggers:
             from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
-            self._collective_calls.check(self.strategy.control, "log_histogram", session.whereabouts)
+            self._collective_calls.check(self.strategy.control, "log_histogram", session.collect_stacks)
             log_histograms(session.core, name, value, self.global_step if step is None else step, bins)
 
     def finish_logging(self) -> None:
@@ -547,7 +547,7 @@ class SessionContext(RunContext):
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         session = self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
+        self._collective_calls.check(self.strategy.control, "all_gather", session.collect_stacks)
         return self._collective_calls.gather(self.strategy, data, sync_grads)
 
     def pass_over_training_data(self) -> None:
@@ -566,9 +566,9 @@ class SessionContext(RunContext):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_trainers  # only an error needs it
+            from drivetrain._config.lightning_names import trainer_attribute_error  # only an error needs it
 
-            raise AttributeError(of_trainers(type(self).__name__, name))
+            raise AttributeError(trainer_attribute_error(type(self).__name__, name))
 
     def _running(self, what: str) -> Session:
         if self.session is None:

@@ -23,7 +23,7 @@ from drivetrain._engine.stage_loaders import (
 )
 from drivetrain._loops.evaluate import NAMES
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -87,7 +87,7 @@ class StageData:
         if stage in ("fit", "train"):
             self._find_training()
             if stage == "fit" and is_overridden("validation_step", module, TrainModule):
-                with kept_generators(
+                with preserved_generators(
                     torch.device("cpu")
                 ):  # building validation loaders must not change training's draws
                     self._find_evaluation("validate", within_fit=True)

@@ -21,7 +21,7 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import resolve_environment
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
 from drivetrain.data._loader_generators import collect_generators
@@ -120,7 +120,7 @@ class EngineTrials:
         # A device's generators are created at its first use, which may be the trial's.
         cuda = torch.cuda.is_initialized() or resolve_devices(trainer.accelerator, trainer.devices).type == "cuda"  # type: ignore[no-untyped-call]
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
-        with process, kept_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
+        with process, preserved_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
             yield
 
 

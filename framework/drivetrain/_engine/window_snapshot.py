@@ -92,8 +92,8 @@ class WindowSnapshot:
         state = self._source.state_dict()
         self._snapshot = _Snapshot(
             self._progress.batch_idx,
-            self._draws.noted(self._progress.batch_idx),
-            self._metrics.noted(self._metric_objects),
+            self._draws.capture(self._progress.batch_idx),
+            self._metrics.capture(self._metric_objects),
             deepcopy(state) if self._source.stateful else state,
         )
         if self._buffer_owners:

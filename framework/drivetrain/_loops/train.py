@@ -23,7 +23,7 @@ from drivetrain._loops.stopping import StopRequest, limit_reached
 from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import RngReplay
 
@@ -482,7 +482,7 @@ class TrainLoop:
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
         if self._progress.batch_idx != self._length or self._certain:
             return self._progress.batch_idx == self._length
-        with kept_generators(self._checkpointing.rng_replay.device):  # a resumed run reads that batch again
+        with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads that batch again
             return next(micro_batches, None) is None
 
     def _leave(self) -> EpochEnd:

@@ -1,4 +1,4 @@
-"""Logged values: kept as tensors while the loop runs, brought over and reduced at a flush."""
+"""Logged values: stored as tensors during the loop, copied to the host and reduced over ranks at a flush."""
 
 from drivetrain._metrics.metric_store import MetricStore
 

@@ -1,4 +1,4 @@
-"""One logged key: its latest value, and what an epoch has accumulated of it."""
+"""Entry: one logged key, with its latest value and what it has accumulated in the epoch."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _OPERATIONS: dict[Any, str] = {
     min: "min",
 }
 
-_OPENED_WITH = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
-_GATHERED = ("last", "result", "fresh", "total", "weight")
+_OPTION_FIELDS = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
+_VALUE_FIELDS = ("last", "result", "fresh", "total", "weight")
 
-_FOLD_AT = 64  # how many values wait before they are folded into one
+_FOLD_AT = 64  # number of pending values at which they are reduced to one
 
 
 class Entry:
-    """The state of one key. Device tensors stay on their device; nothing here waits for it.
+    """The state of one logged key. Device tensors stay on their device; nothing here waits for it.
 
     Args:
         name: the key.
-        options: what `log` was told, compared on every further call.
+        options: the arguments of `log`, which further calls have to repeat.
         on_step: keep the latest value.
         on_epoch: accumulate over the epoch.
         prog_bar: show it in the progress bar.
         logger: send it to the loggers.
         operation: "mean", "sum", "max" or "min".
         sync_dist: see `TrainModule.log`.
-        metric: the metric object, where one was logged.
-        attribute: its name on the module.
-        loader: the end of the key that names a loader among several, behind which ``_step`` and ``_epoch`` do not go.
+        metric: the metric object, if one was logged.
+        attribute: the metric object's name on the module.
+        loader: the suffix of the key that identifies one of several loaders; ``_step`` and ``_epoch`` go before it.
     """
 
     __slots__ = (
@@ -99,9 +99,9 @@ class Entry:
         self.metric = metric
         self.attribute = attribute
         self.loader = loader
-        self.of_loader: int | None = None  # the index of the loader among several that first logged it
+        self.of_loader: int | None = None  # the index of the loader that first logged it, if there are several
         self.last: torch.Tensor | float | None = None
-        self.reduced: torch.Tensor | float | None = None  # what `last` was made by the last reduction over ranks
+        self.reduced: torch.Tensor | float | None = None  # the value of `last` after the latest reduction over ranks
         self.result: torch.Tensor | None = None
         self.fresh = False
         self.resumed = False
@@ -109,17 +109,17 @@ class Entry:
 
     @property
     def step_name(self) -> str:
-        return self._forked("step") if self.on_epoch else self.name
+        return self._suffixed("step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        return self._forked("epoch") if self.on_step else self.name
+        return self._suffixed("epoch") if self.on_step else self.name
 
-    def _forked(self, kind: str) -> str:
+    def _suffixed(self, kind: str) -> str:
         return f"{self.name.removesuffix(self.loader)}_{kind}{self.loader}"
 
     def reset(self) -> None:
-        """Forget what the epoch accumulated."""
+        """Clear the epoch's values."""
         self.total: torch.Tensor | float | None = None
         self.weight: torch.Tensor | float = 0.0
         self.waiting: list[torch.Tensor] = []
@@ -127,14 +127,14 @@ class Entry:
 
     @property
     def idle(self) -> bool:
-        """Whether it came from a checkpoint with nothing in it, and was not logged since.
+        """Whether it was restored from a checkpoint without values and has not been logged since.
 
-        Ranks that were not there when it was saved do not know of it.
+        Ranks that did not exist when the checkpoint was saved do not know such a key.
         """
         return self.resumed and self.total is None and not self.waiting
 
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
-        """Add one value to the epoch. Only a mean has weights; of other operations they count the values."""
+        """Add one value to the epoch. The weight is that of a mean; other operations only count values."""
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight
@@ -152,19 +152,19 @@ class Entry:
             self.total = self._combine(self.total, value * weight if self.operation == "mean" else value)
 
     def epoch_total(self) -> torch.Tensor | float | None:
-        """The weighted sum, sum, maximum or minimum so far; None where nothing came."""
+        """Return the weighted sum, sum, maximum or minimum so far; None without values."""
         if self.waiting:
             self._fold()
         return self.total
 
     def _fold(self) -> None:
-        # One key may be logged from the host and from the device.
+        # A key may be logged from the host and from a device.
         for device in dict.fromkeys(value.device for value in self.waiting):
-            here = [index for index, value in enumerate(self.waiting) if value.device == device]
-            values = [_wide(self.waiting[index]) for index in here]
+            indices = [index for index, value in enumerate(self.waiting) if value.device == device]
+            values = [_wide(self.waiting[index]) for index in indices]
             if self.operation == "mean":
-                # Python scalars, not a tensor of weights, whose copy to the device would wait for it.
-                values = list(torch._foreach_mul(values, [self.weights[index] for index in here]))
+                # Python scalars: copying a tensor of weights to the device would wait for it.
+                values = list(torch._foreach_mul(values, [self.weights[index] for index in indices]))
             stacked = torch.stack(values)
             folded = {"max": stacked.amax, "min": stacked.amin}.get(self.operation, stacked.sum)()
             self.total = self._combine(self.total, folded)
@@ -183,57 +183,59 @@ class Entry:
             return pick(*pair)
         return max(total, value) if self.operation == "max" else min(total, value)
 
-    # What a checkpoint keeps
+    # Checkpoints
 
     def clone(self) -> Entry:
-        """Return an entry that has what this one has now, whatever this one takes from here on."""
+        """Return a copy that later values of this entry do not change."""
         clone = copy(self)
         clone.waiting, clone.weights = self.waiting[:], self.weights[:]
         return clone
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how the key was opened and what came since; the metric object keeps its own state."""
+        """Return the options of the key and its values; a metric object saves its own state."""
         self.epoch_total()
-        state = {name: getattr(self, name) for name in (*_OPENED_WITH, *_GATHERED)}
-        forced = self.options[:2]  # what `log` was told, which need not be what it came to
+        state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
+        forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
         return {**state, "forced": list(forced), "is_reduced": self.last is not None and self.last is self.reduced}
 
     @classmethod
     def of_state(cls, name: str, state: Mapping[str, Any], device: torch.device) -> Self:
-        """Make the entry that `state_dict` described, its values on ``device``.
+        """Create an entry from the result of `state_dict`, with its values on ``device``.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: ``state`` is not such a result.
         """
         texts, flags = (state["attribute"], state["operation"], state["loader"]), (state["on_step"], state["on_epoch"])
-        if not all(one is None or isinstance(one, str) for one in texts) or not all(type(one) is bool for one in flags):
+        if not all(text is None or isinstance(text, str) for text in texts) or not all(
+            type(flag) is bool for flag in flags
+        ):
             raise ValueError(f"{name!r} is described by {texts} and {flags}")
         forced = state["forced"]
-        if not isinstance(forced, list) or len(forced) != 2 or not all(one in (None, True, False) for one in forced):
+        if not isinstance(forced, list) or len(forced) != 2 or not all(flag in (None, True, False) for flag in forced):
             raise ValueError(f"{name!r} was logged with {forced!r}")
         check_value(name, state["weight"])
         for key in ("last", "result", "total"):
             if state[key] is not None:
                 check_value(name, state[key])
         named = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
-        entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPENED_WITH})
-        for key in _GATHERED:
-            # A result was reduced, and lies on the host.
+        entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPTION_FIELDS})
+        for key in _VALUE_FIELDS:
+            # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
         entry.reduced = entry.last if state["is_reduced"] else None
         entry.resumed = True
         return entry
 
     def merge(self, other: Self) -> None:
-        """Add what another rank had gathered."""
+        """Add the values that another rank had accumulated."""
         if other.total is not None:
             self.total = self._combine(self.total, other.total)
         self.weight += other.weight
 
-    def goes_on_with(self, options: tuple[Any, ...], operation: str | None) -> bool:
-        """Whether this came from a checkpoint, and is now logged the same way; it then takes the very options.
+    def adopt_options(self, options: tuple[Any, ...], operation: str | None) -> bool:
+        """Return True if a restored entry is now logged with the same options; adopt their exact form.
 
-        Of a reduction the checkpoint knows the name, and not whether it was given as ``torch.mean`` or ``"mean"``.
+        The checkpoint stores a reduction's name, not whether it was given as ``torch.mean`` or ``"mean"``.
         """
         if not self.resumed or (*options[:4], operation, options[5]) != self.options:
             return False
@@ -242,31 +244,33 @@ class Entry:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises:
-    ValueError: what a checkpoint holds for a logged value is no number.
+    """Check a logged value from a checkpoint.
+
+    Raises:
+        ValueError: it is not a number.
     """
     if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)):
         raise ValueError(f"{name!r} has a value of type {type(value).__name__}")
 
 
 def operation_of(reduce_fx: Any) -> str | None:
-    """Return the name of a reduction that was given as a name or a function; None where it is no known one."""
+    """Return the name of a reduction given as a name or a function; None for an unknown one."""
     try:
         return _OPERATIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
-    except TypeError:  # it cannot be looked up
+    except TypeError:  # it is not hashable
         return None
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """``value`` in the widest type that its device has."""
+    """Return ``value`` in the widest floating-point type of its device."""
     return value.double() if value.device.type != "mps" else value.float()
 
 
-def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> NoReturn:
-    """Refuse to log a key in another way than before.
+def raise_options_mismatch(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> NoReturn:
+    """Raise the error for a key that is logged with other options than before.
 
     Raises:
-        ConfigurationError: always; names what changed.
+        ConfigurationError: always; names the options that changed.
     """
     labels = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist")
     changed = [
@@ -279,11 +283,11 @@ def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, .
     )
 
 
-def refuse_another_kind(entry: Entry, value: Any) -> NoReturn:
-    """Refuse a number for a key that is a metric object's, another object, or an object for a number's key.
+def raise_kind_mismatch(entry: Entry, value: Any) -> NoReturn:
+    """Raise the error for a key that was logged with a number and now with a metric object, or vice versa.
 
     Raises:
-        ConfigurationError: always; says what it was.
+        ConfigurationError: always; names the earlier kind of value.
     """
     before = "a number" if entry.metric is None else f"the {type(entry.metric).__name__} {entry.attribute!r}"
     raise ConfigurationError(

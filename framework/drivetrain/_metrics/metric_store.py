@@ -1,4 +1,4 @@
-"""MetricStore: what `TrainModule.log` writes to."""
+"""MetricStore: stores the values of `TrainModule.log` and reduces them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._metrics.agreed_value import agreed_value
-from drivetrain._metrics.metric_entry import Entry, check_value, operation_of, refuse_another_kind, refuse_other_options
+from drivetrain._metrics.metric_entry import (
+    Entry,
+    check_value,
+    operation_of,
+    raise_kind_mismatch,
+    raise_options_mismatch,
+)
 from drivetrain._metrics.metric_objects import (
     MetricObjects,
     forward_value,
@@ -19,41 +25,43 @@ from drivetrain._metrics.metric_objects import (
     reset,
     set_metric_state,
 )
-from drivetrain._metrics.packing import Part, combined, gather_packed, to_host
-from drivetrain._metrics.values import for_reading, number, weight
+from drivetrain._metrics.packing import Part, combine, gather_packed, to_host
+from drivetrain._metrics.values import copy_as_tensor, number, weight
 from drivetrain._runtime.transfer import first_dimension, move_to
 from drivetrain.errors import ConfigurationError, nearest
 
 
 class MetricStore:
-    """Holds every logged key of a run, by stage.
+    """Holds all logged keys of a run, by stage.
 
-    The loops say where they are (`stage`, `batch`, `samples`, `dataloader_idx`); `record` is all that a step calls.
+    The loops set the position (`stage`, `batch`, `samples`, `dataloader_idx`); a step only calls `record`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
-        self.speaks = True  # of several ranks that read the same data, one does
+        self.speaks = True  # False on all but one of the ranks that read the same data
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
         self.joining = False
-        """True while this rank has no data of its own and only keeps the others company."""
+        """True while this rank has no data left and runs steps only to match the others' collectives."""
         self.muted = False
-        """True while what is logged does not exist: while this rank joins, or a closure runs a step once more."""
+        """True while logged values are discarded: while this rank joins, or a closure repeats a step."""
         self.batch: Any = None
-        """The micro-batch under way, or None between micro-batches."""
+        """The current micro-batch, or None between micro-batches."""
         self.samples: int | None = None
-        """Its samples, where the sampler knows them."""
+        """Its number of samples, if the sampler knows it."""
         self.dataloader_idx: int | None = None
         self.had_data = False
-        """Whether this rank had a sample of its own in the stage's epoch; of every loader, where there are several."""
+        """Whether this rank had samples of its own in the stage's epoch: from every loader, if there are several."""
         self._had_data: dict[str | None, bool] = {}
-        self._came_late = False  # it was not there as the epoch began, and need not know what was logged until then
+        self._joined_late = (
+            False  # this rank did not exist at the start of the epoch and may lack keys logged until then
+        )
         self._values: dict[str, Tensor | float] = {}
 
-    # What a step calls
+    # Called by steps
 
     def record(
         self,
@@ -69,26 +77,26 @@ class MetricStore:
         add_dataloader_idx: bool,
         metric_attribute: str | None,
     ) -> None:
-        """Take one value; see `TrainModule.log`."""
+        """Record one value; see `TrainModule.log`."""
         if self.dataloader_idx is not None and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         options = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist)
         entry = self.entries.get(name)
         if entry is None or entry.options != options:
-            entry = self._open(name, value, options, entry, metric_attribute)
+            entry = self._get_or_create(name, value, options, entry, metric_attribute)
         if self.muted:
-            return  # the key is known all the same: ranks with data will reduce it together with this one
+            return  # the key is registered first, since ranks with data reduce it with this one
         if entry.metric is not None:
             self._record_metric(entry, value)
             return
         if type(value) is Tensor and value.numel() == 1:
-            # A copy even so: ``loss += penalty`` comes after, and a view would keep all that it is a view of.
+            # Cloned in any case: the user may modify the tensor in place, and a view would keep its base alive.
             value = value.detach().clone() if value.requires_grad else value.clone()
             if value.dim():
                 value = value.reshape(())
         elif type(value) is not float and type(value) is not int:
             if is_metric(value):
-                refuse_another_kind(entry, value)
+                raise_kind_mismatch(entry, value)
             value = number(name, value)
         if entry.on_step:
             entry.last = value
@@ -104,16 +112,16 @@ class MetricStore:
 
     def _weight(self) -> float:
         if self.batch is None:
-            return 1  # logged between micro-batches: what the last one held has nothing to do with it
+            return 1  # between micro-batches: the size of the last one is unrelated
         if self.samples is None:
             self.samples = first_dimension(self.batch)
         return self.samples
 
     def _record_metric(self, entry: Entry, metric: Any) -> None:
         if metric is not entry.metric:
-            # One that is made anew in each epoch, under its name, is the same one.
+            # A metric that is replaced in each epoch under the same attribute is accepted.
             if not is_metric(metric) or metric is not self.objects.at(entry.attribute or ""):
-                refuse_another_kind(entry, metric)
+                raise_kind_mismatch(entry, metric)
             entry.metric = metric
         if entry.on_step:
             entry.last = forward_value(entry.name, metric)
@@ -121,19 +129,21 @@ class MetricStore:
         if entry.on_epoch:
             self.objects.logged(entry.epoch_name, metric)
 
-    def _open(self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None) -> Entry:
+    def _get_or_create(
+        self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None
+    ) -> Entry:
         if self.stage is None or self.stage == "predict":
             raise ConfigurationError(
                 f"log({name!r}) was called {'in prediction' if self.stage else 'outside the loops'}.",
-                "values are kept by epoch of training, validation or test.",
-                "call it from a step or from a hook between on_train_start and on_train_end, or of an evaluation.",
+                "values belong to an epoch of training, validation or test.",
+                "call it from a step, or from a hook of an evaluation or between on_train_start and on_train_end.",
             )
         on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist = options
-        if old is not None and old.goes_on_with(options, operation_of(reduce_fx)):
+        if old is not None and old.adopt_options(options, operation_of(reduce_fx)):
             old.metric = value if is_metric(value) else None
             return old
         if old is not None:
-            refuse_other_options(name, old.options, options)
+            raise_options_mismatch(name, old.options, options)
         operation = operation_of(reduce_fx)
         if operation is None:
             raise ConfigurationError(
@@ -143,7 +153,7 @@ class MetricStore:
             )
         metric = value if is_metric(value) else None
         if metric is None:
-            number(name, value)  # refused by its first value, a rank without data included
+            number(name, value)  # checks the first value, also on a rank without data
         loader = f"/dataloader_idx_{self.dataloader_idx}"
         in_step = self.batch is not None and self.stage == "train"
         entry = Entry(
@@ -163,10 +173,10 @@ class MetricStore:
         self.entries[name] = entry
         return entry
 
-    # What the loops call
+    # Called by the loops
 
     def enter(self, stage: str | None, reset: bool = True) -> None:
-        """Begin (or go on with) a stage: "train", "validate", "test", "predict", or None between them."""
+        """Start or continue a stage: "train", "validate", "test", "predict", or None between stages."""
         self._had_data[self.stage] = self.had_data
         self.objects.begin_epoch()
         self.stage = stage
@@ -177,12 +187,12 @@ class MetricStore:
         self.had_data = self._had_data.get(stage, False)
         if stage is not None and reset:
             self.had_data = False
-            self._came_late = self._came_late and stage != "train"
+            self._joined_late = self._joined_late and stage != "train"
             for entry in self.entries.values():
                 entry.reset()
 
     def forget(self, stage: str) -> None:
-        """Drop a stage's keys and values, as after a sanity check."""
+        """Drop a stage's keys and values, as after the sanity check."""
         for entry in self._stages.pop(stage, {}).values():
             for name in (entry.name, entry.epoch_name, entry.step_name):
                 self._values.pop(name, None)
@@ -192,11 +202,11 @@ class MetricStore:
             self.entries = self._stages.setdefault(stage, {})
 
     def wants_reduction(self) -> bool:
-        """Whether this rank has an epoch's values that the other ranks must hear of."""
+        """Return True if this rank has epoch values to reduce over all ranks."""
         return any(entry.on_epoch and entry.sync_dist is not False for entry in self.entries.values())
 
     def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
-        """Reduce the stage's epoch values: one packed collective where ``together``. Returns them by epoch name."""
+        """Return the reduced epoch values of the stage by name, with one packed collective if ``together``."""
         plain = sorted(
             (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None and not entry.idle),
             key=lambda entry: entry.name,
@@ -209,8 +219,10 @@ class MetricStore:
         )
         totals = [entry.epoch_total() for entry in [*shared, *local]]
         weights = [entry.weight for entry in (*shared, *local)]
-        known = to_host([*(0.0 if total is None else total for total in totals), *weights])
-        numbers = [part for pair in zip(known[: len(totals)], known[len(totals) :], strict=True) for part in pair]
+        host_values = to_host([*(0.0 if total is None else total for total in totals), *weights])
+        numbers = [
+            part for pair in zip(host_values[: len(totals)], host_values[len(totals) :], strict=True) for part in pair
+        ]
         results: dict[str, Tensor | None] = {}
         split = 2 * len(shared)
         if together:
@@ -230,19 +242,19 @@ class MetricStore:
                 if operation == "metric":
                     results[name] = self.objects.computed(name, name, self.objects.at(attribute), True)
                 else:
-                    results[name] = combined(operation, table[:, 2 * position], table[:, 2 * position + 1])
+                    results[name] = combine(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
             local = [*shared, *local]
             split = 0
         for position, entry in enumerate(local):
             column = torch.tensor(numbers[split + 2 * position : split + 2 * position + 2], dtype=torch.float64)
-            results[entry.epoch_name] = combined(entry.operation, column[:1], column[1:])
+            results[entry.epoch_name] = combine(entry.operation, column[:1], column[1:])
         for entry in metrics:
             if entry.epoch_name not in results:
                 together = entry.sync_dist is not False
                 results[entry.epoch_name] = self.objects.computed(entry.name, entry.epoch_name, entry.metric, together)
         self.objects.end_epoch()
-        # What was logged in an earlier epoch and not in this one keeps its value.
+        # A value that was logged in an earlier epoch but not in this one is kept.
         logged = {name: value for name, value in results.items() if value is not None}
         for entry in self.entries.values():
             if entry.epoch_name in logged and entry.on_epoch:
@@ -251,14 +263,14 @@ class MetricStore:
         return logged
 
     def reset_metrics(self) -> None:
-        """Reset the stage's torchmetrics objects: their epoch is over."""
+        """Reset the stage's torchmetrics objects at the end of its epoch."""
         self.objects.reset()
         for entry in self.entries.values():
             if entry.metric is not None and not entry.on_epoch:
                 reset(entry.metric)
 
     def flush_steps(self) -> dict[str, Tensor | float]:
-        """Return the step values that loggers want and that came since the last flush, where they are."""
+        """Return the step values for loggers that were logged since the last flush, on their devices."""
         values: dict[str, Tensor | float] = {}
         for entry in self.entries.values():
             if entry.fresh and entry.last is not None and entry.logger:
@@ -267,40 +279,40 @@ class MetricStore:
         return values
 
     def reduce_steps(self) -> None:
-        """Reduce the step values that asked for it (``sync_dist=True``) over all ranks. Collective."""
+        """Reduce the step values with ``sync_dist=True`` over all ranks. Collective."""
         synced = sorted(
             (entry for entry in self.entries.values() if entry.on_step and entry.sync_dist and entry.metric is None),
             key=lambda entry: entry.name,
         )
-        # Asked of all: a rank that logged none of them would go on into the next step, and wait there.
+        # All ranks must agree: a rank that logged none of them would continue with the next step and block there.
         if self.control.world_size == 1 or self.control.agree("a flush of step values", bool(synced)) == (0,):
             return
-        came = [entry.last is not entry.reduced for entry in synced]
-        values = [entry.last if here else 0.0 for entry, here in zip(synced, came, strict=True)]
-        numbers = zip(to_host(values), came, strict=True)  # type: ignore[arg-type]
+        is_new = [entry.last is not entry.reduced for entry in synced]
+        values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
+        numbers = zip(to_host(values), is_new, strict=True)  # type: ignore[arg-type]
         keys = [_key(entry.name, entry) for entry in synced]
         keys, table = gather_packed(
             self.control,
             keys,
-            [part for number, here in numbers for part in (number, float(here and self.speaks))],
+            [part for number, new in numbers for part in (number, float(new and self.speaks))],
             self._part(keys),
         )
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
-            reduced = combined(entry.operation, table[:, column], table[:, column + 1])
+            reduced = combine(entry.operation, table[:, column], table[:, column + 1])
             if reduced is not None:
                 entry.last = entry.reduced = float(reduced)
                 entry.fresh = True
 
     def _part(self, keys: Sequence[str]) -> Part:
-        if self.had_data and not self._came_late:
+        if self.had_data and not self._joined_late:
             return Part.WHOLE
         return Part.SOME if keys else Part.NONE
 
-    # What users read
+    # Read by users
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Everything logged, under every name it is known by; epoch values once they are reduced."""
+        """Return all logged values under each of their names; epoch values once they are reduced."""
         values: dict[str, Tensor | float] = dict(self._values)
         for entry in self._all():
             if entry.on_step and entry.last is not None:
@@ -309,46 +321,46 @@ class MetricStore:
                     values[entry.name] = entry.last
             if entry.result is not None:
                 values[entry.name] = entry.result
-        return {name: for_reading(value) for name, value in values.items()}
+        return {name: copy_as_tensor(value) for name, value in values.items()}
 
     def known_names(self) -> set[str]:
-        """Every name that `callback_metrics` has, or will have once what was logged is reduced."""
+        """Return every name that `callback_metrics` has, or will have once logged values are reduced."""
         names = {name for entry in self._all() for name in (entry.name, entry.step_name, entry.epoch_name)}
         return names.union(self._values)
 
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The latest values that loggers get."""
-        return self._chosen("logger")
+        """Return the latest values for loggers."""
+        return self._select("logger")
 
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """The latest values with ``prog_bar=True``; reading them as numbers waits for the device."""
-        return self._chosen("prog_bar")
+        """Return the latest values with ``prog_bar=True``; converting them to numbers waits for the device."""
+        return self._select("prog_bar")
 
     def evaluation_so_far(self) -> dict[str, Tensor]:
-        """Of the evaluation under way, the values with ``prog_bar=True`` as they are on this rank by now.
+        """Return this rank's preliminary values with ``prog_bar=True`` of the current evaluation.
 
-        Nothing is reduced, and nothing changes: the evaluation's own results are what they would be anyhow.
+        Nothing is reduced or changed, so the evaluation's results are not affected.
         """
         values: dict[str, Tensor] = {}
         for entry in self.entries.values():
             if not entry.prog_bar or entry.metric is not None:
                 continue
             if entry.on_step and entry.last is not None and (entry.waiting or entry.total is not None):
-                values[entry.step_name] = for_reading(entry.last)
+                values[entry.step_name] = copy_as_tensor(entry.last)
             elif entry.on_epoch:
                 total, weight = entry.clone().epoch_total(), entry.weight
                 if total is not None and (isinstance(weight, Tensor) or weight > 0):
-                    values[entry.epoch_name] = for_reading(total / weight if entry.operation == "mean" else total)
+                    values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
         return values
 
     def agreed(self, name: str) -> float | None:
-        """Return a logged value, the same on every rank, for a decision; None where nobody logged it. Collective."""
+        """Return a logged value, the same on every rank, for a decision; None if it was not logged. Collective."""
         return agreed_value(self.control, name, self.callback_metrics().get(name))
 
-    # What a checkpoint keeps
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has logged: every key with what its epoch has accumulated, and the metric objects."""
+        """Return this rank's logged keys with the epoch's accumulated values, and the states of metric objects."""
         return {
             "stages": {stage: _states_of(entries) for stage, entries in self._stages.items()},
             "objects": {name: metric_state(metric) for name, metric in self.objects.all().items()},
@@ -356,23 +368,23 @@ class MetricStore:
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
 
-    def noted(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
-        """Take note of what training has logged in its epoch, and return what gives, later, a `state_dict` with that.
+    def capture(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
+        """Save the present state of training, and return a function that completes it to a `state_dict` later.
 
-        What an evaluation has come to since is as it is then. Nothing is summed up before.
+        The function adds the then current state of evaluations. Nothing is summed up before it is called.
 
         Args:
-            attributes: of the module's metric objects.
+            attributes: the attribute names of the metric objects to save.
         """
         entries = {name: entry.clone() for name, entry in self._stages.get("train", {}).items()}
         objects = {name: metric_state(self.objects.at(name)) for name in attributes}
         had_data = self.had_data if self.stage == "train" else self._had_data.get("train", False)
-        return lambda: self._as_noted(entries, objects, had_data)
+        return lambda: self._add_captured(entries, objects, had_data)
 
-    def _as_noted(self, entries: Mapping[str, Entry], objects: dict[str, Any], had_data: bool) -> dict[str, Any]:
+    def _add_captured(self, entries: Mapping[str, Entry], objects: dict[str, Any], had_data: bool) -> dict[str, Any]:
         state = self.state_dict()
         evaluated = {
-            entry.attribute for stage, of_it in self._stages.items() if stage != "train" for entry in of_it.values()
+            entry.attribute for stage, keys in self._stages.items() if stage != "train" for entry in keys.values()
         }
         trained = {entry.attribute for entry in entries.values()}
         state["stages"]["train"] = _states_of(entries)
@@ -381,11 +393,11 @@ class MetricStore:
         return state
 
     def check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Find out, before anything changes, whether `load_state_dict` can take them.
+        """Check, before anything changes, that `load_state_dict` can load ``states``.
 
         Raises:
-            CheckpointError: it cannot; says which metric object is in the way.
-            KeyError, TypeError, ValueError, AttributeError: they are not what `state_dict` returns.
+            CheckpointError: the states of a metric object, which is named, cannot be merged.
+            KeyError, TypeError, ValueError, AttributeError: they are not results of `state_dict`.
         """
         for state in states:
             for entries in state["stages"].values():
@@ -395,16 +407,16 @@ class MetricStore:
                 check_value(name, value)
             if not all(type(had) is bool for had in state["had_data"].values()):
                 raise ValueError(f"had_data is {state['had_data']!r}")
-        self.objects.merged([state["objects"] for state in states])
+        self.objects.merge_states([state["objects"] for state in states])
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        """Take back what `state_dict` returned, on this rank or on several that it stands in for from here on.
+        """Load results of `state_dict`: of this rank, or of several ranks that this one replaces.
 
-        A stage has to be entered after it. Whatever else was logged is forgotten.
+        Enter a stage afterwards. All other logged values are dropped.
         """
         self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
-        self.stage, self.had_data, self._came_late = None, False, not states
-        for name, saved in self.objects.merged([state["objects"] for state in states]).items():
+        self.stage, self.had_data, self._joined_late = None, False, not states
+        for name, saved in self.objects.merge_states([state["objects"] for state in states]).items():
             set_metric_state(self.objects.at(name), move_to(saved, device))
         for state in states:
             for stage, entries in state["stages"].items():
@@ -422,21 +434,21 @@ class MetricStore:
                 self._had_data[stage] = self._had_data.get(stage, False) or had
 
     def restore(self, values: dict[str, float]) -> None:
-        """Take values from another process or a checkpoint as if they had been logged here."""
+        """Add values from another process or a checkpoint as if they had been logged here."""
         self._values.update({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
 
     def _all(self) -> Iterable[Entry]:
         return (entry for entries in self._stages.values() for entry in entries.values())
 
-    def _chosen(self, flag: str) -> dict[str, Tensor]:
+    def _select(self, flag: str) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
         for entry in self._all():
             if not getattr(entry, flag):
                 continue
             if entry.on_step and entry.last is not None:
-                values[entry.step_name] = for_reading(entry.last)
+                values[entry.step_name] = copy_as_tensor(entry.last)
             if entry.result is not None:
-                values[entry.epoch_name] = for_reading(entry.result)
+                values[entry.epoch_name] = copy_as_tensor(entry.result)
         return values
 
 

@@ -1,4 +1,4 @@
-"""What a logged value, or its weight, is at the call: a number, or a tensor that nobody else has."""
+"""Converts logged values and weights to numbers, or to tensors that nothing else references."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from drivetrain.errors import ConfigurationError
 
 
 def number(name: str, value: Any) -> Tensor | float:
-    """Return the number that ``value`` is; a tensor of shape () where it is on a device, where it stays.
+    """Return ``value`` as a number, or as a copied tensor of shape () on its device.
 
     Args:
-        name: the key, for the error.
-        value: whatever a user may take for a number.
+        name: the key, for errors.
+        value: the value passed to `log`.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: it is not a number.
     """
     if isinstance(value, Tensor):
-        return _own(name, value)
-    found = _of_numpy(name, value)
-    if isinstance(found, int | float):
-        # Subclasses (np.float64, bool, IntEnum) go no further: what is kept here is written to checkpoints.
-        return int(found) if isinstance(found, int) else float(found)
-    raise _not_one(
+        return _copy_tensor(name, value)
+    plain = _from_numpy(name, value)
+    if isinstance(plain, int | float):
+        # Converted from subclasses (np.float64, bool, IntEnum), since checkpoints store the value.
+        return int(plain) if isinstance(plain, int) else float(plain)
+    raise _value_error(
         name,
         f"a {type(value).__name__}",
         "a logged value is a number, a tensor of one element or a torchmetrics.Metric.",
@@ -36,43 +36,43 @@ def number(name: str, value: Any) -> Tensor | float:
 
 
 def weight(name: str, batch_size: Any) -> Tensor | float:
-    """Return ``batch_size`` as `number` does; a tensor is not read.
+    """Return ``batch_size`` as `number` does; a tensor's value is not read.
 
     Raises:
-        ConfigurationError: it is no number, or a negative one.
+        ConfigurationError: it is not a number, or is negative.
     """
-    found = number(name, batch_size)
-    if not isinstance(found, Tensor) and not found >= 0:
+    value = number(name, batch_size)
+    if not isinstance(value, Tensor) and not value >= 0:
         raise ConfigurationError(
             f"log({name!r}, batch_size={batch_size!r}).",
-            "it is the weight of the value in a mean, which is 0 or more.",
-            "give the number of samples that the value is a mean over, or leave it out.",
+            "it is the weight of the value in a mean, which must be 0 or more.",
+            "pass the number of samples that the value is a mean over, or omit it.",
         )
-    return found
+    return value
 
 
-def for_reading(value: Tensor | float) -> Tensor:
-    """Return ``value`` as a tensor of shape () of the reader's own: what readers do to it changes nothing here."""
+def copy_as_tensor(value: Tensor | float) -> Tensor:
+    """Return ``value`` as a new tensor of shape (), which readers may modify."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     whole = isinstance(value, int) and -(2**63) <= value < 2**63
     return torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
 
 
-def _own(name: str, value: Tensor) -> Tensor:
+def _copy_tensor(name: str, value: Tensor) -> Tensor:
     if value.numel() != 1:
-        raise _not_one(
+        raise _value_error(
             name,
             f"a tensor of shape {tuple(value.shape)}",
             "a logged value is one number.",
             "log its mean(), or one element at a time.",
         )
     if value.is_complex():
-        raise _not_one(
+        raise _value_error(
             name,
             f"a tensor of {str(value.dtype).removeprefix('torch.')}",
             "a logged value is one number.",
-            "log its abs(), or .real and .imag apart.",
+            "log its abs(), or .real and .imag separately.",
         )
     value = value.detach()
     if hasattr(value, "full_tensor"):
@@ -81,36 +81,36 @@ def _own(name: str, value: Tensor) -> Tensor:
 
 
 def _local(name: str, value: Any) -> Tensor:
-    """What this rank holds of a DTensor, where it holds the whole of it."""
+    """Return the local tensor of a replicated DTensor."""
     if not all(placement.is_replicate() for placement in value.placements):
-        raise _not_one(
+        raise _value_error(
             name,
             f"a DTensor placed as {tuple(value.placements)}",
-            "no rank holds the number, and logging sends nothing.",
-            "log value.full_tensor(), on every rank; or a parameter within training_step, after the forward.",
+            "no rank holds the whole number, and logging does not communicate.",
+            "log value.full_tensor() on every rank, or log parameters in training_step after the forward pass.",
         )
     local: Tensor = value.to_local()
     return local
 
 
-def _of_numpy(name: str, value: Any) -> Any:
-    """What Python has for NumPy's scalars and arrays of one element; anything else as it is."""
-    numpy = sys.modules.get("numpy")  # whoever has such a value has imported it
+def _from_numpy(name: str, value: Any) -> Any:
+    """Return NumPy scalars and one-element arrays as Python numbers; anything else unchanged."""
+    numpy = sys.modules.get("numpy")  # imported already if the value is NumPy's
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
         return value
     if value.size != 1:
-        raise _not_one(
+        raise _value_error(
             name,
             f"an array of shape {tuple(value.shape)}",
             "a logged value is one number.",
             "log its mean(), or one element at a time.",
         )
-    if value.dtype.kind in "buif":  # longdouble has no other form in Python
+    if value.dtype.kind in "buif":  # item() of a longdouble is not a Python float
         return float(value.item()) if value.dtype.kind == "f" else value.item()
     if isinstance(value, numpy.ndarray):
-        raise _not_one(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it.")
+        raise _value_error(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it.")
     return value
 
 
-def _not_one(name: str, found: str, why: str, fix: str) -> ConfigurationError:
+def _value_error(name: str, found: str, why: str, fix: str) -> ConfigurationError:
     return ConfigurationError(f"log({name!r}) was given {found}.", why, fix)

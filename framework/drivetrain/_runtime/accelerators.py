@@ -1,4 +1,4 @@
-"""Which devices a run computes on."""
+"""Resolves the accelerator and devices of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Devices:
     Attributes:
         type: "cpu", "cuda" or "mps".
         indices: one for each process of the node.
-        chosen: somebody asked for this many; False where "auto" took what there is.
+        chosen: True if the user gave the number, False if "auto" took all that are available.
     """
 
     type: str
@@ -41,7 +41,7 @@ class Devices:
         if local_rank < len(self.indices):
             return torch.device(self.type, self.indices[local_rank])
         if torch.cuda.device_count() == 1:
-            return torch.device(self.type, 0)  # a scheduler that shows each process its own device only
+            return torch.device(self.type, 0)  # the scheduler shows each process only its own device
         raise ConfigurationError(
             f"Process {local_rank} of this node has no device of its own among {list(self.indices)}.",
             "two processes on one device would compete for it.",
@@ -50,25 +50,25 @@ class Devices:
 
 
 def resolve_devices(accelerator: str, devices: int | str | Sequence[int]) -> Devices:
-    """Find the devices that ``Fit(accelerator=..., devices=...)`` names.
+    """Return the devices for ``Fit(accelerator=..., devices=...)``.
 
     Raises:
-        ConfigurationError: no such accelerator or device here.
+        ConfigurationError: the accelerator or a device does not exist here.
     """
-    kind = _kind(accelerator)
-    available = {"cuda": torch.cuda.device_count(), "mps": 1}.get(kind)
-    asked = _asked(devices)
-    if asked == "auto" or asked == -1:
-        if asked == -1 and available is None:
+    device_type = _kind(accelerator)
+    available = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device_type)
+    requested = _parse_devices(devices)
+    if requested == "auto" or requested == -1:
+        if requested == -1 and available is None:
             raise ConfigurationError(
                 "devices=-1 on the CPU.",
                 "-1 stands for all devices, and CPU processes are not counted.",
                 "give the number of processes, devices=2.",
             )
-        return Devices(kind, tuple(range(available or 1)), chosen=asked == -1)
-    assert not isinstance(asked, str)
-    indices = tuple(range(asked)) if isinstance(asked, int) else tuple(asked)
-    if kind == "cpu" and not isinstance(asked, int):
+        return Devices(device_type, tuple(range(available or 1)), chosen=requested == -1)
+    assert not isinstance(requested, str)
+    indices = tuple(range(requested)) if isinstance(requested, int) else tuple(requested)
+    if device_type == "cpu" and not isinstance(requested, int):
         raise ConfigurationError(
             f"devices={devices!r} on the CPU.",
             "CPU processes have no index.",
@@ -78,31 +78,31 @@ def resolve_devices(accelerator: str, devices: int | str | Sequence[int]) -> Dev
     if missing or not indices or len(set(indices)) != len(indices):
         raise ConfigurationError(
             f"devices={devices!r} with accelerator={accelerator!r}.",
-            f"{kind} has {available} device(s) here, and each process needs one of its own.",
-            f"ask for at most {available}, or use accelerator='cpu'.",
+            f"{device_type} has {available} device(s) here, and each process needs one of its own.",
+            f"use at most {available}, or use accelerator='cpu'.",
         )
-    return Devices(kind, indices, chosen=True)
+    return Devices(device_type, indices, chosen=True)
 
 
 def check_devices(accelerator: object, devices: object) -> None:
-    """Refuse what is no way of naming devices, without asking the hardware.
+    """Raise an error for values that cannot name devices, without querying the hardware.
 
     Raises:
-        ConfigurationError: names the value.
+        ConfigurationError: the value cannot name an accelerator or devices.
     """
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(
             f"accelerator={accelerator!r} is unknown.{nearest(str(accelerator), ACCELERATORS)}",
-            "it names the kind of device to compute on.",
+            "it names the type of device to compute on.",
             f"use one of {', '.join(ACCELERATORS)}.",
         )
-    _asked(devices)
+    _parse_devices(devices)
 
 
 def cuda_is_available() -> bool:
-    """Return whether there is a CUDA device, without beginning to use it where the driver's NVML can be asked.
+    """Return True if there is a CUDA device, without initialising CUDA where NVML can be queried.
 
-    A process that is forked from one that uses CUDA cannot: in a notebook ranks are.
+    A process that has initialised CUDA cannot be forked, as in a notebook that starts ranks.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (``PYTORCH_NVML_BASED_CUDA_CHECK``).
     """
     before = os.environ.get(_ASK_NVML)
@@ -120,7 +120,7 @@ def _kind(accelerator: str) -> str:
     cuda, mps = cuda_is_available(), torch.backends.mps.is_available()
     if accelerator == "auto":
         if not cuda and not mps and torch.xpu.is_available():
-            logger.warning("torch sees an XPU here, which drivetrain does not drive: the run computes on the CPU.")
+            logger.warning("torch sees an XPU, which drivetrain does not support: the run uses the CPU.")
         return "cuda" if cuda else "mps" if mps else "cpu"
     kind = "cuda" if accelerator == "gpu" else accelerator
     if accelerator == "gpu" and not cuda and mps:
@@ -128,16 +128,16 @@ def _kind(accelerator: str) -> str:
     if (kind == "cuda" and not cuda) or (kind == "mps" and not mps):
         raise ConfigurationError(
             f"accelerator={accelerator!r}, and torch sees no such device.",
-            "what was asked for is what runs: there is no silent substitute.",
+            "drivetrain does not silently use another device.",
             "use accelerator='cpu', or install a build of torch and a driver that see the device.",
         )
     return kind
 
 
-def _asked(devices: object) -> int | str | Sequence[int]:
-    wrong = ConfigurationError(
-        f"devices={devices!r} names no devices.",
-        "it is a count, a list of indices, 'auto' or -1 for all.",
+def _parse_devices(devices: object) -> int | str | Sequence[int]:
+    error = ConfigurationError(
+        f"devices={devices!r} does not name any devices.",
+        "it must be a count, a list of indices, 'auto' or -1 for all.",
         "use devices=2, devices=[0, 1], devices='0,1', devices='auto' or devices=-1.",
     )
     if isinstance(devices, str):
@@ -147,10 +147,10 @@ def _asked(devices: object) -> int | str | Sequence[int]:
         try:
             numbers = [int(part) for part in text.split(",") if part.strip()]
         except ValueError:
-            raise wrong from None
+            raise error from None
         devices = numbers if "," in text else numbers[0] if numbers else 0
     if type(devices) is int and (devices > 0 or devices == -1):
         return devices
     if isinstance(devices, list | tuple) and devices and all(type(index) is int for index in devices):
         return devices
-    raise wrong
+    raise error

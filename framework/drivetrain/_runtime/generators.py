@@ -1,4 +1,4 @@
-"""The random generators of a process as values that a checkpoint can hold."""
+"""Reads and restores the states of random generators in a form that checkpoints can store."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return where the generators stand: Python's, torch's, on CUDA and MPS ``device``'s, NumPy's where it is imported.
+    """Return the states of the generators: Python's, torch's, ``device``'s (CUDA, MPS), and NumPy's if it is imported.
 
-    Numbers, strings and tensors only: all that is needed to draw the same again, and no object to unpickle.
+    They consist of numbers, strings and tensors, so that nothing has to be unpickled.
     """
-    return noted_generators(device)()
+    return capture_generators(device)()
 
 
-def noted_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
-    """Take note of where the generators stand, and return what gives that as `generator_states` does, if it is wanted.
+def capture_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
+    """Read the states of the generators now, and return a function that converts them as `generator_states` does.
 
-    It costs a third of `generator_states`: some 35 microseconds.
+    Reading takes some 35 microseconds, a third of `generator_states`.
     """
     python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
@@ -57,13 +57,13 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
     return states
 
 
-def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators where `generator_states` found them; those that were not there then are left alone."""
+def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Restore the generators from `generator_states`; generators without a stored state are left alone."""
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        # Imported where it is not yet: what draws from it later must find it where it stood.
+        # Imported even if nothing has yet: code that draws from NumPy later must find the stored state.
         import numpy
 
         saved = states["numpy"]
@@ -76,39 +76,39 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def kept_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
-    """Put the generators back afterwards: what is drawn within it changes nothing for who draws later.
+def preserved_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
+    """Restore the generators on exit, so that draws within the context do not affect later ones.
 
-    It gives what `generator_states` found.
+    Yields the result of `generator_states`.
 
     Args:
-        device: whose generator counts besides the host's.
-        own: generators of the user's own, which are put back too: torch's, NumPy's and Python's.
+        device: the device whose generator is included.
+        own: the user's own generators to restore as well: torch's, NumPy's or Python's.
     """
-    states, put_back = generator_states(device), [_put_back(one) for one in own]
+    states, put_back = generator_states(device), [_state_restorer(generator) for generator in own]
     try:
         yield states
     finally:
-        set_generators(states, device)
+        restore_generators(states, device)
         for call in put_back:
             call()
 
 
 def is_generator(value: Any) -> bool:
-    """Tell whether ``value`` is a generator of random numbers whose state can be read and set."""
+    """Return True if ``value`` is a random generator whose state can be read and set."""
     if isinstance(value, torch.Generator | random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
 
 
-def _put_back(generator: Any) -> Callable[[], object]:
-    """Return what puts a generator where it stands now."""
+def _state_restorer(generator: Any) -> Callable[[], object]:
+    """Return a function that restores the generator's present state."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     bits = getattr(generator, "bit_generator", None)
-    if bits is None:  # NumPy's older kind
+    if bits is None:  # a legacy RandomState
         return partial(generator.set_state, generator.get_state())
     return partial(setattr, bits, "state", bits.state)

@@ -1,8 +1,9 @@
-"""A package whose names are imported on first use, so that importing it costs next to nothing (PEP 562)."""
+"""Imports public names on first use (PEP 562), and tells whether optional packages are installed."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,17 +14,29 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
     Args:
         package: its ``__name__``.
-        homes: by public name the module it is in, whole or with a dot before it (".module") as within the package.
+        homes: for each public name the module that defines it, absolute or relative to the package (".module").
     """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name], package), name)
-        setattr(sys.modules[package], name, value)  # the next look-up no longer comes here
+        setattr(sys.modules[package], name, value)  # found directly from now on
         return value
 
     def names() -> list[str]:
         return sorted(homes)
 
     return get, names
+
+
+def is_installed(*modules: str) -> bool:
+    """Return True if every one of ``modules`` can be imported; imports none of them.
+
+    lightning_utilities' `package_available` caches its answer, so a notebook that installs the package after the error
+    would have to be restarted.
+    """
+    try:
+        return all(importlib.util.find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
+        return False

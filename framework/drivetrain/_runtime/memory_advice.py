@@ -1,4 +1,4 @@
-"""MemoryAdvice: a change by which a run takes less memory, as a strategy or a precision proposes it."""
+"""MemoryAdvice: a change of settings that reduces memory, as suggested by a strategy or a precision."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 
 
 class MemoryAdvice(NamedTuple):
-    """One change of the settings by which a run takes less memory.
+    """One change of settings that reduces memory.
 
     Attributes:
-        lessens: "state" (parameters, gradients and the optimizer's state) or "activations" (those and batches). Advice
-            on what takes most of the memory is told first.
-        text: what to change, and after a colon what that does: ``"strategy='fsdp': each rank holds its part"``.
+        lessens: "state" (parameters, gradients and optimizer state) or "activations" (including batches). Advice on the
+            larger of the two is shown first.
+        text: what to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
     """
 
     lessens: Literal["state", "activations"]

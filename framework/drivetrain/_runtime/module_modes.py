@@ -1,4 +1,4 @@
-"""A module's modes, kept: each child's ``training`` flag is put back as it was."""
+"""Evaluates a module and restores the ``training`` flag of each child."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Within it the module is in eval mode and records nothing for a backward; every child's flag comes back."""
+    """Put the module into eval mode without gradients, and restore every child's ``training`` flag on exit."""
     flags = [(child, child.training) for child in module.modules()]
     try:
         module.eval()

@@ -1,4 +1,4 @@
-"""What a run changes in the process and does not own: remembered before it, put back after it."""
+"""ProcessState: saves process-wide settings that a run changes, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 _INDUCTOR_CONFIG = "torch._inductor.config"
 
-# Those that others inherit from stand before them, so that what came back by inheritance is not set again.
+# Parents come before the flags that inherit from them, so that a restored inheritance is not overwritten.
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
 _BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
@@ -35,17 +35,17 @@ _BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
 
 
 class ProcessState:
-    """Remember the state of the process on entry, restore it on exit, also after an exception.
+    """Save the state of the process on entry and restore it on exit, also after an exception.
 
-    What is kept: environment variables; the default dtype; cudnn's and matmul's flags; deterministic algorithms with
-    ``CUBLAS_WORKSPACE_CONFIG``; grad mode, inference aside, anomaly detection; signal handlers (in the main thread,
-    the only one that may set them); which CUDA device is at hand; ``sys.excepthook``, ``threading.excepthook`` (each
-    ``init_process_group`` nests another one); and, where asked for, the generators.
+    It comprises environment variables; the default dtype; flags of cuDNN and matmul; deterministic algorithms with
+    ``CUBLAS_WORKSPACE_CONFIG``; grad mode and anomaly detection, but not inference mode; signal handlers (only in the
+    main thread, which alone may set them); the current CUDA device; ``sys.excepthook`` and ``threading.excepthook``,
+    which every ``init_process_group`` wraps once more; and optionally the random generators.
 
     Args:
-        generators: keep the random generators too: Python's, NumPy's where it is imported, torch's on the CPU.
-        cuda_generators: with ``generators``, those of every CUDA device as well. Reading them initialises CUDA,
-            hence the separate switch; without it they are kept only if CUDA is already in use.
+        generators: include the random generators: Python's, NumPy's if it is imported, and torch's on the CPU.
+        cuda_generators: with ``generators``, include those of every CUDA device. Reading them initialises CUDA; without
+            this flag they are included only if CUDA is already in use.
     """
 
     __slots__ = ("_cuda_generators", "_generators", "_restore")
@@ -65,32 +65,32 @@ class ProcessState:
         self.restore()
 
     def remember(self) -> None:
-        """Take note of the state as it is now."""
+        """Save the present state."""
         self._restore = [
-            _keep_environment(),
-            _keep_default_dtype(),
-            _keep_backend_flags(),
-            _keep_deterministic(),
-            _keep_autograd(),
-            _keep_exception_hooks(),
-            _keep_device(),
+            _save_environment(),
+            _save_default_dtype(),
+            _save_backend_flags(),
+            _save_deterministic(),
+            _save_autograd(),
+            _save_exception_hooks(),
+            _save_device(),
         ]
         if threading.current_thread() is threading.main_thread():
-            self._restore.append(_keep_signal_handlers())
+            self._restore.append(_save_signal_handlers())
         if self._generators:
-            self._restore.append(_keep_python_generator())
-            self._restore.append(_keep_torch_generators(self._cuda_generators))
+            self._restore.append(_save_python_generator())
+            self._restore.append(_save_torch_generators(self._cuda_generators))
             if "numpy" in sys.modules:
-                self._restore.append(_keep_numpy_generator())
+                self._restore.append(_save_numpy_generator())
 
     def restore(self) -> None:
-        """Put back what `remember` noted. A second call does nothing."""
+        """Restore the state that `remember` saved. A second call does nothing."""
         restore, self._restore = self._restore, []
         for put_back in restore:
             put_back()
 
 
-def _keep_environment() -> Callable[[], None]:
+def _save_environment() -> Callable[[], None]:
     before = dict(os.environ)
 
     def put_back() -> None:
@@ -103,8 +103,8 @@ def _keep_environment() -> Callable[[], None]:
     return put_back
 
 
-def _keep_device() -> Callable[[], None]:
-    # Asking where CUDA is not in use yet would begin to use it: the first device is at hand then.
+def _save_device() -> Callable[[], None]:
+    # Querying the device would initialise CUDA; the current one is the first until then.
     before = torch.cuda.current_device() if _cuda_is_in_use() else 0
 
     def put_back() -> None:
@@ -114,12 +114,12 @@ def _keep_device() -> Callable[[], None]:
     return put_back
 
 
-def _keep_default_dtype() -> Callable[[], None]:
+def _save_default_dtype() -> Callable[[], None]:
     before = torch.get_default_dtype()
     return lambda: torch.set_default_dtype(before)
 
 
-def _keep_backend_flags() -> Callable[[], None]:
+def _save_backend_flags() -> Callable[[], None]:
     before = [(owner, name, _read(owner, name)) for owner, name in _BACKEND_FLAGS]
     matmul = _matmul_precision()
 
@@ -144,19 +144,19 @@ def _read(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
     except RuntimeError:
-        # The older flags cannot be read where the newer ones they stand for were given different values.
+        # The older flags raise if the newer ones that they combine have different values.
         return None
 
 
-def _keep_deterministic() -> Callable[[], None]:
-    # CUBLAS_WORKSPACE_CONFIG, which belongs to it, comes back with the environment.
+def _save_deterministic() -> Callable[[], None]:
+    # CUBLAS_WORKSPACE_CONFIG is restored with the environment.
     mode = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     compiler = _inductor_deterministic()
 
     def put_back() -> None:
-        # Not by use_deterministic_algorithms, which would import the compiler.
+        # `use_deterministic_algorithms` would import the compiler.
         torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = fill
         if _inductor_deterministic() not in (None, bool(compiler)):
@@ -166,11 +166,11 @@ def _keep_deterministic() -> Callable[[], None]:
 
 
 def _inductor_deterministic() -> bool | None:
-    """The flag that `use_deterministic_algorithms` sets in the compiler; None where that was never imported."""
+    """Return the flag that `use_deterministic_algorithms` sets in the compiler; None if that is not imported."""
     return getattr(sys.modules.get(_INDUCTOR_CONFIG), "deterministic", None)
 
 
-def _keep_autograd() -> Callable[[], None]:
+def _save_autograd() -> Callable[[], None]:
     grad = torch.is_grad_enabled()
     anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
@@ -181,7 +181,7 @@ def _keep_autograd() -> Callable[[], None]:
     return put_back
 
 
-def _keep_exception_hooks() -> Callable[[], None]:
+def _save_exception_hooks() -> Callable[[], None]:
     main, threads = sys.excepthook, threading.excepthook
 
     def put_back() -> None:
@@ -190,26 +190,26 @@ def _keep_exception_hooks() -> Callable[[], None]:
     return put_back
 
 
-def _keep_signal_handlers() -> Callable[[], None]:
+def _save_signal_handlers() -> Callable[[], None]:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
     def put_back() -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in before.items():
-            # None: set by C code, which Python can neither read nor put back.
+            # None: set by C code; Python can neither read nor restore it.
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
     return put_back
 
 
-def _keep_python_generator() -> Callable[[], None]:
+def _save_python_generator() -> Callable[[], None]:
     before = random.getstate()
     return lambda: random.setstate(before)
 
 
-def _keep_numpy_generator() -> Callable[[], None]:
+def _save_numpy_generator() -> Callable[[], None]:
     import numpy
 
     before: Any = numpy.random.get_state()
@@ -221,7 +221,7 @@ def _cuda_is_in_use() -> bool:
     return in_use
 
 
-def _keep_torch_generators(cuda: bool) -> Callable[[], None]:
+def _save_torch_generators(cuda: bool) -> Callable[[], None]:
     cpu = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 

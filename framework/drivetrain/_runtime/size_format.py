@@ -1,15 +1,15 @@
-"""Sizes of what is in memory or on a disk, in words."""
+"""Formats sizes in bytes."""
 
 from __future__ import annotations
 
 
-def size_in_words(nbytes: float, form: str = ".1f", least: str = "bytes") -> str:
-    """Say a number of bytes in the largest unit of which there is one: ``"592 bytes"``, ``"1.2 KiB"``.
+def format_size(nbytes: float, form: str = ".1f", least: str = "bytes") -> str:
+    """Format a number of bytes in the largest unit that fits: ``"592 bytes"``, ``"1.2 KiB"``.
 
     Args:
-        nbytes: how many.
-        form: of a number of larger units.
-        least: what bytes are called.
+        nbytes: the number of bytes.
+        form: the format of numbers in larger units.
+        least: the name of the unit byte.
     """
     if nbytes < 1024:
         return f"{nbytes:.0f} {least}"

@@ -1,4 +1,4 @@
-"""Writing for people: what a run shows must not end it."""
+"""Writes progress and summaries so that a failing terminal or pipe does not end the run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 
 _log = logging.getLogger("drivetrain")
 
-_TOLD: set[str] = set()
+_WARNED: set[str] = set()
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether lines that are on ``stream`` can be rewritten. False where there is none (``sys.stdout`` may be None)."""
+    """Return True if lines on ``stream`` can be rewritten; False for None, which ``sys.stdout`` may be."""
     try:
         return bool(stream.isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
-    except (AttributeError, ValueError, OSError):  # None, an object of somebody's with a write alone, a closed file
+    except (AttributeError, ValueError, OSError):  # None, an object with only a `write`, a closed file
         return False
 
 
-def write_for_people(stream: Any, text: str) -> None:
-    """Write ``text`` and flush. What the stream's encoding does not have becomes a question mark.
+def write_output(stream: Any, text: str) -> None:
+    """Write ``text`` and flush; replace characters that the stream's encoding lacks by question marks.
 
-    Where the disk is full, or the reader or the terminal is gone, a warning says so once, and the caller goes on.
+    If writing fails, because the disk is full or the reader or terminal is gone, log a warning once and return.
 
     Args:
-        stream: an open text file, or what has a ``write``; None, which a process without a console has, writes nowhere.
-        text: with its line ends.
+        stream: an open text file, or an object with a ``write`` method; None, as in a process without console, is
+            ignored.
+        text: the text, including line ends.
     """
     if stream is None:
         return
@@ -39,6 +40,6 @@ def write_for_people(stream: Any, text: str) -> None:
         if hasattr(stream, "flush"):
             stream.flush()
     except (OSError, ValueError) as error:
-        if str(error) not in _TOLD:
-            _TOLD.add(str(error))
-            _log.warning("Progress cannot be shown: the output refuses it (%s). The run goes on.", error)
+        if str(error) not in _WARNED:
+            _WARNED.add(str(error))
+            _log.warning("Progress cannot be shown: writing to the output failed (%s). The run continues.", error)

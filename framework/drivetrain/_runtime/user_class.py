@@ -1,4 +1,4 @@
-"""The class of a module as its author wrote it."""
+"""Finds the class of a module as the user defined it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 
 def plain_class(module: Any) -> type:
-    """Return a module's class: `fully_shard` puts one of its own in front of it."""
-    kinds = type(module).__mro__
-    return next(one for one in kinds if not any(base.__name__ == "FSDPModule" for base in one.__mro__))
+    """Return the module's class without the subclass that `fully_shard` creates."""
+    classes = type(module).__mro__
+    return next(cls for cls in classes if not any(base.__name__ == "FSDPModule" for base in cls.__mro__))

@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drivetrain._runtime.generators import is_generator, kept_generators
+from drivetrain._runtime.generators import is_generator, preserved_generators
 from drivetrain._runtime.module_modes import in_eval_mode
 from drivetrain.module._example_inputs import example_arguments, has_forward
 from drivetrain.module._run_handle import RunHandle
@@ -69,7 +69,7 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
         return ForwardShapes(missing="TorchScript cannot run on shapes alone")
     try:
         generators = [value for child in module.modules() for value in vars(child).values() if is_generator(value)]
-        with in_eval_mode(module), kept_generators(device, generators):
+        with in_eval_mode(module), preserved_generators(device, generators):
             return _run_forward(module, example, device)
     except Exception as error:  # a user's forward may raise anything, and a summary must not end a run
         message = " ".join(str(error).split()) or "no message"

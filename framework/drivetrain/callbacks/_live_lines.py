@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from drivetrain._runtime.terminal_output import is_terminal, write_for_people
+from drivetrain._runtime.terminal_output import is_terminal, write_output
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """Control sequences that make the terminal cut off, or wrap, a line longer than its width."""
@@ -49,19 +49,19 @@ class LiveLines:
         if self.mid_line:
             return
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-        write_for_people(self._stream, f"{_NO_WRAP}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
+        write_output(self._stream, f"{_NO_WRAP}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
         self._shown = True
 
     def clear(self) -> None:
         """Clear the lines."""
         if self._shown:
             self._shown = False
-            write_for_people(self._stream, "\r\x1b[J")
+            write_output(self._stream, "\r\x1b[J")
 
     def print(self, text: str) -> None:
         """Clear the lines and print ``text`` on its own line."""
         self.clear()
-        write_for_people(self._stream, f"\n{text}\n" if self.mid_line else f"{text}\n")
+        write_output(self._stream, f"\n{text}\n" if self.mid_line else f"{text}\n")
         self.mid_line = False
 
     def guard(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 
@@ -47,7 +47,7 @@ class DeviceStatsMonitor(Callback):
         """Check that the statistics are available."""
         device = trainer.strategy.device
         self._logs_host_stats = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
-        if self._logs_host_stats and importlib.util.find_spec("psutil") is None:
+        if self._logs_host_stats and not is_installed("psutil"):
             raise ConfigurationError(
                 f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) on {str(device)!r} needs psutil, which is not "
                 "installed.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain._runtime.user_class import plain_class
 from drivetrain.callback import Callback
@@ -111,11 +111,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
 def _draws() -> bool:
     """Return whether rich is installed and standard output is a UTF terminal."""
     out = sys.stdout
-    return (
-        is_terminal(out)
-        and (out.encoding or "").lower().startswith("utf")
-        and importlib.util.find_spec("rich") is not None
-    )
+    return is_terminal(out) and (out.encoding or "").lower().startswith("utf") and is_installed("rich")
 
 
 def _walk(module: torch.nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.nn.Module, int]]:

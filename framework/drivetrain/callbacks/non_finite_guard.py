@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
 from drivetrain.module.train_module import TrainModule
-from drivetrain.precision._gradient_meshes import by_mesh
+from drivetrain.precision._gradient_meshes import group_by_mesh
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -101,7 +101,7 @@ class NonFiniteGuard(Callback):
         """Add the largest magnitude among this rank's gradients to the buffer."""
         if not self.check_gradients:
             return
-        plain, sharded = by_mesh([optimizer])
+        plain, sharded = group_by_mesh([optimizer])
         gradients = [_dense(p.grad) for p in (*plain, *(p for held in sharded.values() for p in held))]
         if gradients:
             search_largest = get_total_norm(gradients, math.inf)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from drivetrain._metrics.packing import Readback
-from drivetrain._runtime.terminal_output import is_terminal, write_for_people
+from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_rate, format_time
 from drivetrain.callbacks._deferred_values import LatestNumbers
@@ -113,7 +113,7 @@ class ProgressBar(Callback):
         if self._lines is not None:
             self._lines.print(text)
         else:
-            write_for_people(self.stream, text + "\n")
+            write_output(self.stream, text + "\n")
         self._next_refresh = 0.0
 
     def write_line(self, text: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.callbacks._bar_line import BarLine, Phase, fit_line
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError
@@ -84,4 +84,4 @@ class RichProgressBar(ProgressBar):
 
 def rich_is_installed() -> bool:
     """Return whether rich is installed, without importing it."""
-    return importlib.util.find_spec("rich") is not None
+    return is_installed("rich")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.checksum import brought_over, checksum_held
+from drivetrain._distributed.checksum import checksum_share, stack_on_cpu
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError, listed
@@ -27,7 +27,7 @@ def base_checksums(values: Mapping[str, Any], control: ControlPlane, precision: 
         precision: precision the checkpoint's base was trained in; values are rounded to it first. "" rounds nothing.
     """
     half = _ROUNDING_DTYPES.get(precision)
-    mine = brought_over([checksum_held(_to_float32(value, half), control.rank) for value in values.values()])
+    mine = stack_on_cpu([checksum_share(_to_float32(value, half), control.rank) for value in values.values()])
     sums = control.all_gather(mine).sum(0).tolist()
     return {name: f"{checksum % 2**64:016x}" for name, checksum in zip(values, sums, strict=True)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._config.secret_values import LeftOut
+from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
@@ -77,7 +77,7 @@ def convert(
             "check the path and the prefix.",
         )
     weights, aliases = _find_aliases(weights)
-    hyper_parameters, left_out = LeftOut().take_out(hyper_parameters)
+    hyper_parameters, left_out = SecretFilter().take_out(hyper_parameters)
     metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
     save(os.fspath(out), Contents(weights, metadata, aliases), LocalControl())
     return os.fspath(out)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from drivetrain._config.secret_values import without_secrets
-from drivetrain._runtime.size_format import size_in_words
+from drivetrain._runtime.size_format import format_size
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
@@ -38,14 +38,14 @@ def show(path: str | os.PathLike[str]) -> str:
         *([f"  without {', '.join(secrets)}"] if secrets else []),
         *([f"  on      a base of {len(metadata.base)} weights, which are not in it"] if metadata.base else []),
         *([f"  models  {_named_models(metadata.pretrained)}"] if metadata.pretrained else []),
-        f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
+        f"  weights {count:,} numbers, {format_size(_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):
-        lines.append(f"  optimizer {index}: {size_in_words(_bytes(checkpoint, part.files()))}")
+        lines.append(f"  optimizer {index}: {format_size(_bytes(checkpoint, part.files()))}")
     for key, part in manifest.callbacks.items():
-        lines.append(f"  {key}: {size_in_words(_bytes(checkpoint, part.files()))}")
+        lines.append(f"  {key}: {format_size(_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())
-    lines.append(f"  in all  {size_in_words(nbytes)} in {len(manifest.files)} files")
+    lines.append(f"  in all  {format_size(nbytes)} in {len(manifest.files)} files")
     rows = [(name, *_described(source), source.file.name) for name, source in sources.items()]
     for tied, first in manifest.aliases.items():
         rows = [(row[0], row[1], row[2], f"tied to {first}") if row[0] == tied else row for row in rows]

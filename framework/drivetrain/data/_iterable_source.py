@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain._runtime.transfer import samples_in
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.data._loader_copy import LoaderClone, allocates_each_batch
@@ -106,7 +106,7 @@ class IterableSource:
             self._rng_at_epoch_start = generator_states(_HOST) if self.in_process and not self.stateful else None
             return self._iterate(self._batches(), 0, start)
         if self._rng_at_epoch_start is not None:
-            set_generators(self._rng_at_epoch_start, _HOST)
+            restore_generators(self._rng_at_epoch_start, _HOST)
         batches = self._batches()
         return self._iterate(batches, self._skip(batches, start), start)
 

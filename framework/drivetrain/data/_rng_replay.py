@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from drivetrain._runtime.generators import generator_states, kept_generators, noted_generators, set_generators
+from drivetrain._runtime.generators import (
+    capture_generators,
+    generator_states,
+    preserved_generators,
+    restore_generators,
+)
 from drivetrain.data._sharding import BatchShard
 
 Pairs = Iterator[tuple[Any, BatchShard]]
@@ -52,22 +57,22 @@ class RngReplay:
 
     def state(self, trained: int) -> dict[str, Any]:
         """Return the state for a checkpoint, after ``trained`` of the epoch's micro-batches were trained on."""
-        return self.noted(trained)()
+        return self.capture(trained)()
 
-    def noted(self, trained: int) -> Callable[[], dict[str, Any]]:
+    def capture(self, trained: int) -> Callable[[], dict[str, Any]]:
         """Capture what `state` would return now, and return a function that returns it later."""
         if self._to_replay:  # A resumed run has not started reading yet.
             *resumed, last = self._to_replay
             return lambda: {"ahead": resumed, "now": last}
         ahead = [states for number, states in self._states_before if trained <= number < self._read]
         fixed = self._final or self._set_aside
-        current = noted_generators(self.device) if fixed is None else lambda: fixed
+        current = capture_generators(self.device) if fixed is None else lambda: fixed
         return lambda: {"ahead": [states() for states in ahead], "now": current()}
 
     @contextmanager
     def aside(self, user_generators: Iterable[Any] = ()) -> Iterator[None]:
         """Restore all generators on exit, including the user's; until then `state` reports their states on entry."""
-        with kept_generators(self.device, user_generators) as self._set_aside:
+        with preserved_generators(self.device, user_generators) as self._set_aside:
             try:
                 yield
             finally:
@@ -84,7 +89,7 @@ class RngReplay:
     def settle(self) -> None:
         """Restore the generators' state at the save, if no batch has to be read again before."""
         if self._to_replay:
-            set_generators(self._to_replay.pop(), self.device)
+            restore_generators(self._to_replay.pop(), self.device)
             self._to_replay.clear()
 
     def call_before_replay(self, run: Callable[[], object]) -> None:
@@ -95,7 +100,7 @@ class RngReplay:
         if not self._to_replay:
             run()
             return
-        set_generators(self._to_replay[-1], self.device)
+        restore_generators(self._to_replay[-1], self.device)
         run()
         self._to_replay[-1] = generator_states(self.device)
 
@@ -105,7 +110,7 @@ class RngReplay:
             done = trained()
             while self._states_before and self._states_before[0][0] < done:
                 self._states_before.popleft()
-            self._states_before.append((self._read, noted_generators(self.device)))
+            self._states_before.append((self._read, capture_generators(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return
@@ -121,4 +126,4 @@ class RngReplay:
 
     def _restore_next(self) -> None:
         if self._to_replay:
-            set_generators(self._to_replay.popleft(), self.device)
+            restore_generators(self._to_replay.popleft(), self.device)

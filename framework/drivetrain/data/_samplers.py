@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng
 from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
@@ -241,9 +241,9 @@ class ShardedCustomSampler(RankSampler):
             self._rng_at_epoch_start = generator_states(_HOST)
             return groups
         current = generator_states(_HOST)
-        set_generators(self._rng_at_epoch_start, _HOST)
+        restore_generators(self._rng_at_epoch_start, _HOST)
         first = list(islice(groups, self._start - self._origin.number + 1))
-        set_generators(current, _HOST)
+        restore_generators(current, _HOST)
         return chain(first, groups)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who am I among how many: torchrun, SLURM, MPI, LSF, Kubeflow, or nobody but the user started this process."""
+"""Environments: where a process gets its rank and world size, from torchrun, SLURM, MPI, LSF or Kubeflow."""
 
 from __future__ import annotations
 

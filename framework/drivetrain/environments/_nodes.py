@@ -1,4 +1,4 @@
-"""Which node a process is on, from the counts that MPI and LSF give."""
+"""Infers the node of a process from the counts that MPI and LSF provide."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from drivetrain.environments.placement import Placement
 from drivetrain.errors import ConfigurationError
 
 
-def place(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Placement:
-    """Return the placement of a process whose launcher does not tell the node.
+def infer_placement(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Placement:
+    """Return the placement of a process whose launcher does not provide the node rank.
 
-    Ranks are dealt to nodes in blocks or in turn, and which it was follows from the local rank.
+    Launchers assign ranks to nodes in blocks or round-robin; the local rank shows which of the two.
 
     Raises:
-        ConfigurationError: the numbers fit neither, as with different numbers of processes on different nodes.
+        ConfigurationError: the numbers fit neither, as when nodes have different numbers of processes.
     """
     num_nodes, rest = divmod(world_size, local_world_size) if local_world_size else (0, 1)
     if rest == 0 and rank % local_world_size == local_rank:
@@ -22,8 +22,9 @@ def place(rank: int, world_size: int, local_rank: int, local_world_size: int) ->
     else:
         raise ConfigurationError(
             f"rank {rank} of {world_size} is number {local_rank} of {local_world_size} on its node",
-            "with as many processes on every node, in blocks or in turn, that cannot be, and its node is unknown",
-            "start equally many processes on every node, or start them with torchrun, which tells",
+            "with the same number of processes per node, neither block nor round-robin order gives these, so the "
+            "node is unknown",
+            "start the same number of processes on every node, or use torchrun, which sets the node rank",
         )
     return Placement(
         rank=rank,

@@ -1,11 +1,11 @@
-"""Which environment this process is in."""
+"""Detects the environment of this process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
@@ -14,8 +14,8 @@ from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
 from drivetrain.environments.torchrun import TorchrunEnvironment
 
-# The innermost launcher comes first: torchrun under srun is torchrun's, mpirun in a SLURM job is MPI's, and jsrun sets
-# some of Open MPI's variables. Kubeflow's are a part of torchrun's, so that it is asked before.
+# The innermost launcher comes first: torchrun under srun counts as torchrun, mpirun in a SLURM job as MPI, and jsrun
+# also sets variables of Open MPI. Kubeflow's variables are a subset of torchrun's, so it is checked first.
 _ENVIRONMENTS: tuple[type[Environment], ...] = (
     KubeflowEnvironment,
     TorchrunEnvironment,
@@ -25,35 +25,35 @@ _ENVIRONMENTS: tuple[type[Environment], ...] = (
     PlainEnvironment,
 )
 
-_NAMES = Names[Environment](
+_NAMES = EntryPointRegistry[Environment](
     "environment",
     "drivetrain.environments",
     Environment,  # type: ignore[type-abstract]
     {kind.name: kind for kind in _ENVIRONMENTS},
-    why="it names who started the processes",
-    instead="an Environment of your own",
+    why="it names what started the processes",
+    instead="an Environment object",
 )
 
 
 def detect_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment that this process is in, of those that come with drivetrain.
+    """Return the built-in environment that this process is in.
 
     Args:
-        variables: in place of ``os.environ``.
+        variables: used instead of ``os.environ``.
     """
     variables = os.environ if variables is None else variables
     return next(kind(variables) for kind in _ENVIRONMENTS if kind.detect(variables))
 
 
 def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment called ``name``, or the one detected for ``"auto"``.
+    """Return the environment called ``name``, or the detected one for ``"auto"``.
 
     Args:
-        name: "auto", one of ours, or one that a package has registered.
-        variables: in place of ``os.environ``.
+        name: "auto", a built-in name, or one that a package has registered.
+        variables: used instead of ``os.environ``.
 
     Raises:
-        ConfigurationError: there is none of that name, or what is registered makes no environment.
+        ConfigurationError: no environment has this name, or its entry point does not return an Environment.
     """
     if name == "auto":
         return detect_environment(variables)
@@ -61,9 +61,9 @@ def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -
 
 
 def check_environment_name(name: object) -> None:
-    """Refuse a name that no environment has.
+    """Raise an error for an unknown environment name.
 
     Raises:
-        ConfigurationError: names the nearest that one has.
+        ConfigurationError: suggests the closest known name.
     """
     _NAMES.check(name)

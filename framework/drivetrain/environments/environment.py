@@ -1,4 +1,4 @@
-"""Environment: reads who this process is among how many, and where they meet."""
+"""Environment: the interface through which a process learns its rank, the world size and the rendezvous address."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from drivetrain.errors import ConfigurationError
 
 
 class Environment(ABC):
-    """How a launcher or a cluster tells its processes who they are. One method must be written: `placement`.
+    """Reads rank, world size and rendezvous address from the variables of a launcher or cluster.
 
-    Reads a copy of the variables, taken at construction, and nothing else: it can be tested without the cluster. The
-    rest has defaults: `main_address` and `main_port`, where the processes meet, are ``MASTER_ADDR`` (else this machine)
-    and ``MASTER_PORT``; nobody else hosts the store there (`agent_store`), and nothing was restarted
-    (`restart_count`). An environment in which processes have yet to be started says so with `started_us`, and may
-    write `first_on_node`.
+    A subclass implements `placement`. The other members have defaults: `main_address` is ``MASTER_ADDR`` (else this
+    machine) and `main_port` is ``MASTER_PORT``; no agent hosts the store (`agent_store`) and nothing was restarted
+    (`restart_count`). An environment whose processes drivetrain has to start sets `started_us` to False and may
+    implement `first_on_node`. Only a copy of the variables is read, taken at construction, so that an environment can
+    be tested without the cluster.
 
-    Give one to ``Fit(environment=...)``, or register a callable without arguments that makes one in the entry-point
-    group ``drivetrain.environments``, and give its name.
+    Pass one to ``Fit(environment=...)``, or register a callable without arguments that returns one in the entry-point
+    group ``drivetrain.environments`` and pass its name.
 
     Args:
-        variables: in place of ``os.environ``.
+        variables: used instead of ``os.environ``.
     """
 
     name: ClassVar[str] = ""
-    """As in ``Fit(environment=...)``, and in errors; the name of the class where none is given."""
+    """The name for ``Fit(environment=...)`` and for errors; the class's name by default."""
 
     started_us: ClassVar[bool] = True
-    """Whether somebody else started the processes, so that we join them and start none."""
+    """Whether the processes were started by something else, so that drivetrain starts none."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -43,43 +43,43 @@ class Environment(ABC):
 
     @abstractmethod
     def placement(self) -> Placement:
-        """Return who this process is.
+        """Return the rank of this process and the number of processes.
 
         Raises:
-            ConfigurationError: a variable is missing, is not a number or contradicts another; it is named.
+            ConfigurationError: a variable is missing, is not a number or contradicts another; the error names it.
         """
 
     def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
-        """Return the placement of this process as the first one on its node, whose other processes we start.
+        """Return the placement of this process as the first on its node; drivetrain starts the node's other processes.
 
-        Asked in place of `placement` where `started_us` is false and the run wants several processes.
+        Called instead of `placement` if `started_us` is False and the run needs several processes.
 
         Args:
-            num_nodes: over how many nodes the run is to be.
-            local_world_size: how many processes each is to have.
+            num_nodes: the number of nodes of the run.
+            local_world_size: the number of processes on each node.
 
         Raises:
-            ConfigurationError: on several nodes, of which this environment does not know which one this is.
+            ConfigurationError: there are several nodes, and this environment does not know which one this is.
         """
         if num_nodes > 1:
             raise ConfigurationError(
                 f"num_nodes={num_nodes} with environment={self.name!r}",
-                "it does not say which of the nodes this process is on",
-                f"write {type(self).__name__}.first_on_node, or let the cluster start every process",
+                "this environment does not know which node this process is on",
+                f"implement {type(self).__name__}.first_on_node, or let the cluster start every process",
             )
         return Placement(world_size=local_world_size, local_world_size=local_world_size)
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Tell whether ``variables`` are those of a process in such an environment.
+        """Return True if ``variables`` are those of a process in this environment.
 
-        ``Fit(environment="auto")`` asks those that come with drivetrain, and no other: name your own.
+        ``Fit(environment="auto")`` calls this on the built-in environments only; choose others by name.
         """
         return False
 
     @property
     def main_address(self) -> str:
-        """The host of rank 0, where the processes meet."""
+        """The host of rank 0, where the processes meet for rendezvous."""
         return self.variables.text("MASTER_ADDR") or self._default_address()
 
     @property
@@ -87,28 +87,28 @@ class Environment(ABC):
         """The port on `main_address`, the same on every rank.
 
         Raises:
-            ConfigurationError: ``MASTER_PORT`` is needed and not set.
+            ConfigurationError: ``MASTER_PORT`` is required and not set.
         """
         port = self.variables.port()
         return self._default_port() if port is None else port
 
     @property
     def job(self) -> str | None:
-        """What the job is called by who started its processes, the same on every rank; None where nobody said.
+        """The job's name, the same on every rank, as its launcher or cluster gives it; None if there is none.
 
-        It tells two jobs apart that were given one address and port. ``TORCHELASTIC_RUN_ID`` names it anywhere.
+        It distinguishes jobs that use the same address and port. ``TORCHELASTIC_RUN_ID`` overrides it everywhere.
         """
         name = self.variables.text("TORCHELASTIC_RUN_ID")
-        return self._default_job() if name in (None, "none") else name  # torchrun says "none" where nobody said
+        return self._default_job() if name in (None, "none") else name  # torchrun's default is "none"
 
     @property
     def agent_store(self) -> bool:
-        """Whether somebody else hosts the store at `main_address`, so that rank 0 must not."""
+        """Whether a launcher's agent hosts the store at `main_address`, so that rank 0 must not."""
         return False
 
     @property
     def restart_count(self) -> int:
-        """How often the processes were restarted. Keys in a store that outlives them must carry it."""
+        """How often the processes were restarted. Keys in a store that outlives them must include it."""
         return self.variables.integer_or(0, "TORCHELASTIC_RESTART_COUNT")
 
     def _default_address(self) -> str:

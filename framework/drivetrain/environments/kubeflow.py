@@ -1,4 +1,4 @@
-"""Kubeflow's PyTorchJob: one process a pod."""
+"""Kubeflow's PyTorchJob, which starts one process per pod."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class KubeflowEnvironment(Environment):
-    """Pods of a PyTorchJob whose container starts the script itself. Where it starts torchrun, torchrun's count."""
+    """Pods of a PyTorchJob that run the script directly. Those that run torchrun count as `TorchrunEnvironment`."""
 
     name: ClassVar[str] = "kubeflow"
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """The operator's variables are there, and none of those that only torchrun sets."""
+        """Return True if the operator's variables are set and none of those that only torchrun sets."""
         return all(variables.get(name) for name in _REQUIRED) and not any(name in variables for name in _TORCHRUN)
 
     def placement(self) -> Placement:
-        """Return who this process is: every pod is a node of one process."""
+        """Return the placement of this pod, which counts as a node with one process."""
         rank, world_size = self.variables.integer("RANK"), self.variables.integer("WORLD_SIZE")
         return Placement(rank=rank, world_size=world_size, node_rank=rank, num_nodes=world_size)

@@ -1,4 +1,4 @@
-"""IBM's LSF, whose jsrun starts the processes."""
+"""IBM LSF, whose jsrun starts the processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from drivetrain.environments._nodes import place
+from drivetrain.environments._nodes import infer_placement
 from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
@@ -20,13 +20,13 @@ class LSFEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """A job, and jsrun's own variables: a process that the job script starts without jsrun is on its own."""
+        """Return True if LSF's and jsrun's variables are set; a job script's own process lacks the latter."""
         return all(variables.get(name) for name in ("LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"))
 
     def placement(self) -> Placement:
-        """Return who this process is."""
+        """Return the placement from jsrun's variables."""
         read = self.variables
-        return place(
+        return infer_placement(
             read.integer("JSM_NAMESPACE_RANK"),
             read.integer("JSM_NAMESPACE_SIZE"),
             read.integer("JSM_NAMESPACE_LOCAL_RANK"),
@@ -38,7 +38,7 @@ class LSFEnvironment(Environment):
         if num_nodes == 1:
             return super()._default_address()
         hosts = self._hosts()
-        # On machines with launch nodes the first host only runs the job script.
+        # On machines with launch nodes, the first host only runs the job script.
         return hosts[1] if len(hosts) > num_nodes else hosts[0]
 
     def _default_job(self) -> str | None:
@@ -51,7 +51,7 @@ class LSFEnvironment(Environment):
         return self.variables.text("JSM_NAMESPACE_ID", "PMIX_NAMESPACE") or ""
 
     def _hosts(self) -> list[str]:
-        """The job's hosts, each once, in order."""
+        """Return the job's hosts in order, each once."""
         file = self.variables.text("LSB_DJOB_RANKFILE")
         counts = self.variables.text("LSB_MCPU_HOSTS")
         if file is not None and Path(file).is_file():
@@ -60,8 +60,8 @@ class LSFEnvironment(Environment):
             hosts = counts.split()[::2]  # "host0 42 host1 42"
         else:
             raise ConfigurationError(
-                "neither LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS tells the hosts of this job",
-                "the processes meet on the first of them",
+                "neither LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS is set, so the hosts of this job are unknown",
+                "the first host is the rendezvous address",
                 "set MASTER_ADDR to the host of rank 0",
             )
         return list(dict.fromkeys(hosts))

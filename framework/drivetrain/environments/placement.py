@@ -1,4 +1,4 @@
-"""Placement: where one process stands among all of a run."""
+"""Placement: the rank of a process and the number of processes, globally and on its node."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from drivetrain.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who this process is among how many.
+    """The rank of one process among all processes of a run.
 
     Attributes:
-        rank: among all processes.
-        world_size: the number of all processes.
-        local_rank: among those of this node.
-        local_world_size: the number of those of this node.
-        node_rank: this node among all nodes.
+        rank: the global rank.
+        world_size: the number of processes.
+        local_rank: the rank on this node.
+        local_world_size: the number of processes on this node.
+        node_rank: the rank of this node.
         num_nodes: the number of nodes.
 
     Raises:
@@ -41,6 +41,6 @@ class Placement:
             if not 0 <= value < bound:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)} and {bound_name}={bound} contradict each other",
-                    "a rank is counted from 0 and lies below its count, and no count exceeds the whole",
+                    "ranks run from 0 to their count minus 1, and no count exceeds the world size",
                     "check how the processes were started and the variables that their launcher set",
                 )

@@ -1,4 +1,4 @@
-"""Nobody started us but the user: one process, or one a node that starts the node's others."""
+"""A process that the user started: the only one, or the first of its node, which starts the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from drivetrain.errors import ConfigurationError
 class PlainEnvironment(Environment):
     """A process that the user started.
 
-    On several nodes the script is started once a node, with ``MASTER_ADDR`` and ``MASTER_PORT`` (a host and a free port
-    on the first node) and ``NODE_RANK``; the processes of each node are then started from there.
+    On several nodes the script is started once per node, with ``MASTER_ADDR`` and ``MASTER_PORT`` (a host and a free
+    port on the first node) and ``NODE_RANK``. The process then starts the others of its node.
     """
 
     name: ClassVar[str] = "plain"
@@ -22,11 +22,11 @@ class PlainEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Any process is in it that is in no other."""
+        """Return True: this is the environment of a process that is in no other."""
         return True
 
     def placement(self) -> Placement:
-        """Return that of the only process. `first_on_node` gives that of the first of several."""
+        """Return the placement of a single process; see `first_on_node` for several."""
         return Placement()
 
     def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
@@ -40,9 +40,9 @@ class PlainEnvironment(Environment):
         for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
             if self.variables.text(name) is None:
                 raise ConfigurationError(
-                    f"num_nodes={num_nodes}, and {name} is not set",
-                    "processes on several nodes have to know where to meet, and which node they are on",
-                    "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node, or start the nodes by torchrun or srun",
+                    f"num_nodes={num_nodes}, but {name} is not set",
+                    "on several nodes each process needs the rendezvous address and its node rank",
+                    "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node, or use torchrun or srun",
                 )
         node_rank = self.variables.integer("NODE_RANK")
         if node_rank >= num_nodes:

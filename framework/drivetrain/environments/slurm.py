@@ -17,7 +17,7 @@ _SHELLS = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", 
 class SlurmEnvironment(Environment):
     """Processes that `srun` started.
 
-    A process that a job script or an interactive shell starts without srun is on its own, whatever the job's
+    A process that a job script or an interactive shell starts without srun is a single process, whatever the job's
     number of tasks: the other tasks do not exist, and waiting for them would hang.
     """
 
@@ -25,7 +25,7 @@ class SlurmEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Only srun sets a step's id; the shells that it starts for people are left out."""
+        """Return True inside a step that srun started, except in the interactive shells that it starts."""
         step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
         if not step or not variables.get("SLURM_PROCID") or step == _INTERACTIVE_STEP:
             return False
@@ -34,13 +34,13 @@ class SlurmEnvironment(Environment):
             return False
         if variables.get("SLURM_JOB_NAME") not in _SHELLS:
             return True
-        # `salloc`, then `srun -n 4 python train.py` in its shell: the name is the shell's, and these are four tasks of
-        # one run. `srun --pty bash`, and the script in it: one process, which may well start others.
+        # `salloc`, then `srun -n 4 python train.py` in its shell: the job name is the shell's, but these are four tasks
+        # of one run. `srun --pty bash`, then the script in that shell: one process, which may start others itself.
         is_the_shell = step == "0" and "SLURM_PTY_PORT" in variables
         return tasks != "1" and not is_the_shell
 
     def placement(self) -> Placement:
-        """Return who this process is. What is said of the step comes before what is said of the whole job."""
+        """Return the placement from SLURM's variables; those of the step take precedence over those of the job."""
         read = self.variables
         node_rank = read.integer("SLURM_NODEID")
         world_size = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -86,7 +86,7 @@ class SlurmEnvironment(Environment):
         return None if job is None else f"SLURM's job {job}, step {self._step()}"
 
     def _default_port(self) -> int:
-        # Two steps of one job may run side by side on one node.
+        # Two steps of one job may run on one node at the same time.
         return job_port("slurm", self.variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "", self._step())
 
     def _step(self) -> str:
@@ -100,9 +100,9 @@ class SlurmEnvironment(Environment):
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Return the numbers of tasks, node by node, of SLURM's short form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+    """Return the number of tasks on each node from SLURM's compressed form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
 
-    A text that is not in that form gives an empty list.
+    Return an empty list for text in another form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -114,6 +114,6 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first host of SLURM's short form: that of ``"rack[1-2]n[03-05,9],gpu7"`` is ``"rack1n03"``."""
+    """Return the first host of SLURM's compressed form: ``"rack1n03"`` for ``"rack[1-2]n[03-05,9],gpu7"``."""
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)

@@ -1,4 +1,4 @@
-"""torchrun, and whoever sets the same variables."""
+"""torchrun, and other launchers that set its variables."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from drivetrain.environments.placement import Placement
 
 
 class TorchrunEnvironment(Environment):
-    """Processes that `torchrun` started, or that have ``RANK`` and ``WORLD_SIZE`` as it sets them.
+    """Processes that `torchrun` started, or that have ``RANK`` and ``WORLD_SIZE`` set as torchrun does.
 
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are needed beside them: without, nobody knows which device is whose.
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are required too: they select each process's device.
     """
 
     name: ClassVar[str] = "torchrun"
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """``RANK`` and ``WORLD_SIZE`` alone count too: two processes must not become two runs of one."""
+        """Return True if ``RANK`` and ``WORLD_SIZE`` are set, even alone: such processes are no separate runs."""
         return bool(variables.get("RANK") and variables.get("WORLD_SIZE"))
 
     def placement(self) -> Placement:
-        """Return who this process is."""
+        """Return the placement from torchrun's variables."""
         read = self.variables
         rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE")
         if world_size == 1:

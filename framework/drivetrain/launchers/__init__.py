@@ -1,4 +1,4 @@
-"""How processes start: by running the script again, or a function; on torch's elastic multiprocessing."""
+"""Launchers start the processes of a run: by running the script again, by calling a function, or on Ray."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ __all__ = [
     "torchrun_variables",
 ]
 
-__getattr__, _ = lazy_names(__name__, {"RayLauncher": ".ray_launcher"})  # for runs on Ray alone
+__getattr__, _ = lazy_names(__name__, {"RayLauncher": ".ray_launcher"})  # imported only for runs on Ray

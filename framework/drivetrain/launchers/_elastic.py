@@ -1,4 +1,4 @@
-"""Starts processes with torch's elastic multiprocessing. What is private in it is used here and nowhere else."""
+"""Starts and supervises processes with torch's elastic multiprocessing. Only this module uses its private parts."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.temporary_folders import Scratch
+from drivetrain._runtime.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-LEFT = "left"
-"""Prefix of the store's keys under which ranks leave failures that they could not write to a file."""
+FAILURES_PREFIX = "left"
+"""Prefix of the store keys under which ranks report failures that they could not write to a file."""
 
-_POLL = 0.02  # seconds between two looks at the processes
+_POLL = 0.02  # seconds between two checks of the processes
 _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
 _LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
 class Processes:
-    """The processes of one node that we started, in the order of their local ranks.
+    """The worker processes that this process started on its node, in the order of their local ranks.
 
     Args:
-        first_rank: the global rank of the first of them; the others follow.
-        context: elastic's.
-        scratch: where they leave their failures; removed at the end.
+        first_rank: the global rank of the first process; the others follow.
+        context: the context of torch's elastic multiprocessing.
+        scratch: the folder of the processes' error files; removed at the end.
     """
 
-    def __init__(self, first_rank: int, context: PContext, scratch: Scratch) -> None:
+    def __init__(self, first_rank: int, context: PContext, scratch: TemporaryFolder) -> None:
         self._first_rank = first_rank
         self._context = context
         self._scratch = scratch
         self._failures: dict[int, Failure] = {}
         self._ended_by_us: set[int] = set()
         self.store: Store | None = None
-        """Where those leave their failures that have no room for a file. Not held on to after the end."""
+        """Where ranks report failures that they could not write to a file. Released at the end."""
 
     @classmethod
     def of_script(cls, first_rank: int, command: list[str], variables: list[dict[str, str]]) -> Processes:
-        """Start ``command`` once for each of ``variables``, which are added to this process's own."""
+        """Start ``command`` once for each of ``variables``, which are added to the current environment."""
         arguments = {index: tuple(command[1:]) for index in range(len(variables))}
         return cls._start(first_rank, command[0], arguments, variables, "spawn")
 
@@ -70,14 +70,14 @@ class Processes:
         variables: list[dict[str, str]],
         method: str,
     ) -> Processes:
-        # Only a run that starts processes pays for these imports.
+        # Imported here: only a run that starts processes needs them.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 
-        scratch = Scratch()
+        scratch = TemporaryFolder()
         try:
-            # Starting them replaces this process's handlers of four signals, for good.
-            with ProcessState(), _quiet(), warnings.catch_warnings():
-                # From Python 3.12 on; whether it is safe to fork was looked at before.
+            # Torch replaces the handlers of four signals in this process and does not restore them.
+            with ProcessState(), _silence_loggers(), warnings.catch_warnings():
+                # Python 3.12 and later warn; `why_not_fork` has already checked that forking is safe.
                 warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
                 context = start_processes(
                     name="drivetrain",
@@ -92,12 +92,12 @@ class Processes:
             raise
         if isinstance(context, MultiprocessContext):
             if context._pc is not None:
-                context._pc.join = _Join(context._pc)
-            context._worker_finished_event = _Wake(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
+                context._pc.join = _ReapingJoin(context._pc)
+            context._worker_finished_event = _NonBlockingEvent(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
         return cls(first_rank, context, scratch)
 
     def exit_codes(self) -> dict[int, int | None]:
-        """Return each rank's exit code: None while it runs, negative where a signal ended it."""
+        """Return each rank's exit code: None while it runs, negative if a signal ended it."""
         from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 
         if isinstance(self._context, SubprocessContext):
@@ -109,85 +109,86 @@ class Processes:
         return {self._first_rank + index: code for index, code in enumerate(codes)}
 
     def failures(self) -> list[Failure]:
-        """Return what is known of the ranks that failed: by what they left, else by their exit code."""
+        """Return the failures of the ranks: as they reported them, else by their exit codes."""
         for rank, code in self.exit_codes().items():
             if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
                 continue
-            left = self._left_by(rank) or (self._left_in_store(rank) if code else None)
-            if left is not None:
-                self._failures[rank] = left if code is None else left.ended_with(code)
+            report = self._read_error_file(rank) or (self._read_store(rank) if code else None)
+            if report is not None:
+                self._failures[rank] = report if code is None else report.ended_with(code)
             elif code:
                 self._failures[rank] = Failure.of_exit(rank, code)
         return [self._failures[rank] for rank in sorted(self._failures)]
 
     def values(self) -> dict[int, Any] | None:
-        """Return what each rank's function returned once all have, None before that.
+        """Return the return value of each rank once all have returned; None before.
 
-        None too where one has failed: the others are to come out by themselves, and to leave what they know.
+        None also after a failure: the other ranks get time to stop by themselves and to report.
         """
-        with _quiet():
+        with _silence_loggers():
             result = self._context.wait(timeout=0)
         if result is None:
             return None
         if result.is_failed():
-            # One has failed since all have returned, and elastic has ended the others.
+            # A process failed after all had returned, and elastic terminated the others.
             failed = {self._first_rank + index for index in result.failures}
             self._ended_by_us |= {
-                rank for rank, code in self.exit_codes().items() if self._was_told(rank, code)
+                rank for rank, code in self.exit_codes().items() if self._ended_by_sigterm(rank, code)
             } - failed
             return None
         return {self._first_rank + index: value for index, value in result.return_values.items()}
 
-    def _was_told(self, rank: int, code: int | None) -> bool:
-        """Whether a rank ended because of SIGTERM, for which elastic has a handler in functions' processes."""
-        left = self._left_by(rank)
-        return code == -signal.SIGTERM or (left is not None and (left.error_type or "").endswith("SignalException"))
+    def _ended_by_sigterm(self, rank: int, code: int | None) -> bool:
+        """Return True if SIGTERM ended the rank. In function processes, elastic handles it by raising."""
+        report = self._read_error_file(rank)
+        return code == -signal.SIGTERM or (report is not None and (report.error_type or "").endswith("SignalException"))
 
-    def _left_by(self, rank: int) -> Failure | None:
+    def _read_error_file(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
 
     def announce(self, failure: Failure) -> None:
-        """Tell the others of a rank that ended and could not tell them itself."""
+        """Publish the failure of a rank that could not report it to the other ranks itself."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                self.store.set(f"{LEFT}/first", failure.encode())
+                self.store.set(f"{FAILURES_PREFIX}/first", failure.encode())
 
-    def _left_in_store(self, rank: int) -> Failure | None:
-        key = f"{LEFT}/{rank}"
+    def _read_store(self, rank: int) -> Failure | None:
+        key = f"{FAILURES_PREFIX}/{rank}"
         with contextlib.suppress(RuntimeError):
             if self.store is not None and self.store.check([key]):
                 return Failure.decode(self.store.get(key))
         return None
 
     def send(self, number: int) -> None:
-        """Send a signal to those that still run."""
+        """Send a signal to the processes that are still running."""
         for rank, code in self.exit_codes().items():
             if code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._context.pids()[rank - self._first_rank], number)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all have ended, at most ``seconds``; tell whether they have."""
+        """Wait up to ``seconds`` for all processes to end; return True if they have."""
         return any(None not in self.exit_codes().values() for _ in polls(seconds))
 
     def end(self, *, kill: bool = False) -> None:
-        """End those that still run, by SIGTERM and then SIGKILL, or at once; then remove what they left."""
+        """Terminate running processes, by SIGTERM then SIGKILL or at once by SIGKILL, and remove their error files."""
         self._ended_by_us |= {rank for rank, code in self.exit_codes().items() if code is None}
         self.store = None
-        with _quiet():
+        with _silence_loggers():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
         self._scratch.remove()
-        started = getattr(self._context, "_pc", None)  # functions' processes, where they were started
+        started = getattr(self._context, "_pc", None)  # set for function processes once they have started
         for path in getattr(started, "error_files", ()):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
-class _Join:
-    """Stands in for the `join` of torch's processes, which ends all others where it sees that one has failed.
+class _ReapingJoin:
+    """Replaces the `join` of torch's processes, which terminates all others when one has failed.
 
-    They get SIGTERM, which a run takes for a scheduler's and waits on, and SIGKILL after half a minute. And it reads
-    what the failed one has left, of which a full disk holds half. While they work, a failure is left to our own look.
+    The others would get SIGTERM, which a run takes for preemption, and SIGKILL half a minute later. Torch's `join` also
+    reads the error file of the failed process, which is truncated if the disk is full. This one only reaps processes
+    that have ended; `failures` detects the rest.
     """
 
     def __init__(self, processes: Any) -> None:
@@ -195,7 +196,7 @@ class _Join:
         self._join = processes.join
 
     def __call__(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        if timeout is None:  # all have returned
+        if timeout is None:  # all processes have returned
             return bool(self._join(timeout, grace_period))
         sentinels = self._processes.sentinels
         for sentinel in wait(sentinels.keys(), timeout):
@@ -206,10 +207,10 @@ class _Join:
         return not sentinels
 
 
-class _Wake:
-    """Sets the event that functions' processes wait for at their end, without waiting for them to wake up.
+class _NonBlockingEvent:
+    """Sets the event that function processes wait for before they exit, without waiting for them to wake up.
 
-    One that was killed there never does, and `Event.set` would wait for ever.
+    A process that was killed while waiting never wakes up, and `Event.set` would block forever.
     """
 
     def __init__(self, event: Any, waiting: int) -> None:
@@ -223,7 +224,7 @@ class _Wake:
 
 
 def polls(seconds: float) -> Iterator[None]:
-    """Yield now, and then every few milliseconds until ``seconds`` have passed."""
+    """Yield at once, and then every few milliseconds until ``seconds`` have passed."""
     until = time.monotonic() + seconds
     while True:
         yield
@@ -233,8 +234,8 @@ def polls(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep elastic from logging, for people who never asked for it, what becomes an error of ours."""
+def _silence_loggers() -> Iterator[None]:
+    """Silence elastic's loggers: what they would log is raised as an error of ours."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Whether a copy of this process could compute."""
+"""Tells whether this process can be forked safely."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def why_not_fork() -> str | None:
-    """Return why a copy of this process could not compute, or None where it could."""
+    """Return why a forked copy of this process would not work, or None if it would."""
     if sys.platform in ("darwin", "win32"):
         return f"on {sys.platform} a forked copy of a process that uses the system's frameworks is unsafe or impossible"
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -19,18 +19,18 @@ def why_not_fork() -> str | None:
     if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
         return "this process has used an XPU, which does not work in a forked copy"
     if _has_threads_of("pt_autograd"):
-        return "a backward has started threads of autograd's for the accelerators, which a forked copy lacks"
+        return "a backward pass has started autograd's device threads, which a forked copy lacks"
     if dist.is_available() and dist.is_initialized():
         return "this process has a process group, whose threads and connections a forked copy lacks"
     return None
 
 
 def _has_threads_of(name: str) -> bool:
-    """Whether this process has a thread whose name begins so, where the operating system tells."""
+    """Return True if a thread of this process has a name that starts with ``name``; always False without /proc."""
     for file in Path("/proc/self/task").glob("*/comm"):
         try:
             if file.read_text().startswith(name):
                 return True
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended
             continue
     return False

@@ -1,4 +1,4 @@
-"""Ties the life of a child process to its parent's, so that none is left when the parent is killed."""
+"""Ends a child process when its parent dies, so that no orphans are left."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int | None = None, *, from_thread: bool = False) -> None:
-    """End this process, at the latest seconds after its parent has died, however the parent died.
+    """End this process when its parent dies, for whatever reason, within a second.
 
     Args:
-        parent: the parent's process id as the parent knew it. Where it is no longer the parent, it is dead already
-            and this process ends at once.
-        from_thread: whether another thread than the main one started this process. The kernel's signal then comes at
-            that thread's end, and the parent's life has to be watched instead.
+        parent: the parent's process id. If it is no longer this process's parent, this process exits at once.
+        from_thread: True if a thread other than the main one started this process. Linux sends the parent-death signal
+            when that thread ends, so the parent is polled instead.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux" and not from_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent,), name="drivetrain-lifeline", daemon=True).start()
-    # It may have died before the tie was made.
+    # The parent may have died before the watchdog was set up.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""rank_zero_only: a function that rank 0 alone runs, before a run, in it and after it."""
+"""rank_zero_only: a decorator for functions that only rank 0 runs, before, during and after a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Return ``function`` so that only rank 0 runs it; on other ranks the call returns None.
+    """Return a function that calls ``function`` on rank 0 and returns None on the other ranks.
 
-    For what has no part in the collective calls of a run: writing a file, printing. Before a run the rank is what those
-    who started the process have said (torchrun, SLURM, MPI, ...), and 0 where nobody has.
+    Use it for work without collectives, such as writing a file or printing. Before a run, the rank is that of the
+    environment (torchrun, SLURM, MPI, ...), or 0 without one.
     """
 
     @wraps(function)
@@ -30,7 +30,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def this_rank() -> int:
-    """The rank of this process among all, as far as it is known."""
+    """Return the global rank of this process as far as it is known."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     world = current_world()

@@ -1,4 +1,4 @@
-"""One rank's process on a Ray cluster."""
+"""The actor that runs one rank on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from drivetrain.launchers.world import World, set_current_world
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """Where the cluster has put a worker: the address of its machine, and the GPUs it has there."""
+class WorkerLocation:
+    """Where Ray placed a worker: the address of its machine and its GPUs."""
 
     address: str
     devices: list[str]
 
 
 class Worker:
-    """What the launcher makes an actor of."""
+    """Runs one rank; the launcher makes it a Ray actor."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
-    def where(self) -> Where:
-        """Tell where this is."""
+    def where(self) -> WorkerLocation:
+        """Return where Ray placed this worker."""
         ray = importlib.import_module("ray")
         context = ray.get_runtime_context()
-        return Where(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
+        return WorkerLocation(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
 
     def host(self, address: str) -> int:
-        """Host the store where all ranks meet, at this machine's address; returns its port."""
+        """Host the rendezvous store at ``address``, this machine's, and return its port."""
         self._store = host(address, 0)
         return int(self._store.port)
 
     def run(
         self, placement: Placement, address: str, port: int, devices: list[str], paths: list[str], work: bytes
     ) -> bytes | Failure:
-        """Call what ``work`` holds, as one rank of all; returns its pickled value, or how it failed."""
-        # The caller may have found its modules in places of its own, which this machine may have too.
+        """Call the pickled function in ``work`` as one rank; return its pickled value, or the failure."""
+        # The caller's import paths, for modules outside the environment that exist on this machine too.
         sys.path += [path for path in paths if path not in sys.path]
         os.environ.update(torchrun_variables(placement, address, port))
         if devices:
-            # Each worker is shown its own devices by Ray; a rank finds its own among all of its node's.
+            # Ray shows each worker only its own devices, while a rank selects its own by local rank among its node's.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = os.environ.get("OMP_NUM_THREADS")
         torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))

@@ -1,4 +1,4 @@
-"""Passes signals on from the caller, who runs nothing itself, to the processes that run for it."""
+"""Forwards signals from the launching process to the processes that it started."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from drivetrain._distributed.failure import Failure
 from drivetrain.launchers._elastic import Processes
 
 
-class PassingOn:
-    """Within it, signals that reach this process reach the started ones instead. In the main thread only.
+class SignalForwarding:
+    """While active, forwards signals that this process gets to the processes it started; in the main thread only.
 
     Args:
-        processes: who get them.
-        numbers: the signals.
+        processes: the processes that get the signals.
+        numbers: the signals to forward.
     """
 
     def __init__(self, processes: Processes, numbers: Sequence[int]) -> None:
@@ -37,12 +37,12 @@ class PassingOn:
             if handler is not None:
                 signal.signal(number, handler)
 
-    def died_of(self, failures: Sequence[Failure]) -> int | None:
-        """Return the signal that was passed on and that some rank did not take: it died of it."""
+    def fatal_signal(self, failures: Sequence[Failure]) -> int | None:
+        """Return a forwarded signal that ended a rank, because the rank did not handle it; None if there is none."""
         for number in self._passed:
             name = signal.Signals(number).name
             for failure in failures:
-                # Elastic has a handler of its own for SIGTERM in functions' processes, which raises.
+                # In function processes, elastic's handler of SIGTERM raises.
                 raised = (failure.error_type or "").endswith("SignalException") and name in failure.message
                 if raised or failure.signal_name == name:
                     return number

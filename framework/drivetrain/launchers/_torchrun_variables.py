@@ -1,4 +1,4 @@
-"""The variables of a process that we start: those that torchrun sets, so that any library understands them."""
+"""The environment variables of started processes: torchrun's, so that any library understands them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Mapping
 
 from drivetrain.environments import Placement
 
-UNNAMED = "drivetrain"
-"""The id of runs whose processes we start, where nobody has given them another: it tells no two of them apart."""
+DEFAULT_RUN_ID = "drivetrain"
+"""The run id of jobs without a name. It does not distinguish one job from another."""
 
 
-def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = UNNAMED) -> dict[str, str]:
-    """Return what torchrun would set for the process at ``placement``, with the store hosted at ``address:port``.
+def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = DEFAULT_RUN_ID) -> dict[str, str]:
+    """Return the variables that torchrun would set for the process at ``placement``.
 
-    ``run_id`` names the job, alike for all of its processes: one of another name is refused at the store.
+    Args:
+        placement: the rank of the process.
+        address: the host of the store.
+        port: the store's port.
+        run_id: the job's name, the same for all of its processes. The store refuses processes of other jobs.
     """
     return {
         "RANK": str(placement.rank),
@@ -36,11 +40,11 @@ def torchrun_variables(placement: Placement, address: str, port: int, run_id: st
 
 
 def suggested_threads(local_world_size: int) -> int:
-    """Return the number of computing threads that gives each process of this node its share of the cores."""
+    """Return the number of compute threads that gives each process of this node an equal share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size)
 
 
 def thread_variables(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return ``OMP_NUM_THREADS`` for a process of this node, or nothing where the user has set it."""
+    """Return ``OMP_NUM_THREADS`` for a process of this node, or nothing if the user has set it."""
     return {} if variables.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(suggested_threads(local_world_size))}

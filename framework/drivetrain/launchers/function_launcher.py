@@ -1,4 +1,4 @@
-"""Calls a function on every rank, each in a process started for it, and brings back what it returned."""
+"""Calls a function on every rank, each in a process started for it, and returns the values."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._elastic import Processes, polls
 from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.launchers._signal_forwarding import PassingOn
-from drivetrain.launchers._torchrun_variables import UNNAMED, suggested_threads, torchrun_variables
+from drivetrain.launchers._signal_forwarding import SignalForwarding
+from drivetrain.launchers._torchrun_variables import DEFAULT_RUN_ID, suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
-from drivetrain.launchers.world import World, current_world, job_to_start, set_current_world
+from drivetrain.launchers.world import World, current_world, identify_new_job, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
 
-# An import of torch._dynamo after `init_process_group`, which DDP does, would keep the group's threads alive.
+# Imported before `init_process_group`: if DDP imports torch._dynamo after it, the group's threads never end.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "drivetrain.launchers.function_launcher")
 
 
 class FunctionLauncher(Launcher):
-    """Starts one process a rank, all of them besides the caller, and waits until they have ended.
+    """Starts one process per rank, none of which is the caller, and waits until all have ended.
 
     Args:
-        start_method: "fork" copies this process as it is, so that functions and classes of a notebook work;
-            "spawn" starts afresh; "forkserver" too, from a server that has imported torch once.
-        grace: seconds that the other ranks get to come out after the first one failed.
+        start_method: "fork" copies this process, so that functions and classes of a notebook work; "spawn" starts a new
+            interpreter; "forkserver" forks a server that has imported torch once.
+        grace: seconds that the other ranks get to stop after the first failure.
     """
 
     kind = "function"
@@ -50,24 +50,24 @@ class FunctionLauncher(Launcher):
         self._grace = grace
 
     def check(self, num_local: int) -> None:
-        """Refuse to fork a process whose copy could not compute."""
+        """Raise an error if ``fork`` is not safe in this process."""
         reason = why_not_fork() if self.start_method == "fork" else None
         if reason is not None:
             raise ConfigurationError(
                 f'launcher="fork" cannot start {num_local} processes here',
                 reason,
-                'use launcher="forkserver", with what you defined moved into a module; or fork before that is used',
+                'use launcher="forkserver", with your definitions in a module, or start the run before that happens',
             )
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Do ``work`` in processes that are started for it."""
+        """Run ``work`` in processes that are started for it."""
 
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, address=address, port=port, pass_on=work.signals)
 
         return work.elsewhere(call)
 
-    def launch(  # type: ignore[override]  # no World of the caller's comes of it
+    def launch(  # type: ignore[override]  # the caller gets no World
         self,
         placement: Placement,
         fn: Callable[..., Result],
@@ -76,22 +76,22 @@ class FunctionLauncher(Launcher):
         port: int = 0,
         pass_on: Sequence[int] = (),
     ) -> Result:
-        """Call ``fn(*args)`` on every rank of this node and return what its first rank returned.
+        """Call ``fn(*args)`` on every rank of this node and return the value of its first rank.
 
-        The processes have torchrun's variables, and the caller hosts their store. What is sent and returned is copied:
-        no memory is shared with the caller, whose tensors stay as they are.
+        The processes get torchrun's variables, and the caller hosts their store. Arguments and return values are
+        copied: they share no memory with the caller's.
 
         Args:
-            placement: the first rank's of this node.
-            fn: what to call.
+            placement: the placement of this node's first rank.
+            fn: the function to call.
             args: its arguments. Unless forked, they are pickled with ``fn``.
             address: the host of the first node.
-            port: where the first node hosts the store; 0 lets the operating system choose.
-            pass_on: signals that are for the ranks where the caller gets them.
+            port: the port of the store on the first node; 0 lets the operating system choose.
+            pass_on: signals to forward from the caller to the ranks.
 
         Raises:
-            ConfigurationError: ``fn`` or an argument cannot be pickled, or this is itself a process that we started.
-            RankFailedError: a rank raised or died. Where all raised the same error, it is raised as it is.
+            ConfigurationError: ``fn`` or an argument cannot be pickled, or a launcher started this process itself.
+            RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
         return self.launch_all(placement, fn, *args, address=address, port=port, pass_on=pass_on)[0]
 
@@ -104,11 +104,11 @@ class FunctionLauncher(Launcher):
         port: int = 0,
         pass_on: Sequence[int] = (),
     ) -> list[Result]:
-        """Do as `launch`, and return what every rank of this node returned, by rank."""
+        """Call ``fn(*args)`` as `launch` does and return the values of all ranks of this node, by rank."""
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
         hosts, forks = placement.rank == 0, self.start_method == "fork"
-        job, nodes = job_to_start(placement), placement.num_nodes
+        job, nodes = identify_new_job(placement), placement.num_nodes
         listener = listen(address, port, nodes) if hosts and forks else None
         store = host(address, port, num_nodes=nodes, job=job) if hosts and not forks else None
         if listener is not None:
@@ -116,7 +116,7 @@ class FunctionLauncher(Launcher):
         elif store is not None:
             port = store.port
         jobs = [
-            _Job(
+            _RankJob(
                 self.start_method,
                 replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
                 address,
@@ -132,21 +132,21 @@ class FunctionLauncher(Launcher):
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
-        passing = PassingOn(processes, pass_on)
+        passing = SignalForwarding(processes, pass_on)
         try:
             if listener is not None:
-                # Not before: a thread of the store's that resolves a peer's address holds a lock, and a process that is
-                # forked meanwhile would find it locked for ever. Who connects early waits.
+                # Only after the fork: a thread of the store that resolves a peer's address holds a lock, and a process
+                # forked at that moment would find it locked forever. Ranks that connect earlier wait.
                 store = host_on(listener, address, job)
             processes.store = store
             with passing:
                 values = self._wait(processes)
         except KeyboardInterrupt:
-            # The terminal has told the others too.
+            # The terminal sends SIGINT to the ranks too.
             processes.wait(self._grace)
             raise
         except BaseException:
-            number = passing.died_of(processes.failures())
+            number = passing.fatal_signal(processes.failures())
             if number is not None:
                 signal.raise_signal(number)
             raise
@@ -157,8 +157,8 @@ class FunctionLauncher(Launcher):
 
     def _wait(self, processes: Processes) -> dict[int, bytes]:
         for _ in polls(float("inf")):
-            # Looked at before elastic is asked, which kills the others as soon as one has ended without a value: they
-            # are to come out by themselves, and to leave what they know.
+            # Checked before `values`, where elastic terminates the other ranks as soon as one has ended without a
+            # value. They should stop by themselves and report their own failures.
             codes = processes.exit_codes()
             failures = processes.failures()
             if not failures and not any(code is not None for code in codes.values()):
@@ -178,7 +178,7 @@ class FunctionLauncher(Launcher):
                 if rank not in known
             ]
             raise self._error(failures, len(codes))
-        raise AssertionError("unreachable: the polls go on for ever")
+        raise AssertionError("unreachable: the polls never end")
 
     def _error(self, failures: Sequence[Failure], world_size: int) -> BaseException:
         cause = first_cause(failures)
@@ -194,7 +194,7 @@ class FunctionLauncher(Launcher):
         return error
 
 
-# The started process's side
+# Code that runs in the started processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _RankJob:
     start_method: StartMethod
     placement: Placement
     address: str
@@ -214,12 +214,12 @@ class _Job:
     folder: str
     workers_method: str | None
     listener: socket.socket | None
-    """Where the caller's store will listen, if it forks."""
+    """The listening socket of the caller's store, if the caller forks."""
 
 
-def _run(job: _Job, work: _Call | bytes) -> bytes:
+def _run(job: _RankJob, work: _Call | bytes) -> bytes:
     die_with_parent()
-    # Threads of OpenMP do not survive a fork, and waiting for them would never end.
+    # OpenMP's threads do not survive a fork, and waiting for them would never end.
     forked = job.start_method == "fork"
     torch.set_num_threads(1 if forked else suggested_threads(job.placement.local_world_size))
     _restore_surroundings(job)
@@ -229,27 +229,28 @@ def _run(job: _Job, work: _Call | bytes) -> bytes:
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work
-        # By value: what multiprocessing would send of a tensor is a handle that ends with this process.
+        # Pickled here: multiprocessing would send a handle of a tensor, which becomes invalid when this process ends.
         return pickle.dumps(call.fn(*call.args))
     except BaseException as error:
         world.report(error)
         raise
 
 
-def _restore_surroundings(job: _Job) -> None:
-    """Take on the caller's variables and folder: the fork server's are of the moment when it was started.
+def _restore_surroundings(job: _RankJob) -> None:
+    """Restore the caller's environment variables, working directory and multiprocessing start method.
 
-    And the way that its processes start theirs, a DataLoader's workers: each would import torch anew, for seconds.
+    The fork server has those of the moment when it was started. With its own start method, each DataLoader worker would
+    import torch again, which takes seconds.
     """
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
     os.environ.update(job.variables)
-    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or UNNAMED))
+    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or DEFAULT_RUN_ID))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(job.folder)
     multiprocessing.set_start_method(job.workers_method, force=True)
-    # After a fork torch makes its pool of threads anew where one is asked for. Autograd's threads, one for each device,
-    # would ask all at once, and one of them aborts: "Invalid thread pool!"
+    # After a fork, torch creates its thread pool at first use. Autograd's device threads would all do so at the same
+    # time, and one of them would abort with "Invalid thread pool!".
     torch.set_num_threads(torch.get_num_threads())
 
 
@@ -259,15 +260,15 @@ def _load(work: bytes) -> _Call:
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"the function or one of its arguments does not exist in the process started for it: {error}",
-            "what was typed into a notebook or a REPL, or stands in a module that cannot be imported, exists in the "
-            "process alone that defined it",
+            "definitions in a notebook, a REPL or a module that cannot be imported exist only in the process "
+            "that made them",
             'use launcher="fork", or move the definitions into a module and import it',
         ) from error
     assert isinstance(call, _Call)
     return call
 
 
-# The caller's side
+# Code that runs in the caller
 
 
 def _check_nesting() -> None:
@@ -275,13 +276,13 @@ def _check_nesting() -> None:
     if world is not None:
         raise ConfigurationError(
             f"rank {world.placement.rank} of {world.placement.world_size} cannot start processes for further ranks",
-            "it was itself started for one",
-            "ask for as many processes as there are, or for 1 (every rank then runs by itself)",
+            "a launcher started this process for one rank",
+            "use the same number of processes, or 1 (every rank then runs on its own)",
         )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
-            "processes are started while this one is still importing the script",
-            "a started process imports the caller's script first, and this script starts processes as it is imported",
+            "the script starts processes while it is being imported",
+            "a started process imports the caller's script first, which would start processes again",
             'put the work of the script under `if __name__ == "__main__":`',
         )
 
@@ -295,18 +296,18 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
         fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
         if runner() is not None:
             fix += (
-                ". Or build all of it in a function at the top level of the test's module, and call that on the ranks: "
+                ". Or create them in a function at the top level of the test's module, and call that on the ranks: "
                 "drivetrain.testing.run_distributed(function, 2)"
             )
         raise ConfigurationError(
-            f"launcher={method!r} cannot send {_culprit(fn, args)} to other processes: {error}",
-            "started processes get the function and its arguments pickled",
+            f"launcher={method!r} cannot send {_describe_unpicklable(fn, args)} to other processes: {error}",
+            "the function and its arguments are pickled to be sent",
             fix,
         ) from error
 
 
-def _culprit(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Name what cannot be pickled: the function, or the first such argument, by its parameter's name."""
+def _describe_unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return a description of what cannot be pickled: the function, or the first such argument with its name."""
     if not _can_dump(fn):
         return f"the function {getattr(fn, '__qualname__', fn)!r}"
     try:

@@ -1,4 +1,4 @@
-"""Launcher: the interface of what starts the processes of a run."""
+"""Launcher: the interface of classes that start the processes of a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Work(ABC):
-    """What a run wants done on every rank; the engine hands it to `Launcher.run`, which calls one of the two methods.
+    """What a run does on each rank. The engine passes it to `Launcher.run`, which calls one of the two methods.
 
     Attributes:
-        device: "cpu", "cuda", ...: the kind of device that each rank computes on.
-        signals: those that are meant for the ranks, where the caller gets them.
+        device: "cpu", "cuda", ...: the type of device that each rank uses.
+        signals: the signals to forward from the caller to the ranks.
     """
 
     device: str
@@ -26,92 +26,92 @@ class Work(ABC):
 
     @abstractmethod
     def here(self, world: World) -> Any:
-        """Run as one rank of ``world``, in this process, and return what the run returns.
+        """Run as one rank of ``world`` in this process, and return the result of the run.
 
-        For a launcher whose other processes come to this run by themselves, as those do that run the script again.
+        For launchers whose other processes reach the same call by themselves, as when they run the script again.
         """
 
     @abstractmethod
     def elsewhere(self, call: Callable[..., Any]) -> Any:
-        """Run on ranks that are all other processes, and return what the run returns.
+        """Run on ranks that are all in other processes, and return the result of the run.
 
-        The caller's module, trainer and callbacks are then what they would be had the run been here.
+        Afterwards the caller's module, trainer and callbacks have the state that a run in this process would leave.
 
         Args:
-            call: ``call(function, *arguments)`` calls ``function(*arguments)`` on every rank and returns what it
-                returned on rank 0. All of them can be pickled as far as the user's module and data can. A process that
-                the function is called in knows its rank by its environment: by `torchrun_variables`, or a cluster's.
+            call: ``call(function, *arguments)`` calls ``function(*arguments)`` on every rank and returns the value from
+                rank 0. Both can be pickled if the user's module and data can. A process in which the function is called
+                gets its rank from the environment: from `torchrun_variables` or a cluster's variables.
         """
 
 
 class Launcher:
-    """Starts the processes of a run. One of two methods must be written.
+    """Starts the processes of a run. A subclass implements `launch` or `run`.
 
-    `launch`, where the processes come to the run by themselves, the caller being one of them, as with the script that
-    is run again; `run`, where the caller hands them a function.
+    Implement `launch` if the other processes reach the run by themselves and the caller is one of the ranks, as when
+    the script is run again. Implement `run` if the caller sends them a function.
 
-    Building a launcher starts nothing. It is asked once the run is known to lack processes; in those that it starts,
-    and under torchrun or a cluster, it is not asked at all. Give one to ``Fit(launcher=...)``, or register a callable
-    without arguments that makes one in the entry-point group ``drivetrain.launchers``, and give its name.
+    Constructing a launcher starts nothing. The engine uses it only if the run still needs processes: not in those that
+    it started, nor under torchrun or a cluster. Pass one to ``Fit(launcher=...)``, or register a callable without
+    arguments that returns one in the entry-point group ``drivetrain.launchers`` and pass its name.
     """
 
     places_devices: ClassVar[bool] = False
-    """True where a scheduler of the launcher's decides which machines and devices the ranks get: the caller's own are
-    then not looked at, and `devices` says what each node of the run has."""
+    """True if the launcher's scheduler decides which machines and devices the ranks get. `devices` then describes each
+    node, and the caller's own devices are not queried."""
 
     def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
-        """What each node of a run has, for a launcher that `places_devices`.
+        """Return the devices of each node of a run, for a launcher with ``places_devices = True``.
 
         Args:
             accelerator: as for ``Fit``.
             devices: as for ``Fit``.
 
         Raises:
-            ConfigurationError: it cannot know, or cannot give it.
+            ConfigurationError: the devices are unknown or cannot be provided.
         """
         from drivetrain._runtime.accelerators import resolve_devices
 
         return resolve_devices(accelerator, devices)
 
     def check(self, num_local: int) -> None:
-        """Refuse, before anything is started, what cannot work in this process.
+        """Raise an error, before anything is started, if the launcher cannot work in this process.
 
         Args:
-            num_local: how many processes this node is to have.
+            num_local: the number of processes on this node.
 
         Raises:
-            ConfigurationError: says why.
+            ConfigurationError: says why it cannot work.
         """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.launch is Launcher.launch and cls.run is Launcher.run:
-            raise TypeError(f"{cls.__name__} writes neither launch, which returns a World, nor run")
+            raise TypeError(f"{cls.__name__} implements neither launch, which returns a World, nor run")
 
     def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
-        """Start the other processes of this node, all of which come to the same run; return the world of this one.
+        """Start the other processes of this node, which reach the same run, and return this process's world.
 
         Args:
-            placement: the caller's: the first rank of its node.
-            address: the host of rank 0, where there are several nodes.
-            port: where rank 0 hosts the store; 0 lets the operating system choose.
+            placement: the caller's placement, with the first rank of its node.
+            address: the host of rank 0, if there are several nodes.
+            port: the port of the store on rank 0's host; 0 lets the operating system choose.
 
         Raises:
-            ConfigurationError: they cannot be started.
+            ConfigurationError: the processes cannot be started.
         """
-        raise NotImplementedError(f"{type(self).__name__} starts functions: no World of the caller's comes of it")
+        raise NotImplementedError(f"{type(self).__name__} runs functions in other processes: the caller gets no World")
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Start the processes, have ``work`` done on every rank, and return what it returns.
+        """Start the processes, run ``work`` on every rank, and return its result.
 
         Args:
-            work: what is to be done, here and in the others (`Work.here`) or in others alone (`Work.elsewhere`).
-            placement: of the first process of this node: how many there are here, and in all.
+            work: what to run, in this process too (`Work.here`) or only in others (`Work.elsewhere`).
+            placement: the placement of this node's first process, with the number of processes here and in all.
             address: as for `launch`.
             port: as for `launch`.
 
         Raises:
-            ConfigurationError: they cannot be started.
-            RankFailedError: one of them raised or died.
+            ConfigurationError: the processes cannot be started.
+            RankFailedError: a rank raised or died.
         """
         return work.here(self.launch(placement, address=address, port=port))

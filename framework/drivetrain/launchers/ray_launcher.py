@@ -1,4 +1,4 @@
-"""Calls a function on every rank, each in an actor of a Ray cluster, and brings back what it returned."""
+"""Calls a function on every rank, each in an actor of a Ray cluster, and returns the values."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from drivetrain._runtime.accelerators import Devices, resolve_devices
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._ray_worker import Where, Worker
+from drivetrain.launchers._ray_worker import Worker, WorkerLocation
 from drivetrain.launchers.launcher import Launcher, Work
 
 Result = TypeVar("Result")
 
-_WHO = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")  # of Ray's words for a dead actor
+# Lines of Ray's error for a dead actor that only identify the actor.
+_IDENTITY_LINES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
 
 
 class RayLauncher(Launcher):
-    """Starts one actor a rank on a Ray cluster, and waits until they are done.
+    """Starts one actor per rank on a Ray cluster and waits until they are done.
 
-    A cluster that the caller is connected to is used and left as it is. Else the launcher connects to the one that
-    ``address`` or ``RAY_ADDRESS`` names, or starts one on this machine, for the time of the run.
+    If the caller is connected to a cluster, the launcher uses it and leaves it running. Otherwise it connects to the
+    one at ``address`` or ``RAY_ADDRESS``, or starts one on this machine, for the duration of the run.
 
-    The workers of a node are placed together, in one bundle of a placement group, and different nodes of a run are
-    different machines. Rank 0's worker hosts the store, on a free port. Signals that the caller gets stay with it, but
-    Ctrl-C, which ends the run.
+    The workers of a node share one bundle of a placement group, and the nodes of a run are different machines. Rank 0's
+    worker hosts the store on a free port. Signals to the caller are not forwarded; Ctrl-C ends the run.
 
     Args:
-        resources_per_worker: what Ray reserves for each; None is ``{"CPU": 1}``, and one GPU for a run on GPUs.
+        resources_per_worker: what Ray reserves for each worker; None is ``{"CPU": 1}``, and one GPU for a run on GPUs.
         address: as for ``ray.init``.
-        patience: seconds that the cluster gets to find room for all of them.
-        grace: seconds that the other ranks get to come out after the first one failed.
+        patience: seconds to wait for the cluster to have room for all workers.
+        grace: seconds that the other ranks get to stop after the first failure.
     """
 
     kind = "ray"
@@ -57,10 +57,10 @@ class RayLauncher(Launcher):
         self._grace = grace
 
     def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
-        """Return what each node of the run is to have. The caller's own machine need not have it.
+        """Return the devices of each node of the run. The caller's own machine need not have any.
 
         Raises:
-            ConfigurationError: ``devices`` is no count.
+            ConfigurationError: ``devices`` is not a count.
         """
         counted = None if isinstance(devices, list) else resolve_devices("cpu", devices)
         if counted is None or not counted.chosen:
@@ -73,36 +73,36 @@ class RayLauncher(Launcher):
         return Devices(kind, counted.indices, chosen=True)
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Do ``work`` in actors; the cluster knows addresses, and its first worker chooses the port."""
+        """Run ``work`` in actors. Ray provides the addresses, and rank 0's worker chooses the port."""
 
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, device=work.device)
 
         return work.elsewhere(call)
 
-    def launch(  # type: ignore[override]  # no World of the caller's comes of it
+    def launch(  # type: ignore[override]  # the caller gets no World
         self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
     ) -> Result:
-        """Call ``fn(*args)`` on every rank of all nodes and return what rank 0 returned.
+        """Call ``fn(*args)`` on every rank of all nodes and return the value from rank 0.
 
         Args:
-            placement: rank 0's.
-            fn: what to call. It is pickled with its arguments by value where it comes from the caller's script.
+            placement: rank 0's placement.
+            fn: the function to call. It and its arguments are pickled by value if they come from the caller's script.
             args: its arguments.
             device: "cpu" or "cuda".
 
         Raises:
             ConfigurationError: ray is not installed, the cluster has no room, or something cannot be pickled.
-            RankFailedError: a rank raised or died. Where all raised the same error, it is raised as it is.
+            RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
         return self.launch_all(placement, fn, *args, device=device)[0]
 
     def launch_all(
         self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
     ) -> list[Result]:
-        """Do as `launch`, and return what every rank returned, by rank."""
+        """Call ``fn(*args)`` as `launch` does and return the values of all ranks, by rank."""
         ray = _import_ray()
-        with ProcessState():  # connecting sets handlers and variables
+        with ProcessState():  # ray.init sets signal handlers and variables
             ours = not ray.is_initialized()
             if ours:
                 ray.init(address=self._address, include_dashboard=False, logging_level="error")
@@ -125,7 +125,7 @@ class RayLauncher(Launcher):
             ray.util.remove_placement_group(group)
 
     def _reserve(self, ray: Any, placement: Placement, resources: Mapping[str, float]) -> Any:
-        """One bundle a node, with room for all of its workers."""
+        """Return a placement group of one bundle per node, with room for all workers of the node."""
         bundle = {name: amount * placement.local_world_size for name, amount in resources.items()}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fitting = [node for node in nodes if all(node.get(name, 0) >= amount for name, amount in bundle.items())]
@@ -135,13 +135,13 @@ class RayLauncher(Launcher):
             if group.wait(self._patience):
                 return group
             ray.util.remove_placement_group(group)
-            why = f"others use it: free are {_shown(ray.available_resources())}"
+            why = f"other jobs use it; free: {_format_resources(ray.available_resources())}"
         else:
-            kept = [{name: node.get(name, 0) for name in bundle} for node in nodes]
-            why = f"its nodes have {', '.join(map(_shown, kept))}"
+            totals = [{name: node.get(name, 0) for name in bundle} for node in nodes]
+            why = f"its nodes have {', '.join(map(_format_resources, totals))}"
         raise ConfigurationError(
             f"The Ray cluster has no room for {placement.num_nodes} node(s) of {placement.local_world_size} worker(s) "
-            f"with {_shown(resources)} each",
+            f"with {_format_resources(resources)} each",
             why,
             "ask for fewer devices or nodes, for less with RayLauncher(resources_per_worker=...), or add machines",
         )
@@ -149,7 +149,7 @@ class RayLauncher(Launcher):
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
         places = [_placement_of(placement, rank) for rank in range(placement.world_size)]
         outcomes = self._collect(ray, [actor.where.remote() for actor in actors])
-        wheres: list[Where] = _all_or_raise(outcomes)
+        wheres: list[WorkerLocation] = _all_or_raise(outcomes)
         [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote(wheres[0].address)]))
         shared, paths = ray.put(work), [path for path in sys.path if path]
         calls = [
@@ -159,7 +159,7 @@ class RayLauncher(Launcher):
         return [pickle.loads(value) for value in _all_or_raise(self._collect(ray, calls))]
 
     def _collect(self, ray: Any, calls: Sequence[Any]) -> list[Any]:
-        """What each call came to, a `Failure` where it failed; after the first of those the others get their grace."""
+        """Return the result of each call, or a `Failure`; after the first failure, wait only for the grace period."""
         outcomes: list[Any] = [None] * len(calls)
         rank_of = {call: rank for rank, call in enumerate(calls)}
         end = float("inf")
@@ -167,7 +167,7 @@ class RayLauncher(Launcher):
             done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if end == float("inf") else left)
             for call in done:
                 rank = rank_of.pop(call)
-                outcomes[rank] = _outcome(ray, rank, call)
+                outcomes[rank] = _get_outcome(ray, rank, call)
                 if isinstance(outcomes[rank], Failure):
                     end = min(end, time.monotonic() + self._grace)
         return outcomes
@@ -202,23 +202,23 @@ def _placement_of(first: Placement, rank: int) -> Placement:
     return replace(first, rank=rank, local_rank=local_rank, node_rank=node)
 
 
-def _devices_of(place: Placement, wheres: Sequence[Where]) -> list[str]:
-    """The devices of all workers of its node, in the order of their local ranks: each finds its own by that."""
+def _devices_of(place: Placement, wheres: Sequence[WorkerLocation]) -> list[str]:
+    """Return the devices of all workers of the node, by local rank, since each rank selects its own by local rank."""
     begin = place.node_rank * place.local_world_size
     return [device for where in wheres[begin : begin + place.local_world_size] for device in where.devices]
 
 
-def _outcome(ray: Any, rank: int, call: Any) -> Any:
+def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     try:
         return ray.get(call)
-    except ray.exceptions.RayTaskError as error:  # before it came to call the function
+    except ray.exceptions.RayTaskError as error:  # raised outside the user's function
         return Failure.of_exception(rank, error.cause or error)
     except ray.exceptions.RayError as error:
-        # The actor is gone: killed, out of memory, or with its machine. Ray says which, after who it was.
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = [line for line in said if not line.startswith(_WHO)]
-        where = "".join(f" on {line.split()[-1]}" for line in said if line.startswith("ip:"))
-        return Failure(rank, message=f"died{where}: {' '.join(told[1:] or told)}")
+        # The actor is gone: killed, out of memory, or with its machine. Ray's text identifies it and gives the reason.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = [line for line in lines if not line.startswith(_IDENTITY_LINES)]
+        where = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
+        return Failure(rank, message=f"died{where}: {' '.join(reason[1:] or reason)}")
 
 
 def _all_or_raise(outcomes: list[Any]) -> list[Any]:
@@ -241,11 +241,11 @@ def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except Exception as error:
         raise ConfigurationError(
             f"launcher='ray' cannot send the function and its arguments to the workers: {error}",
-            "they travel pickled",
+            "they are pickled to be sent",
             "leave out open files, locks and connections",
         ) from error
     return work
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _format_resources(resources: Mapping[str, float]) -> str:
     return " ".join(f"{name} {amount:g}" for name, amount in resources.items() if ":" not in name) or "nothing"

@@ -1,4 +1,4 @@
-"""Runs the caller's script again for the other ranks; the caller is rank 0 of its node and goes on."""
+"""Runs the caller's script again for the other ranks; the caller is the first rank of its node."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from drivetrain.launchers.world import (
     THREAD_VARIABLE,
     World,
     current_world,
-    job_to_start,
+    identify_new_job,
     set_current_world,
 )
 
 
 class SubprocessLauncher(Launcher):
-    """Starts the caller's script, as it was started, once for each further rank of this node.
+    """Starts the caller's script again, with the same command line, once for each further rank of this node.
 
-    Every rank goes on through the script after `launch`; the processes last until it ends, and a later `launch` finds
-    them. The caller's environment is not changed: only the others have torchrun's variables.
+    After `launch` every rank continues with the script. The processes live until it ends, and a later `launch` reuses
+    them. The caller's environment does not change: only the other ranks have torchrun's variables.
 
     Args:
-        grace: seconds that the others get to finish when the caller's script has ended.
-        grace_after_failure: the same where the caller's script ended with an exception.
+        grace: seconds that the other ranks get to finish after the caller's script has ended.
+        grace_after_failure: the same if the caller's script ended with an exception.
     """
 
     kind = "subprocess"
@@ -48,7 +48,7 @@ class SubprocessLauncher(Launcher):
         self._grace_after_failure = grace_after_failure
 
     def command(self) -> list[str]:
-        """The command line of the other ranks; override it to put another program before it that becomes it (``nice``).
+        """Return the command line of the other ranks. Override it to prefix a program such as ``nice``, which execs it.
 
         Raises:
             ConfigurationError: there is no script, or it cannot be run again.
@@ -56,28 +56,28 @@ class SubprocessLauncher(Launcher):
         return rerun_command()
 
     def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
-        """Start the processes of this node, or return the world whose processes are there.
+        """Start the processes of this node, or return the world of those that an earlier call started.
 
         Args:
-            placement: the caller's: the first rank of its node.
+            placement: the caller's placement, with the first rank of its node.
             address: the host of rank 0; needed on several nodes.
-            port: where rank 0 hosts the store. 0, on one node, lets the operating system choose.
+            port: the port of the store on rank 0's host. On one node, 0 lets the operating system choose.
 
         Raises:
-            ConfigurationError: the script cannot be run again; or there are processes, and not as many.
-            RankFailedError: there are processes, and one of them has failed.
+            ConfigurationError: the script cannot be run again, or the processes of an earlier call differ in number.
+            RankFailedError: a process of an earlier call has failed.
         """
         world = current_world()
         if world is not None:
-            return _existing(world, placement)
+            return _reuse_world(world, placement)
         if placement.local_rank != 0:
             raise ConfigurationError(
-                f"local rank {placement.local_rank} cannot start the others of its node",
-                "that is for the first process of a node",
-                "pass the placement of the first one",
+                f"local rank {placement.local_rank} cannot start the other processes of its node",
+                "only the first process of a node starts them",
+                "pass the placement of the first process",
             )
         command = self.command()
-        job = job_to_start(placement)
+        job = identify_new_job(placement)
         store = host(address, port, num_nodes=placement.num_nodes, job=job) if placement.rank == 0 else None
         port = port if store is None else store.port
         processes = self._start(command, placement, address, port, job) if placement.local_world_size > 1 else None
@@ -107,14 +107,14 @@ class SubprocessLauncher(Launcher):
         return Processes.of_script(placement.rank + 1, command, variables)
 
     def _finish(self, world: World, processes: Processes) -> None:
-        """As the caller's interpreter exits: wait shortly, end what is left, and do not hide a failure."""
-        if not world.is_ours:
+        """Wait for the other ranks at the caller's exit, end those left, and exit with their failure if any."""
+        if not world.is_current_process:
             return
         error = getattr(sys, "last_value", None)
         grace = self._grace if error is None else self._grace_after_failure
         processes.wait(grace)
         late = [rank for rank, code in processes.exit_codes().items() if code is None]
-        failures = [one for one in processes.failures() if one.exit_code != world.left_with]
+        failures = [failure for failure in processes.failures() if failure.exit_code != world.signal_exit_code]
         processes.end()
         if error is not None:
             return
@@ -126,7 +126,7 @@ class SubprocessLauncher(Launcher):
             _exit_with(first_cause(failures))
 
 
-def _existing(world: World, placement: Placement) -> World:
+def _reuse_world(world: World, placement: Placement) -> World:
     failures = world.failures()
     if failures:
         raise RankFailedError(first_cause(failures))
@@ -139,17 +139,17 @@ def _existing(world: World, placement: Placement) -> World:
         )
     if world.placement.world_size != placement.world_size:
         raise ConfigurationError(
-            f"{placement.world_size} processes are asked for, and this script runs in {world.placement.world_size}",
-            "its processes were started by an earlier fit, validate, test or predict, and last until it ends",
-            f"ask for {world.placement.world_size} again, or for 1 (every rank then runs by itself)",
+            f"{placement.world_size} processes are requested, but this script runs in {world.placement.world_size}",
+            "an earlier fit, validate, test or predict started its processes, which live until it ends",
+            f"use {world.placement.world_size} again, or 1 (every rank then runs on its own)",
         )
     return world
 
 
 def _exit_with(failure: Failure) -> None:
-    # Nothing that runs at exit can change the exit code of the interpreter but leaving at once. What Python would still
-    # do is to flush; functions registered with atexit before the launch are not called.
-    print(failure.in_a_line(), file=sys.stderr)  # its traceback, where it has one, it has printed itself
+    # Only `os._exit` changes the exit code while the interpreter exits. It skips flushing, which is done here, and the
+    # functions that were registered with atexit before the launch.
+    print(failure.one_line_summary(), file=sys.stderr)  # the rank itself has printed its traceback
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

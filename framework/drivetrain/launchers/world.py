@@ -1,4 +1,4 @@
-"""World: the processes of ours that exist, and this one's place among them."""
+"""World: the processes that a launcher started, as seen from one of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import admit
 from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers._elastic import LEFT, Processes
+from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers._parent_watchdog import die_with_parent
 
-# In the environment of a process that runs the caller's script again, and nowhere else. The parent's id tells such a
-# process from one that it starts in turn, which inherits the variables.
+# Environment variables of a process that runs the caller's script again. Its children inherit them; the parent's id
+# tells it from them.
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
@@ -32,12 +32,12 @@ _CONNECT_LIMIT_HERE = timedelta(seconds=5)  # torch tries twice
 
 
 class World:
-    """Processes that we started, seen from one of them.
+    """The processes that a launcher started, as seen from one of them.
 
     Attributes:
-        kind: "subprocess" where they all run the caller's script, the caller among them; "function" where they run
-            a function for a caller outside.
-        placement: this process's.
+        kind: "subprocess" if all run the caller's script and the caller is one of them; "function" if they run a
+            function for a caller that is no rank.
+        placement: this process's placement.
         address: the host of the store.
         port: the store's port.
     """
@@ -59,35 +59,35 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
-        self._job = job  # None: the store's host does not say whose it is
+        self._job = job  # None: the store does not name its job
         self._refused: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
-        self.left_with: int | None = None
-        """The exit code of ranks that a signal has asked to leave: this is no failure."""
+        self.signal_exit_code: int | None = None
+        """The exit code of ranks that stopped because of a signal, which is not a failure."""
 
     @property
     def is_caller(self) -> bool:
-        """Whether this process started the others of its node."""
+        """Whether this process started the other processes of its node."""
         return self._processes is not None
 
     @property
-    def is_hosted_outside(self) -> bool:
-        """Whether the store is a caller's that runs no rank itself, and outlives the ranks."""
+    def has_external_store(self) -> bool:
+        """Whether the store is hosted by a caller that is no rank itself and outlives the ranks."""
         return self.kind == "function"
 
     def store(self, prefix: str) -> Store:
-        """Return the key-value store that all processes of the world share, its keys kept apart by ``prefix``.
+        """Return the key-value store that all processes share, with ``prefix`` prepended to its keys.
 
         It lives as long as the process that hosts it: the caller, on the first node.
 
         Raises:
-            ConfigurationError: what is at its address is another job's.
+            ConfigurationError: the store at this address belongs to another job.
         """
         if self._refused is not None:
-            raise self._refused  # who ends because of it asks again, for what others may have left
+            raise self._refused  # raised again when the ending run looks for reports of other ranks
         if self._store is None:
-            # On one machine the store is there before the process is, or as soon as all are forked.
+            # On one machine, the store exists before the process starts, or as soon as all are forked.
             limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
             try:
                 store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
@@ -100,23 +100,23 @@ class World:
             self._store = store
         return PrefixStore(prefix, self._store)
 
-    def meet(self) -> None:
-        """Wait until every process has come to its next run, before any of them waits for others unattended.
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have reached their next run, while checking that none of them has ended.
 
         Raises:
-            RankFailedError: a process that this one started has failed instead.
-            DistributedError: a process that this one started has left the script instead.
+            RankFailedError: a process that this one started has failed.
+            DistributedError: a process that this one started has left the script.
         """
         store = self.store("meetings")
         self._meetings += 1
-        come = store.add("come", 1)
-        while come < self._meetings * self.placement.world_size:
+        arrived = store.add("come", 1)
+        while arrived < self._meetings * self.placement.world_size:
             failures = self.failures()
             if failures:
                 raise RankFailedError(first_cause(failures))
             gone = sorted(self.ended())
-            come = store.add("come", 0)
-            if gone and come < self._meetings * self.placement.world_size:
+            arrived = store.add("come", 0)
+            if gone and arrived < self._meetings * self.placement.world_size:
                 raise DistributedError(
                     f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
                     "every rank has to make the same calls in the same order",
@@ -125,49 +125,49 @@ class World:
             time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
-        """Return the failures of the processes that this one started, by rank, or of which it was told by who did.
+        """Return the failures of the processes that this one started, or the first that its launcher published.
 
-        Cheap enough to ask while waiting.
+        Cheap enough to poll while waiting.
         """
         if self._processes is not None:
             return self._processes.failures()
         with contextlib.suppress(RuntimeError, ConfigurationError):
-            if self.is_hosted_outside and self.store(LEFT).check(["first"]):
-                return [Failure.decode(self.store(LEFT).get("first"))]
+            if self.has_external_store and self.store(FAILURES_PREFIX).check(["first"]):
+                return [Failure.decode(self.store(FAILURES_PREFIX).get("first"))]
         return []
 
     def ended(self) -> dict[int, int]:
-        """Return the exit codes of the processes that this one started and that have ended, well or not, by rank."""
+        """Return the exit codes, by rank, of the processes that this one started and that have ended."""
         codes = {} if self._processes is None else self._processes.exit_codes()
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def kill(self) -> None:
-        """End the processes that this one started, at once."""
+        """Kill the processes that this one started."""
         if self._processes is not None:
             self._processes.end(kill=True)
 
     def report(self, error: BaseException) -> None:
-        """Leave an error of this process for the one that started it, which reads it with `failures`."""
+        """Report an error of this process to the one that started it, which reads it with `failures`."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and not self.is_caller:
             failure = Failure.of_exception(self.placement.rank, error)
             try:
                 failure.write(failure_file(path))
             except OSError:
-                # The disk is full, or the caller is gone, and its folder with it.
+                # The disk is full, or the caller is gone and has removed its folder.
                 with contextlib.suppress(RuntimeError, ConfigurationError):
-                    self.store(LEFT).set(str(failure.rank), failure.encode())
+                    self.store(FAILURES_PREFIX).set(str(failure.rank), failure.encode())
 
     @property
-    def is_ours(self) -> bool:
-        """Whether this is the process that it describes, and not one forked from it."""
+    def is_current_process(self) -> bool:
+        """Whether this is the process that created the object, and not a fork of it."""
         return self._pid == os.getpid()
 
 
-def job_to_start(placement: Placement) -> Job:
-    """Return the job of processes that this one is about to start: one of its own, on a single node.
+def identify_new_job(placement: Placement) -> Job:
+    """Return the identity of the job whose processes this one is about to start.
 
-    On several each node starts its own processes, and nobody can tell the others a name before they have met.
+    On one node it is new. On several, each node starts its own processes before they can agree on a name.
     """
     if placement.num_nodes == 1:
         return Job.new()
@@ -178,21 +178,21 @@ _world: World | None = None
 
 
 def current_world() -> World | None:
-    """Return the world that this process belongs to, or None where it is on its own.
+    """Return the world that this process belongs to, or None if it is on its own.
 
-    The first call in a process that the caller's script was started in again joins it to the caller: from then on it
-    dies with the caller, and leaves the error it ends with.
+    In a process that runs the caller's script again, the first call connects it to the caller: from then on it ends
+    when the caller does, and reports its errors to it.
 
     Raises:
-        DistributedError: the process that started this one is gone.
+        DistributedError: the process that started this one has ended.
     """
-    if _world is not None and _world.is_ours:
+    if _world is not None and _world.is_current_process:
         return _world
     return _join() if os.environ.get(LAUNCHER_VARIABLE) == "subprocess" else None
 
 
 def set_current_world(world: World | None) -> None:
-    """Make ``world`` the one of this process."""
+    """Set the world of this process."""
     global _world
     _world = world
 
@@ -201,20 +201,20 @@ def _join() -> World | None:
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if os.getppid() != parent:
         if _is_alive(parent):
-            return None  # A process that one of ours started for purposes of its own.
+            return None  # a process that a rank started for its own purposes
         raise DistributedError(
             f"the process that started rank {os.environ.get('RANK')} has ended",
             f"process {parent} hosts the store where all ranks meet",
-            "look at what it printed last; run the script again",
+            "see what it printed last, then run the script again",
         )
     environment = TorchrunEnvironment()
-    told = os.environ.get(JOB_VARIABLE)
+    job = os.environ.get(JOB_VARIABLE)
     world = World(
         "subprocess",
         environment.placement(),
         environment.main_address,
         environment.main_port,
-        job=None if told is None else Job.decode(told),
+        job=None if job is None else Job.decode(job),
     )
     set_current_world(world)
     die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
@@ -223,9 +223,9 @@ def _join() -> World | None:
 
 
 def _report_uncaught(world: World) -> None:
-    # Set by the interpreter for the exception that ends it; unlike a hook in sys.excepthook this changes nothing.
+    # The interpreter sets it for the exception that ends it. Unlike `sys.excepthook`, reading it has no side effect.
     error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and world.is_ours:
+    if isinstance(error, BaseException) and world.is_current_process:
         world.report(error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from drivetrain._config.secret_values import LeftOut
+from drivetrain._config.secret_values import SecretFilter
 from drivetrain.loggers.logger import Logger
 from drivetrain.runs._directory import RunDirectory
 
@@ -22,7 +22,7 @@ class DirectoryLogger(Logger):
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
         self._directory = RunDirectory(os.path.expanduser(save_dir), name, version)
         self._prefix = f"{prefix}-" if prefix else ""
-        self._left_out = LeftOut()
+        self._left_out = SecretFilter()
 
     @property
     def save_dir(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.loggers.logger import Logger
 
 
@@ -30,7 +30,7 @@ def _mlflow(root: str) -> Logger:
     return MLFlowLogger(save_dir=root)
 
 
-_NAMES = Names[Logger](
+_NAMES = EntryPointRegistry[Logger](
     "logger",
     "drivetrain.loggers",
     Logger,  # type: ignore[type-abstract]

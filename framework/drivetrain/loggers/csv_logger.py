@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.util
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.checkpoint._format.object_file import open_replacement
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
@@ -104,7 +104,7 @@ class CSVLogger(DirectoryLogger):
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Write a PNG file, if Pillow is installed."""
-        if importlib.util.find_spec("PIL") is None:
+        if not is_installed("PIL"):
             self._warn_unsupported("images without Pillow (pip install pillow)")
         else:
             self._write_file(key, step, "png", png_of(pixels_of(value)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
@@ -302,7 +302,7 @@ class MLFlowLogger(DirectoryLogger):
         self._write_failed = False
 
     def _add_image(self, key: str, pixels: Any, step: int) -> None:
-        if importlib.util.find_spec("PIL") is None:
+        if not is_installed("PIL"):
             self._warn_unsupported("images without Pillow (pip install pillow)")
             return
         name, run_id = self._valid_name(f"{self._prefix}{key}"), self.run_id
@@ -348,7 +348,7 @@ def _mlflow(module: str) -> Any:
 
 
 def _local_root(save_dir: str) -> str:
-    if any(importlib.util.find_spec(name) is None for name in ("sqlalchemy", "alembic")):
+    if not is_installed("sqlalchemy", "alembic"):
         raise ConfigurationError(
             "MLFlowLogger's local store needs SQLAlchemy and Alembic, which are not installed",
             "mlflow-skinny needs them to write a database, but does not install them",

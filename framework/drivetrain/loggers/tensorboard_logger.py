@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
@@ -148,7 +148,7 @@ class TensorBoardLogger(DirectoryLogger):
         self.experiment.add_text(f"{self._prefix}{key}", Table.of(value).as_markdown(), step)
 
     def _add_image(self, key: str, pixels: Callable[[Any], Any], value: Any, step: int) -> None:
-        if importlib.util.find_spec("PIL") is None:
+        if not is_installed("PIL"):
             self._warn_unsupported("images without Pillow (pip install pillow)")
         else:
             self.experiment.add_image(f"{self._prefix}{key}", pixels(value), step, dataformats="HWC")
@@ -246,7 +246,7 @@ class TensorBoardLogger(DirectoryLogger):
 
 def tensorboard_is_installed() -> bool:
     """Return whether TensorBoard or tensorboardX is installed, without importing them."""
-    return any(importlib.util.find_spec(name) is not None for name in ("tensorboard", "tensorboardX"))
+    return any(is_installed(name) for name in ("tensorboard", "tensorboardX"))
 
 
 def _import_module(tensorboard_module: str, tensorboardx_module: str) -> Any:
@@ -255,7 +255,7 @@ def _import_module(tensorboard_module: str, tensorboardx_module: str) -> Any:
 
 
 def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
+    return is_installed("tensorboard")
 
 
 def _summary_writer(path: str, options: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import preserved_generators
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.module_modes import in_eval_mode
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
@@ -32,7 +32,7 @@ _RESERVED_ARGUMENTS = {"model": "the module", "args": "input_sample", "kwargs": 
 
 def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str, Any]) -> ONNXProgram:
     """Export to ONNX; see `TrainModule.to_onnx`."""
-    missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in _REQUIRED_PACKAGES if not is_installed(name)]
     if missing:
         raise ConfigurationError(
             f"to_onnx needs {listed(missing)}, which is not installed.",
@@ -130,7 +130,7 @@ def _tracing(module: Any, method: str, sample: Any) -> Iterator[tuple[tuple[Any,
     device = module.device
     moved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
     args, named = example_arguments(moved)
-    with in_eval_mode(module), kept_generators(device):
+    with in_eval_mode(module), preserved_generators(device):
         yield args, named
 
 

@@ -1,4 +1,4 @@
-"""How exact: the dtypes of a run, autocast, loss scaling and gradient clipping, one file a plugin."""
+"""Precision plugins: the dtypes of a run, autocast, loss scaling and gradient clipping."""
 
 from drivetrain.precision._default_dtype import DefaultDtype
 from drivetrain.precision._loss_scaler import LOSS_SCALE_FLOOR

@@ -1,4 +1,4 @@
-"""Clipping by global norm or by value, over plain, sparse and sharded gradients together."""
+"""Clips plain, sparse and sharded gradients together, by global norm or by value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.precision._gradient_meshes import by_mesh
+from drivetrain.precision._gradient_meshes import group_by_mesh
 
 ALGORITHMS = ("norm", "value")
 
@@ -25,16 +25,16 @@ def clip_gradients(
 ) -> Tensor:
     """Clip the gradients of all ``optimizers`` together, in place.
 
-    Gives what `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` give on whole gradients, bit for bit where all
-    are plain, and serves what they fail on: plain and sharded gradients side by side, two device meshes, sparse
-    gradients. Nothing waits for the device, save that coalescing sparse gradients does on an accelerator, and that
-    the norms of gradients on several devices travel to one.
+    Gives the results of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` on whole gradients, bit for bit if all
+    are plain. It also supports what those do not: plain and sharded gradients together, two device meshes, sparse
+    gradients. It does not wait for the device, except to coalesce sparse gradients on an accelerator and to move the
+    norms of gradients on several devices to one.
 
     Args:
-        optimizers: whose parameters' gradients are clipped; the norm is over all of them.
-        max_norm: the largest norm, or with ``"value"`` the largest magnitude of one element.
+        optimizers: the optimizers whose gradients are clipped; the norm is over all of them.
+        max_norm: the largest norm, or with ``"value"`` the largest magnitude of an element.
         algorithm: ``"norm"`` or ``"value"``.
-        scale: of shape (), what all gradients were multiplied by and are divided by in the same pass; for ``"norm"``.
+        scale: the loss scale, of shape (), by which all gradients are divided in the same pass; only with ``"norm"``.
 
     Returns:
         Tensor of shape (): the total norm before clipping, for ``"value"`` the largest magnitude; 0 without gradients.
@@ -48,7 +48,7 @@ def clip_gradients(
             fix="Use 'norm' or 'value'.",
         )
     order = 2.0 if algorithm == "norm" else math.inf
-    plain, sharded = by_mesh(optimizers)
+    plain, sharded = group_by_mesh(optimizers)
     buckets = _buckets(plain)
     norms: list[Tensor] = []
     for bucket in buckets:
@@ -68,29 +68,31 @@ def clip_gradients(
         return total
     if scale is not None:
         total = total / scale.to(device)
-    # As torch does it: multiplying always, by 1 where nothing is to clip, spares the device a question.
-    # `max_norm / ...` is this very product, behind three calls of Python's.
+    # As in torch: multiplying always, by 1 if there is nothing to clip, avoids a synchronization with the device.
+    # `max_norm / ...` computes the same product through three more Python calls.
     coefficient = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     if scale is not None:
         coefficient = coefficient / scale.to(device)
-    # What a rank holds of a sharded gradient is multiplied where it lies: no other rank is asked.
-    buckets.extend([cast(Any, parameter.grad).to_local() for parameter in held] for held in sharded.values())
+    # Each rank multiplies its own shards, without communication.
+    buckets.extend(
+        [cast(Any, parameter.grad).to_local() for parameter in parameters] for parameters in sharded.values()
+    )
     for bucket in buckets:
         torch._foreach_mul_(bucket, coefficient.to(bucket[0].device))
     return total
 
 
 def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
-    """Dense gradients, and the values of coalesced sparse ones, in lists of one device and dtype."""
+    """Return dense gradients, and the values of coalesced sparse ones, in lists of one device and dtype."""
     buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        assert gradient is not None  # as `by_mesh` found it
+        assert gradient is not None  # checked by `group_by_mesh`
         if gradient.is_sparse:
-            # Entries of one row may stand there several times: only their sum is the gradient.
+            # Rows may occur several times, and only their sum is the gradient.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        if gradient.numel() == 0:  # its largest element would be asked for
+        if gradient.numel() == 0:  # an empty tensor has no largest element
             continue
         key = (gradient.device, gradient.dtype)
         bucket = buckets.get(key)
@@ -102,20 +104,20 @@ def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
 
 
 def _norm_over_shards(parameters: list[Parameter]) -> Tensor:
-    """The 2-norm over all shards of DTensor gradients of one mesh, as a plain tensor of shape () on every rank."""
+    """Return the 2-norm over all shards of the DTensor gradients of one mesh, of shape (), on every rank."""
     norm: Any = get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
     return cast(Tensor, norm.full_tensor())
 
 
 def _largest_over_shards(parameters: list[Parameter], mesh: Any) -> Tensor:
-    """The largest magnitude over all shards of DTensor gradients of one mesh, likewise.
+    """Return the largest magnitude over all shards of the DTensor gradients of one mesh, of shape (), on every rank.
 
-    By hand: torch's infinity norm refuses the empty shard that a rank gets of a parameter with fewer rows than ranks.
+    Torch's infinity norm raises for an empty shard, which a rank gets if a parameter has fewer rows than ranks.
     """
     shards = [cast(Any, parameter.grad).to_local() for parameter in parameters]
     filled = [shard for shard in shards if shard.numel() > 0]
     largest = torch.stack(torch._foreach_norm(filled, math.inf)).max() if filled else shards[0].new_zeros(())
-    # The maximum of NaN and a number depends on their order: as infinity it is the same on every rank.
+    # The maximum of NaN and a number depends on their order; infinity gives the same result on every rank.
     largest = torch.nan_to_num(largest, nan=math.inf, posinf=math.inf)
     for dimension in range(mesh.ndim):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))

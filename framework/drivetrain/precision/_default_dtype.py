@@ -1,4 +1,4 @@
-"""A context in which new floating-point tensors get a given dtype."""
+"""DefaultDtype: a context in which new floating-point tensors have a given dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class DefaultDtype:
-    """Sets torch's default dtype within the context and puts the former one back."""
+    """Sets torch's default dtype within the context and restores it on exit."""
 
     __slots__ = ("_dtype", "_former")
 

@@ -1,4 +1,4 @@
-"""Gradients sorted by the device mesh over which they are sharded."""
+"""Groups gradients by the device mesh over which they are sharded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 
-def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any, list[Parameter]]]:
-    """Sort the parameters that have a gradient.
+def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any, list[Parameter]]]:
+    """Group the parameters that have a gradient.
 
-    One operation cannot take plain tensors and DTensors, or DTensors of two meshes, together.
+    One operation cannot combine plain tensors and DTensors, or DTensors of two meshes.
 
     Returns:
         The parameters with plain gradients, and those with DTensor gradients by `DeviceMesh`.
@@ -27,7 +27,7 @@ def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any,
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                # The attribute and not the class: importing DTensor takes long, and without it there is none.
+                # Checks the attribute, not the class: importing DTensor takes long, and without it there are none.
                 if type(gradient) is Tensor or (mesh := getattr(gradient, "device_mesh", None)) is None:
                     plain.append(parameter)
                 else:
@@ -37,8 +37,8 @@ def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any,
 
 @torch.no_grad()
 def multiply(optimizers: Iterable[Optimizer], factor: Tensor) -> None:
-    """Multiply all gradients by a ``factor`` of shape (), in place; of sharded ones what this rank holds."""
-    plain, sharded = by_mesh(optimizers)
+    """Multiply all gradients in place by ``factor`` of shape (); for sharded gradients, this rank's shards."""
+    plain, sharded = group_by_mesh(optimizers)
     gradients: list[Any] = [parameter.grad for parameter in plain]
     gradients += [cast(Any, parameter.grad).to_local() for parameters in sharded.values() for parameter in parameters]
     buckets: dict[torch.device, list[Tensor]] = {}

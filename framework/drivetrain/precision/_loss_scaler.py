@@ -1,6 +1,6 @@
-"""torch's GradScaler for several optimizers, sharded gradients and steps that are decided together.
+"""LossScaler: torch's GradScaler for several optimizers and sharded gradients, with joint decisions to skip steps.
 
-The one place that reads what `torch.amp.GradScaler` keeps to itself (``_scale``, ``_per_optimizer_states``).
+Only this module reads private attributes of `torch.amp.GradScaler` (``_scale``, ``_per_optimizer_states``).
 """
 
 from __future__ import annotations
@@ -15,54 +15,63 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from drivetrain.precision._clipping import clip_gradients
-from drivetrain.precision._gradient_meshes import by_mesh, multiply
+from drivetrain.precision._gradient_meshes import group_by_mesh, multiply
 
 LOSS_SCALE_FLOOR = 2.0**-24
-"""The smallest loss scale, as it is the smallest number in fp16: under a smaller one a loss has no gradient left there.
-`GradScaler` goes on halving to 0, of which nothing comes back."""
+"""The smallest loss scale, which is also the smallest positive fp16 number: below it, gradients vanish in fp16.
+`GradScaler` would halve the scale down to 0 and never recover."""
 
 
 class LossScaler:
     """Scales losses, unscales gradients, and decides whether optimizers step.
 
-    `GradScaler.step` decides for each optimizer by itself and waits for the device each time. Where clipping is over
-    all of them, an overflow in one turns the others' gradients to zero or NaN, after their own check: what is unscaled
-    before any of them steps is decided together.
+    `GradScaler.step` decides for each optimizer separately and waits for the device each time. With clipping over all
+    optimizers, an overflow in one turns the gradients of the others to zero or NaN after their own check. Therefore one
+    decision covers all optimizers that are unscaled before the first of them steps.
 
-    In manual optimization an optimizer may step several times before the one update of the scale. Each backward makes
-    its gradients scaled ones again, and what is unscaled after that is decided by itself.
+    In manual optimization an optimizer may step several times before the scale is updated. Each backward scales its
+    gradients again, and gradients unscaled after that get a decision of their own.
 
     Args:
         scaler: the scaler that holds the scale.
     """
 
-    __slots__ = ("_asked", "_found", "_overflowed", "_skipped", "_undecided", "_waiting", "scaler", "unscaled")
+    __slots__ = (
+        "_checks",
+        "_overflowed",
+        "_skipped",
+        "_stepped",
+        "_to_rescale",
+        "_unused_checks",
+        "scaler",
+        "unscaled",
+    )
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
         self.unscaled: dict[int, Optimizer] = {}
-        """Optimizers whose gradients are at their true magnitude, kept alive since they are known by their ``id``."""
+        """Optimizers with unscaled gradients, by ``id``; holding them keeps the ids valid."""
         self._overflowed: dict[int, bool] = {}
-        """Of those of them for which it was decided."""
-        self._asked: set[int] = set()
-        """Optimizers that were to step since the last update, whether they did or not."""
-        self._found: list[Tensor] = []
-        """What was looked for infinities since the last update: a number above zero where there was one."""
-        self._undecided: list[Tensor] = []
-        """Those of them by which no step was decided yet."""
+        """The decision for each of them, once it was made."""
+        self._stepped: set[int] = set()
+        """Optimizers for which `step` was called since the last update, whether they stepped or not."""
+        self._checks: list[Tensor] = []
+        """Results of overflow checks since the last update: above zero after an overflow."""
+        self._unused_checks: list[Tensor] = []
+        """Results that no decision has used yet."""
         self._skipped = False
-        """Whether a step was left out since the last update."""
-        self._waiting: list[Optimizer] = []
-        """Optimizers whose gradients are scaled and follow the next update."""
+        """Whether a step was skipped since the last update."""
+        self._to_rescale: list[Optimizer] = []
+        """Optimizers with scaled gradients, which the next update of the scale has to rescale."""
 
     def scale_again(self) -> None:
-        """Before a backward: give gradients that are unscaled the magnitude of those that it adds to them.
+        """Before a backward pass, scale unscaled gradients again, since it adds scaled gradients to them.
 
-        Where there are none any more that costs nothing. An optimizer none of whose parameters requires a gradient gets
-        none, and stays as it is: what `toggled_optimizer` is for.
+        Without such gradients this costs nothing. Optimizers whose parameters all have requires_grad=False get no
+        gradients from the backward pass and are left alone; `toggled_optimizer` relies on this.
         """
         scale = self.scaler._scale
-        assert scale is not None  # something was unscaled
+        assert scale is not None  # unscaling requires a scale
         for key, optimizer in list(self.unscaled.items()):
             if any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
                 del self.unscaled[key]
@@ -70,27 +79,29 @@ class LossScaler:
                 multiply((optimizer,), scale)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide gradients of ``optimizer`` that are scaled by the scale and look for infinities, without waiting."""
+        """Divide the gradients of ``optimizer`` by the scale and check for overflow, without waiting for the device."""
         scaler = self.scaler
         if id(optimizer) in self.unscaled or scaler._scale is None:  # None: no loss was ever scaled
             return
-        plain, sharded = by_mesh((optimizer,))
+        plain, sharded = group_by_mesh((optimizer,))
         parts: list[Any] = [optimizer]
         if sharded:
             parts = [_Parameters(parameters) for parameters in (plain, *sharded.values()) if parameters]
         for part in parts:
-            if scaler._scale.device.type != "cpu" and any(one.device.type == "cpu" for one in _gradients((part,))):
+            if scaler._scale.device.type != "cpu" and any(
+                gradient.device.type == "cpu" for gradient in _gradients((part,))
+            ):
                 self._unscale_on_host(part)
             else:
                 scaler.unscale_(part)
-            # GradScaler would refuse to unscale it once more before the update.
-            found = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
-            self._found.extend(found)
-            self._undecided.extend(found)
+            # GradScaler would otherwise refuse to unscale the optimizer again before the update.
+            infs = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
+            self._checks.extend(infs)
+            self._unused_checks.extend(infs)
         self.unscaled[id(optimizer)] = optimizer
 
     def _unscale_on_host(self, part: Any) -> None:
-        """Unscale gradients that were offloaded: GradScaler would read the scale there before its copy has come."""
+        """Unscale offloaded gradients with a synchronous copy of the scale; GradScaler's own may not have arrived."""
         scaler, scale = self.scaler, self.scaler._scale
         assert scale is not None
         scaler._scale = scale.cpu()
@@ -100,43 +111,43 @@ class LossScaler:
             scaler._scale = scale
 
     def clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
-        """Unscale the gradients of ``optimizers`` and clip them to a norm over all, in one pass, without waiting.
+        """Unscale the gradients of ``optimizers`` and clip them by their global norm in one pass, without waiting.
 
-        The norm tells whether a gradient overflowed: a sum of squares is finite where all of them are, unless it
-        itself is beyond float32, and then the scale was too large as well.
+        The norm shows whether a gradient overflowed: it is finite if all gradients are, unless the sum of squares
+        exceeds float32, and then the scale was too large as well.
 
         Returns:
             Tensor of shape (): the norm of the unscaled gradients before clipping.
         """
         scale = self.scaler._scale
         gradients = _gradients(optimizers)
-        apart = not gradients or not self.unscaled.keys().isdisjoint({id(optimizer) for optimizer in optimizers})
-        # GradScaler refuses gradients in fp16, and says why.
-        if scale is None or apart or torch.float16 in {gradient.dtype for gradient in gradients}:
+        separately = not gradients or not self.unscaled.keys().isdisjoint({id(optimizer) for optimizer in optimizers})
+        # For gradients in fp16, GradScaler raises its own error.
+        if scale is None or separately or torch.float16 in {gradient.dtype for gradient in gradients}:
             for optimizer in optimizers:
                 self.unscale(optimizer)
             return clip_gradients(optimizers, max_norm)
         norm = clip_gradients(optimizers, max_norm, scale=scale)
-        found = norm.isfinite().logical_not().float()
-        self._found.append(found)
-        self._undecided.append(found)
+        overflow = norm.isfinite().logical_not().float()
+        self._checks.append(overflow)
+        self._unused_checks.append(overflow)
         self.unscaled.update({id(optimizer): optimizer for optimizer in optimizers})
         return norm
 
     def step(self, optimizer: Optimizer, reducer: Callable[[Tensor], None] | None) -> bool:
-        """Step ``optimizer`` unless anything overflowed of what was unscaled together with its gradients.
+        """Step ``optimizer`` unless there was an overflow in its gradients or in those unscaled together with them.
 
         Waits for the device once for all optimizers that were unscaled before the first of them stepped.
 
         Args:
-            optimizer: unscaled first if it is not yet.
-            reducer: makes an overflow known to every rank, in place, on a float tensor of shape ().
+            optimizer: the optimizer; unscaled first if necessary.
+            reducer: combines the overflow flag, a float tensor of shape (), over all ranks in place.
 
         Returns:
-            Whether it stepped.
+            True if it stepped.
         """
         self.unscale(optimizer)
-        self._asked.add(id(optimizer))
+        self._stepped.add(id(optimizer))
         overflowed = self._overflowed.get(id(optimizer))
         if overflowed is None:
             overflowed = self._decide(reducer)
@@ -149,52 +160,52 @@ class LossScaler:
         return True
 
     def wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Before an update: of ``optimizers``, those that were not unscaled since their last backward follow it."""
-        self._waiting = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
+        """Before an update, note which of ``optimizers`` still have scaled gradients, which `update` then rescales."""
+        self._to_rescale = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
 
     def update(self, at_floor: Callable[[float], None] | None = None) -> None:
-        """Adapt the scale to what was found since the last update, and forget it.
+        """Adapt the scale to the overflow checks since the last update, and clear them.
 
-        An optimizer that was unscaled and has not stepped yet, as one that is clipped now and steps in a later
-        ``training_step``, stays unscaled, and what was found in its gradients decides when it does.
+        An optimizer that was unscaled but has not stepped, because it is clipped now and steps in a later
+        ``training_step``, stays unscaled, and its checks count when it steps.
 
         Args:
-            at_floor: told the scale where an overflow has brought it to `LOSS_SCALE_FLOOR`.
+            at_floor: called with the scale if an overflow has reduced it to `LOSS_SCALE_FLOOR`.
         """
         states = self.scaler._per_optimizer_states
         states.clear()
-        waiting, self._waiting = self._waiting, []
+        waiting, self._to_rescale = self._to_rescale, []
         scale = self.scaler._scale
         before = scale.clone() if waiting and scale is not None else None
-        if self._found:  # GradScaler.update would refuse to adapt it to nothing
-            states[0] = {"found_inf_per_device": dict(enumerate(self._found))}
+        if self._checks:  # GradScaler.update raises without any check
+            states[0] = {"found_inf_per_device": dict(enumerate(self._checks))}
             self.scaler.update()
-        for key in self._asked:
+        for key in self._stepped:
             self.unscaled.pop(key, None)
             self._overflowed.pop(key, None)
-        self._asked.clear()
-        self._found.clear()
+        self._stepped.clear()
+        self._checks.clear()
         if not self.unscaled:
-            self._undecided.clear()
+            self._unused_checks.clear()
         skipped, self._skipped = self._skipped, False
-        # Looked at after an overflow alone: it waits for the device.
+        # Read only after an overflow, because it waits for the device.
         if skipped and self.scaler.get_scale() <= LOSS_SCALE_FLOOR:
             self.scaler.update(LOSS_SCALE_FLOOR)
             if at_floor is not None:
                 at_floor(LOSS_SCALE_FLOOR)
         if before is not None and scale is not None:
-            multiply(waiting, scale / before)  # by a power of two, unless the user says else
+            multiply(waiting, scale / before)  # exact, since GradScaler changes the scale by powers of two by default
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
-        found, self._undecided = self._undecided, []
+        found, self._unused_checks = self._unused_checks, []
         if reducer is not None:
-            if not found:  # this rank has no gradient, but takes part in the decision
+            if not found:  # this rank has no gradients but takes part in the reduction
                 scale = cast(Tensor, self.scaler._scale)
                 found.append(torch.zeros((), device=scale.device))
-                self._found.extend(found)
+                self._checks.extend(found)
             for other in found[1:]:
                 found[0].add_(other.to(found[0].device))
-            reducer(found[0])  # in place: what `update` reads knows it too
+            reducer(found[0])  # in place, so that `update` sees the result too
             return bool(found[0].item())
         if not found:
             return False
@@ -215,7 +226,7 @@ def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 
 class _Parameters:
-    """The part of an optimizer that `GradScaler.unscale_` reads, for the parameters of one device mesh."""
+    """Stands in for an optimizer in `GradScaler.unscale_`, for the parameters of one device mesh."""
 
     __slots__ = ("param_groups",)
 

@@ -1,4 +1,4 @@
-"""What the precisions that keep everything in one dtype have in common."""
+"""SingleDtypePrecision: the common base of precisions that use one dtype throughout."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 class SingleDtypePrecision(Precision):
-    """Parameters, buffers, batches and new tensors all in one floating-point dtype."""
+    """Uses one floating-point dtype for parameters, buffers, batches and new tensors."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.param_dtype = self.compute_dtype = self.reduce_dtype = self.output_dtype = dtype
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """New floating-point tensors get this dtype."""
+        """Return a context in which new floating-point tensors have this dtype."""
         return DefaultDtype(self.param_dtype)
 
     def convert_module(self, module: Module) -> Module:
-        """Cast floating-point parameters and buffers in place; integers and complex numbers stay."""
+        """Cast floating-point parameters and buffers in place; integer and complex tensors stay."""
         dtype = self.param_dtype
-        # Not ``module.to(dtype)``, which would drop the imaginary part of complex parameters.
+        # ``module.to(dtype)`` would drop the imaginary part of complex parameters.
         module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # type: ignore[no-untyped-call]
         return module
 
@@ -39,5 +39,5 @@ class SingleDtypePrecision(Precision):
         return converted
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Tensors that the forward creates get this dtype too."""
+        """Return a context in which tensors that the forward pass creates have this dtype."""
         return DefaultDtype(self.compute_dtype)

@@ -9,13 +9,13 @@ from drivetrain.precision._single_dtype import SingleDtypePrecision
 
 
 class DoublePrecision(SingleDtypePrecision):
-    """``"64-true"``: parameters, batches and everything computed in float64."""
+    """``"64-true"``: parameters, batches and computation in float64."""
 
     def __init__(self) -> None:
         super().__init__("64-true", torch.float64)
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse mps, which has no float64."""
+        """Raise an error for mps, which has no float64."""
         if device.type == "mps":
             raise ConfigurationError(
                 f"precision='64-true' cannot run on {device}.",

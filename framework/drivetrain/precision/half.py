@@ -11,16 +11,16 @@ _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class HalfPrecision(SingleDtypePrecision):
-    """Parameters, gradients and everything computed in half precision, without float32 master weights.
+    """Parameters, gradients and computation in half precision, without float32 master weights.
 
-    Takes half the memory of float32. Updates smaller than a half-precision rounding step are lost: for training,
-    the mixed precisions are the safer choice. The loss is not scaled.
+    Takes half the memory of float32. Updates smaller than a half-precision rounding step are lost, so mixed precision
+    is the safer choice for training. The loss is not scaled.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
 
     Raises:
-        ConfigurationError: for any other name.
+        ConfigurationError: the name is another one.
     """
 
     def __init__(self, precision: str = "bf16-true") -> None:

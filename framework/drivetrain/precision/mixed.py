@@ -1,4 +1,4 @@
-"""bf16-mixed and 16-mixed: autocast over float32 parameters, and loss scaling for fp16."""
+"""bf16-mixed and 16-mixed: autocast over float32 parameters, with loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class MixedPrecision(Precision):
     """Matrix products in half precision under autocast; parameters, gradients and updates in float32.
 
-    With ``"16-mixed"`` the loss is scaled up before the backward, so that small gradients survive in fp16, and a step
-    whose gradients overflowed is skipped, for all optimizers alike: one that overflowed leaves the others' clipped
-    gradients without meaning.
+    With ``"16-mixed"`` the loss is multiplied by a loss scale before the backward pass, so that small gradients do not
+    underflow in fp16. After an overflow the step is skipped for all optimizers, since the overflow in one makes the
+    clipped gradients of the others meaningless.
 
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
-        device: the device, or its type, on which the run computes.
-        scaler: a scaler of your own for ``"16-mixed"``; default ``torch.amp.GradScaler(device)``.
+        device: the device of the run, or its type.
+        scaler: your own scaler for ``"16-mixed"``; default ``torch.amp.GradScaler(device)``.
 
     Raises:
-        ConfigurationError: for any other name, a device type without autocast, or a scaler with ``"bf16-mixed"``.
+        ConfigurationError: the name is another one, the device has no autocast, or ``"bf16-mixed"`` got a scaler.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class MixedPrecision(Precision):
         return (self._scaler or self._build()).scaler if self.scales_loss else None
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a device of another type than autocast was set up for, and cuda where there is none.
+        """Raise an error for a device of another type than autocast was set up for, and for CUDA if there is none.
 
-        Autocast and the scaler would switch themselves off there with no more than a warning.
+        Autocast and the scaler would only warn and disable themselves.
         """
         if device.type != self.device_type:
             raise ConfigurationError(
@@ -91,42 +91,42 @@ class MixedPrecision(Precision):
             )
 
     def convert_module(self, module: Module) -> Module:
-        """Give trainable parameters in half precision float32 master weights; frozen ones stay as they are."""
+        """Give trainable half-precision parameters float32 master weights; frozen ones stay as they are."""
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """A new autocast context."""
+        """Return a new autocast context."""
         return torch.autocast(self.device_type, self.compute_dtype)
 
     def outside_forward(self) -> AbstractContextManager[Any]:
-        """A context without autocast: within one, products that a backward makes of float32 would be cast, too."""
+        """Return a context without autocast, which would otherwise cast the products of a backward pass too."""
         return torch.autocast(self.device_type, enabled=False)
 
     def weights_changed(self) -> None:
-        """Forget the weights that autocast has cast: it keeps them until its context ends."""
+        """Clear autocast's cache of cast weights, which it keeps until its context ends."""
         torch.clear_autocast_cache()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of a loss of shape (), scaled with ``"16-mixed"``."""
+        """Accumulate the gradients of a loss of shape (), scaled with ``"16-mixed"``."""
         if self.scales_loss:
             scaler = self._scaler or self._build()
-            if scaler.unscaled:  # in manual optimization: gradients of before are still there, or were
+            if scaler.unscaled:  # manual optimization: earlier gradients may remain
                 scaler.scale_again()
             loss = scaler.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, once a backward, and note an overflow among them."""
+        """Divide the gradients of ``optimizer`` by the loss scale, once per backward, and check them for overflow."""
         if self.scales_loss:
             (self._scaler or self._build()).unscale(optimizer)
 
     def clip_gradients(
         self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"
     ) -> Tensor:
-        """Clip as `Precision.clip_gradients` does; what is not unscaled yet is unscaled, by norm in the same pass."""
+        """Clip as `Precision.clip_gradients` does; scaled gradients are unscaled, for ``"norm"`` in the same pass."""
         optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         if self.scales_loss:
             scaler = self._scaler or self._build()
@@ -140,42 +140,43 @@ class MixedPrecision(Precision):
         """Step ``optimizer`` unless its gradients overflowed, or those of an optimizer unscaled together with it.
 
         Raises:
-            ConfigurationError: with ``"16-mixed"`` and a closure, whose every evaluation would need a scale of its own.
+            ConfigurationError: ``"16-mixed"`` got a closure, each evaluation of which would need its own overflow
+                check.
         """
         if not self.scales_loss:
             optimizer.step(closure)
             return True
         if closure is not None:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} steps with a closure, which precision='16-mixed' cannot serve.",
-                "The closure's gradients are scaled, and each of its evaluations may overflow by itself.",
-                "Use precision='bf16-mixed' or '32-true'; or, where it evaluates the closure once and first, "
-                "evaluate it before a step without it.",
+                f"{type(optimizer).__name__} steps with a closure, which precision='16-mixed' does not support.",
+                "The closure's gradients are scaled, and each evaluation may overflow.",
+                "Use precision='bf16-mixed' or '32-true'; or, if the optimizer evaluates the closure only once, first, "
+                "evaluate it yourself and step without it.",
             )
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let gradients that are still scaled at the coming `update` be multiplied by what it does to the scale."""
+        """Rescale gradients that are still scaled at the next `update` by its change of the loss scale."""
         if self.scales_loss:
             (self._scaler or self._build()).wait(optimizers)
 
     def update(self) -> None:
-        """Halve the scale after an overflow, down to 2^-24; raise it after a long stretch without one."""
+        """Halve the loss scale after an overflow, down to 2^-24; raise it after a long run of steps without one."""
         if self.scales_loss:
             (self._scaler or self._build()).update(self.at_floor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and the count of steps since it last changed."""
+        """Return the loss scale and the number of steps since it last changed."""
         return (self._scaler or self._build()).scaler.state_dict() if self.scales_loss else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back the scale; without one (a checkpoint of another precision) it starts afresh."""
+        """Restore the loss scale; keep it if the state is empty, as from a checkpoint of another precision."""
         if self.scales_loss and state_dict:
             scaler = (self._scaler or self._build()).scaler
-            # One that DeepSpeed's scaler has written holds the scale, and not by what it grows.
+            # The state of DeepSpeed's scaler has the scale but not the growth settings.
             scaler.load_state_dict({**scaler.state_dict(), **state_dict})
 
     def _build(self) -> LossScaler:
-        # Built at first use: a scaler for cuda asks the driver, and building settings must not (A-01).
+        # Built at first use: a scaler for CUDA queries the driver, which constructing settings must not do (A-01).
         self._scaler = LossScaler(self._own_scaler or GradScaler(self.device_type))
         return self._scaler

@@ -1,4 +1,4 @@
-"""The interface of a precision; used as it is, full precision."""
+"""Precision: the interface of precision plugins and, used directly, full precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-"""The precisions whose parameters are in the dtype that they compute in."""
+"""Names of the precisions whose parameters have the compute dtype."""
 
 
 _FLAGS = {
@@ -26,21 +26,21 @@ _FLAGS = {
     "converts_batch": ("convert_batch",),
     "scales_loss": ("unscale", "update"),
 }
-"""By attribute: the methods that do nothing where it is false."""
+"""For each attribute, the methods that do nothing if it is False."""
 
 
 class Precision:
-    """How exact a run computes: its dtypes, autocast, loss scaling and gradient clipping. Nothing must be written.
+    """Defines a run's dtypes, autocast, loss scaling and gradient clipping.
 
-    This class is the interface and at the same time its plainest case, float32 throughout, which is why it is not
-    abstract: a subclass overrides what differs from that, and there is no method that all precisions differ in.
+    The class is the interface and also the simplest case, float32 throughout. It is not abstract: a subclass overrides
+    only what differs.
 
-    - `forward_context` is around every step, `backward` runs the backward pass, `convert_module`, `convert_batch` and
-      `module_init_context` bring parameters and batches to their dtypes.
-    - `unscale`, `clip_gradients`, `step` and `update` are for gradients that are not what they are to be yet.
-    - `check_device` refuses a device, `state_dict` and `load_state_dict` are kept in checkpoints.
+    - The engine runs each step within `forward_context` and calls `backward` for the backward pass. `convert_module`,
+      `convert_batch` and `module_init_context` give parameters and batches their dtypes.
+    - `unscale`, `clip_gradients`, `step` and `update` handle scaled gradients.
+    - `check_device` refuses unsupported devices; `state_dict` and `load_state_dict` are stored in checkpoints.
 
-    A precision knows neither the module's hooks nor the engine, and works without either::
+    A precision depends neither on hooks nor on the engine, and works without them::
 
         loss = step_under(precision.forward_context())
         precision.backward(loss)
@@ -51,27 +51,27 @@ class Precision:
             precision.step(optimizer)
         precision.update()
 
-    The attributes tell the engine and the strategies, before the loop, in which dtypes the run is, and what may be left
-    out of the loop. What may be left out follows from what a subclass overrides, unless it says otherwise.
+    The attributes tell the engine and the strategies the dtypes of the run, and which calls the loop can omit. The
+    latter follow from the methods that a subclass overrides, unless it sets them itself.
 
-    Give one to ``Fit(precision=...)``, or register a callable without arguments that makes one in the entry-point group
-    ``drivetrain.precision``, and give its name.
+    Pass one to ``Fit(precision=...)``, or register a callable without arguments that returns one in the entry-point
+    group ``drivetrain.precision`` and pass its name.
     """
 
     name: str = "32-true"
-    """Canonical name, as users write it; the name of the class where a subclass gives none."""
+    """The canonical name for users; the name of the class by default in subclasses."""
 
     param_dtype: torch.dtype = torch.float32
-    """Dtype in which parameters are kept and updated."""
+    """Dtype of the parameters and their updates."""
 
     compute_dtype: torch.dtype = torch.float32
     """Dtype of matrix products and convolutions."""
 
     reduce_dtype: torch.dtype = torch.float32
-    """Dtype in which gradients are reduced over ranks. DDP reduces in that of the parameters and refuses another."""
+    """Dtype in which gradients are reduced over ranks. DDP uses the parameters' dtype and refuses another one."""
 
     output_dtype: torch.dtype = torch.float32
-    """Dtype in which the module's outputs arrive."""
+    """Dtype of the module's outputs."""
 
     has_forward_context: bool = False
     """Whether `forward_context` does anything."""
@@ -83,15 +83,15 @@ class Precision:
     """Whether `unscale` and `update` do anything, and `backward` more than ``loss.backward()``."""
 
     clips_scaled: bool = False
-    """Whether `clip_gradients` unscales what is not unscaled yet. The engine leaves it to it where nobody else looks at
-    the gradients before: one pass over them for both."""
+    """Whether `clip_gradients` also unscales. The engine then skips `unscale`, unless something reads the gradients
+    before clipping: one pass over them instead of two."""
 
     found_inf_reducer: Callable[[Tensor], None] | None = None
-    """Makes a found overflow known to every rank, in place, on a float tensor of shape () that is above zero where one
-    was found. Replicated gradients and those of one device mesh do not need it: there an infinity spreads by itself."""
+    """Combines the overflow flag over all ranks, in place: a float tensor of shape (), above zero after an overflow.
+    Replicated gradients and those of one device mesh do not need it, since infinities spread in their reductions."""
 
     at_floor: Callable[[float], None] | None = None
-    """Told the loss scale, whenever an overflow leaves it at the smallest that there is."""
+    """Called with the loss scale if an overflow has reduced it to the smallest one."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -103,53 +103,53 @@ class Precision:
                 setattr(cls, flag, True)
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a device that cannot do this precision. Touches no device.
+        """Raise an error for a device that does not support this precision. Touches no device.
 
         Raises:
-            ConfigurationError: if ``device`` cannot compute in these dtypes.
+            ConfigurationError: ``device`` cannot compute in these dtypes.
         """
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """The context in which modules are built, so that parameters are created in their final dtype."""
+        """Return the context in which modules are built, so that parameters are created in their final dtype."""
         return nullcontext()
 
     def convert_module(self, module: Module) -> Module:
-        """Bring ``module``'s parameters and buffers to this precision, in place; ties between parameters survive."""
+        """Convert the parameters and buffers of ``module`` to this precision in place; tied parameters stay tied."""
         return module
 
     def convert_batch(self, batch: Any) -> Any:
-        """Bring the floating-point tensors of a nested ``batch`` to this precision."""
+        """Convert the floating-point tensors of a nested ``batch`` to this precision."""
         return batch
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass. The engine takes one and enters it anew for each step, one at a time.
+        """Return the context of a forward pass. The engine creates one and enters it for each step, one at a time.
 
-        What activation checkpointing runs once more in `backward` is outside it, unless `backward` enters one, too;
-        ``torch.autocast`` is restored there by itself.
+        Forward passes that activation checkpointing repeats in `backward` are outside of it, unless `backward` enters
+        one too; ``torch.autocast`` is restored there automatically.
         """
         return nullcontext()
 
     def outside_forward(self) -> AbstractContextManager[Any]:
-        """A context that undoes `forward_context` within it.
+        """Return a context that disables `forward_context` within it.
 
-        Entered in manual optimization, where ``training_step`` runs backward and steps within its forward's context.
+        Used in manual optimization, where ``training_step`` runs backward and steps within the context of its forward.
         """
         return nullcontext()
 
     def weights_changed(self) -> None:
-        """Forget, within `forward_context`, what a forward derived from weights that are others now.
+        """Discard, within `forward_context`, values derived from weights that have changed.
 
-        Called in manual optimization, where one context is around the whole ``training_step``: after each backward and
-        step, and before each evaluation of a closure. Who changes weights between two forwards without any of these
-        calls it, or ``torch.clear_autocast_cache()``.
+        Called in manual optimization, where one context covers the whole ``training_step``: after each backward and
+        step, and before each evaluation of a closure. Call it, or ``torch.clear_autocast_cache()``, if you change
+        weights between two forward passes in any other way.
         """
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of a loss of shape ()."""
+        """Accumulate the gradients of a loss of shape ()."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Give the gradients of ``optimizer`` their true magnitude, once after each `backward`."""
+        """Divide the gradients of ``optimizer`` by the loss scale, once after each `backward`."""
 
     def clip_gradients(
         self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"
@@ -158,7 +158,7 @@ class Precision:
 
         Args:
             optimizers: one optimizer or several; the norm is over the gradients of all.
-            max_norm: the largest norm (``"norm"``) or magnitude of one element (``"value"``) that is left alone.
+            max_norm: the largest allowed norm (``"norm"``) or magnitude of one element (``"value"``).
             algorithm: ``"norm"`` or ``"value"``.
 
         Returns:
@@ -166,34 +166,34 @@ class Precision:
             largest magnitude of one element before clipping.
 
         Raises:
-            ConfigurationError: if ``algorithm`` is neither of the two.
+            ConfigurationError: ``algorithm`` is neither of the two.
         """
         return clip_gradients((optimizers,) if isinstance(optimizers, Optimizer) else optimizers, max_norm, algorithm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step ``optimizer``; False where an overflow in the gradients skipped it."""
+        """Step ``optimizer``; return False if an overflow in the gradients skipped the step."""
         optimizer.step(closure)
         return True
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take note of ``optimizers`` whose scaled gradients may outlive the coming `update`, and have to follow it.
+        """Note ``optimizers`` whose scaled gradients may outlive the next `update`, which has to rescale them then.
 
-        Called in manual optimization, where an optimizer may step in a later ``training_step`` than the backward.
+        Called in manual optimization, where an optimizer may step in a later ``training_step`` than its backward.
         """
 
     def update(self) -> None:
-        """Adapt the loss scale, once a step after all optimizers."""
+        """Adapt the loss scale, once per step after all optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this precision: JSON-able values."""
+        """Return the state for a checkpoint: JSON-able values."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; an empty one, written under another precision, is accepted."""
+        """Restore the result of `state_dict`; an empty one, from another precision, is accepted."""
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
-        """Which other precision would take less memory, for the note on an error for want of it."""
-        from drivetrain._runtime.memory_advice import MemoryAdvice  # where memory lacks alone
+        """Return other precisions that would take less memory, for the note on an out-of-memory error."""
+        from drivetrain._runtime.memory_advice import MemoryAdvice  # imported only when memory runs out
 
         if self.compute_dtype.itemsize > 2:
             return [MemoryAdvice("activations", "precision='bf16-mixed': activations of half the size")]
@@ -203,7 +203,7 @@ class Precision:
         return []
 
     def describe(self) -> str:
-        """The resolved dtypes on one line."""
+        """Return the resolved dtypes on one line."""
         dtypes = {
             "parameters": self.param_dtype,
             "compute": self.compute_dtype,

@@ -1,4 +1,4 @@
-"""From what the user wrote to a precision for a device."""
+"""Resolves ``Fit(precision=...)`` to a precision for a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision.double import DoublePrecision
 from drivetrain.precision.full import FullPrecision
@@ -18,7 +18,7 @@ from drivetrain.precision.precision import Precision
 PrecisionName = Literal[
     "64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64", "32", "bf16", "16", 64, 32, 16
 ]
-"""What `Fit(precision=...)` takes besides a `Precision`, for editors to complete."""
+"""The values of ``Fit(precision=...)`` other than a `Precision`, for completion in editors."""
 
 _BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
     "64-true": lambda device: DoublePrecision(),
@@ -30,11 +30,11 @@ _BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
 }
 _SHORTHANDS = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
-_NAMES = Names[Precision](
+_NAMES = EntryPointRegistry[Precision](
     "precision",
     "drivetrain.precision",
     Precision,
-    {},  # what other packages register is made without the device
+    {},  # precisions of other packages are created without the device
     words=(*_BUILDERS, *_SHORTHANDS),
     why="it names the dtypes of parameters and arithmetic",
     instead="a drivetrain.Precision",
@@ -42,36 +42,36 @@ _NAMES = Names[Precision](
 
 
 def canonical_name(setting: str | int) -> str:
-    """The canonical name of a precision given by name or shorthand. Makes none.
+    """Return the canonical name of a precision given by name or shorthand. Creates none.
 
     Raises:
-        ConfigurationError: for an unknown name, with the nearest known one.
+        ConfigurationError: the name is unknown; suggests the closest known one.
     """
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
-        # As others write them: fp16, float32, bfloat16. The nearest spelling of "fp16" would be "bf16".
+        # Other spellings: fp16, float32, bfloat16. The closest known name to "fp16" would be "bf16".
         plain = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
         _NAMES.check(setting, plain)
     return name
 
 
 def resolve_precision(setting: str | int | Precision, device: torch.device) -> Precision:
-    """Find the precision that ``setting`` asks for, for a run on ``device``. Touches no device.
+    """Return the precision that ``setting`` names, for a run on ``device``. Touches no device.
 
     Args:
         setting: a name (``"bf16-mixed"``, or one that a package has registered), a shorthand (``64``, ``32``,
             ``"bf16"``, ``"16"``) or a precision.
-        device: where the run computes.
+        device: the device of the run.
 
     Raises:
-        ConfigurationError: for an unknown name, one under which something else is registered, or a precision that
-            ``device`` cannot do.
+        ConfigurationError: the name is unknown, its entry point does not return a Precision, or ``device`` does not
+            support it.
     """
-    given: object = setting
-    if isinstance(given, Precision):
-        precision = given
-    elif isinstance(given, str | int) and not isinstance(given, bool):
-        name = canonical_name(given)
+    value: object = setting
+    if isinstance(value, Precision):
+        precision = value
+    elif isinstance(value, str | int) and not isinstance(value, bool):
+        name = canonical_name(value)
         precision = _BUILDERS[name](device) if name in _BUILDERS else _NAMES.make(name)
     else:
         raise ConfigurationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.errors import ConfigurationError
 from drivetrain.profilers.profiler import Profiler
 
@@ -25,7 +25,7 @@ def _pytorch() -> Profiler:
     return PyTorchProfiler()
 
 
-_NAMES = Names[Profiler](
+_NAMES = EntryPointRegistry[Profiler](
     "profiler",
     "drivetrain.profilers",
     Profiler,  # type: ignore[type-abstract]

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from drivetrain.launchers._torchrun_variables import UNNAMED
+from drivetrain.launchers._torchrun_variables import DEFAULT_RUN_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Job:
             step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or ""
             found.append(cls("slurm", slurm, _number(variables.get("SLURM_RESTART_COUNT")), step))
         elastic = variables.get("TORCHELASTIC_RUN_ID")
-        if elastic not in (None, "", "none", UNNAMED):  # torchrun's default is "none"
+        if elastic not in (None, "", "none", DEFAULT_RUN_ID):  # torchrun's default is "none"
             found.append(cls("elastic", elastic, _number(variables.get("TORCHELASTIC_RESTART_COUNT"))))
         return found
 

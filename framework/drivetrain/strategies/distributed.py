@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.buffers import take_forms_of_rank_0
+from drivetrain._distributed.buffers import match_buffers_to_rank_0
 from drivetrain._distributed.collectives import all_gather, average_together, broadcast, broadcast_together, reduce
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.environments import Placement
@@ -132,7 +132,7 @@ class DistributedStrategy(Strategy):
         self.control.barrier()
 
     def sync_buffers(self, module: nn.Module) -> None:
-        take_forms_of_rank_0(module, self.control)
+        match_buffers_to_rank_0(module, self.control)
         buffers = list(module.buffers())
         if buffers:
             broadcast_together(buffers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from drivetrain._config.entry_points import Names
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.strategies.strategy import Strategy
 
 StrategyName = Literal[
@@ -28,7 +28,7 @@ StrategyName = Literal[
 """The names that come with drivetrain, for completion in editors; names of other packages are valid too."""
 
 
-_NAMES = Names[Strategy](
+_NAMES = EntryPointRegistry[Strategy](
     "strategy",
     "drivetrain.strategies",
     Strategy,  # type: ignore[type-abstract]

@@ -417,9 +417,11 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_strategies  # needed only for an unknown attribute
+            from drivetrain._config.lightning_names import (
+                strategy_attribute_error,  # needed only for an unknown attribute
+            )
 
-            raise AttributeError(of_strategies(type(self).__name__, name))
+            raise AttributeError(strategy_attribute_error(type(self).__name__, name))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Public helpers for tests: functions on several ranks, emulated CUDA, a faulty store, parity, marks."""
+"""Test helpers: functions on several ranks, emulated CUDA, a faulty object store, parity assertions, marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece of code may not leave behind in a process that goes on without it."""
+"""Detects what a function leaves behind in the process that called it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import threading
 import torch
 import torch.distributed as dist
 
-# Torch's optimizers import dynamo at their first step, which sets the first of them for the process.
+# The first variable is set by dynamo, which torch's optimizers import at their first step.
 _NOT_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
 
 
-class Surroundings:
-    """The state of the process as it is now, to compare a later one with.
+class ProcessSnapshot:
+    """A snapshot of the process state, to compare a later state with.
 
-    It looks at what `Fit` promises to leave alone or to take away again: the default process group, environment
-    variables, the default dtype, grad mode, the working directory, threads that keep the process alive, child
-    processes.
+    It covers what `Fit` promises not to change: the default process group, environment variables, the default dtype,
+    grad mode, the working directory, non-daemon threads and child processes.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class Surroundings:
         self._children = {child.pid for child in multiprocessing.active_children()}
 
     def put_back(self) -> list[str]:
-        """Put back what has changed and can be put back, and return a phrase for everything that had changed."""
+        """Restore what has changed and can be restored, and return a description of every change."""
         left = []
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
@@ -51,9 +50,10 @@ class Surroundings:
         return left
 
     def still_running(self) -> list[str]:
-        """Return a phrase for every thread and child process that is there and was not.
+        """Return a description of every thread and child process that was started since.
 
-        Objects in cycles, such as a data loader with persistent workers, are collected first where that may help.
+        If there are any, garbage is collected first, which ends a data loader with persistent workers that is in a
+        cycle.
         """
         if self._new_threads_and_children():
             gc.collect()
@@ -86,4 +86,4 @@ def _working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        return ""  # It was removed, and nobody can go back to it.
+        return ""  # it was removed

@@ -1,4 +1,4 @@
-"""A rank of a `World`: a process that calls one function after the other, each as if it were the first."""
+"""The process of one rank of a `World`, which runs one function after another in a restored process state."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from drivetrain._distributed.failure import Failure
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.testing._leak_checks import Surroundings
-from drivetrain.testing._stack_dump import stacks_left_in
+from drivetrain.testing._leak_checks import ProcessSnapshot
+from drivetrain.testing._stack_dump import dump_stacks_to
 
 STARTED = "started"
 ALL_RETURNED = "all returned"
@@ -27,18 +27,18 @@ ALL_RETURNED = "all returned"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a rank is asked to do, and the surroundings in which the caller would do it.
+    """A function call for a rank, with the surroundings of the caller.
 
     Attributes:
-        work: the function and its arguments, pickled.
-        variables: all of the environment.
+        work: the pickled function and arguments.
+        variables: the whole environment.
         folder: the working directory.
-        modules: where modules are imported from (``sys.path``).
-        start_method: how the function's own child processes are started; None for the platform's default.
-        process_group: the backend of the group that is made for the function, or None.
-        rendezvous: a file that does not exist yet, where the ranks of that group meet.
-        timeout: seconds until the rank says where it is.
-        stacks: the file in which it does so, and where a fault such as SIGSEGV leaves the stacks, too.
+        modules: ``sys.path``.
+        start_method: the start method of the function's own child processes; None for the platform's default.
+        process_group: the backend of the process group for the function, or None.
+        rendezvous: a path that does not exist yet, for the rendezvous of that group.
+        timeout: seconds until the rank dumps its stacks.
+        stacks: the file for them, also used for a fault such as SIGSEGV.
     """
 
     work: bytes
@@ -54,47 +54,47 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a call left behind: what was put back since, and what cannot be, which ends the world."""
+    """What a call left behind: changes that have been restored, and what cannot be, which ends the world."""
 
     put_back: list[str]
     still_running: list[str]
 
 
 def serve(rank: int, world_size: int, pipe: Connection) -> None:
-    """Answer calls until the caller closes the pipe."""
+    """Run calls until the caller closes the pipe."""
     die_with_parent()
     torch.set_num_threads(1)
-    gc.freeze()  # None of what is imported by now is garbage: collections need not look at it.
+    gc.freeze()  # imported objects are not garbage, so collections can skip them
     pipe.send(STARTED)
     while True:
         try:
             call: Call = pipe.recv()
-            # Also threads of the pool that backward uses: they live on, and count as those of the first call.
+            # Includes threads of the pool for backward passes: they stay and count as the first call's.
             with ProcessState(generators=True):
-                _surround(call)
-                leftovers = _answer(call, rank, world_size, pipe)
+                _restore_surroundings(call)
+                leftovers = _run_call(call, rank, world_size, pipe)
             torch.set_num_threads(1)
             pipe.send(leftovers)
         except (EOFError, BrokenPipeError):
             return
 
 
-def _surround(call: Call) -> None:
+def _restore_surroundings(call: Call) -> None:
     os.environ.clear()
     os.environ.update(call.variables)
     os.chdir(call.folder)
     sys.path[:] = call.modules
-    # Else the workers of a DataLoader would come from a fork server too, of their own, which imports torch anew.
+    # Otherwise DataLoader workers would come from another fork server, which has to import torch again.
     multiprocessing.set_start_method(call.start_method, force=True)
 
 
-def _answer(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
-    """Call the function, send what came of it, and wait until all ranks have returned.
+def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
+    """Run the function, send its outcome, and wait until all ranks have returned.
 
-    A group that is destroyed while another rank is in a collective would fail that rank.
+    A group that is destroyed while another rank is in a collective would make that rank fail.
     """
-    surroundings = Surroundings()
-    with stacks_left_in(Path(call.stacks), call.timeout):
+    surroundings = ProcessSnapshot()
+    with dump_stacks_to(Path(call.stacks), call.timeout):
         pipe.send(_outcome(call, rank, world_size))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():
@@ -110,11 +110,11 @@ def _outcome(call: Call, rank: int, world_size: int) -> bytes | Failure:
                 init_method=f"file://{call.rendezvous}",
                 rank=rank,
                 world_size=world_size,
-                # Later than the caller's, whose error tells where every rank is.
+                # Longer than the caller's timeout, whose error shows the stacks of all ranks.
                 timeout=timedelta(seconds=call.timeout + 10),
             )
         fn, args = pickle.loads(call.work)
-        # Pickled here, by value: what multiprocessing sends of a tensor is a handle that ends with the process.
+        # Pickled here: multiprocessing would send a handle of a tensor, which becomes invalid when the process ends.
         return pickle.dumps(fn(*args))
     except BaseException as error:
         return Failure.of_exception(rank, error)

@@ -1,4 +1,4 @@
-"""Leaves the stacks of a process that has not come to its end in time, or that a fault such as SIGSEGV ends."""
+"""Dumps the stacks of a process that exceeds its time or ends with a fault such as SIGSEGV."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SECOND_TRY = 2.0  # seconds for a thread to come to its turn
+_SECOND_TRY = 2.0  # seconds that the timer's thread gets to dump the stacks
 
 
 @contextmanager
-def stacks_left_in(path: Path, seconds: float) -> Iterator[None]:
-    """Write where every thread is to ``path`` at a fault, and when the block is still at work after ``seconds``.
+def dump_stacks_to(path: Path, seconds: float) -> Iterator[None]:
+    """Write the stacks of all threads to ``path`` at a fault, and if the block is still running after ``seconds``.
 
-    A thread of Python's does so, and nothing else runs meanwhile. `faulthandler.dump_traceback_later` reads stacks as
-    they change, of which one busy process in ten dies. It is left to tell what no thread can: who is stuck with the
-    interpreter's lock in hand.
+    A Python thread does so while it holds the GIL. `faulthandler.dump_traceback_later` reads stacks while they change,
+    and one busy process in ten dies of it; it is only the fallback for a thread that hangs while it holds the GIL.
     """
     with path.open("w") as file:
 
-        def tell() -> None:
+        def dump() -> None:
             faulthandler.cancel_dump_traceback_later()
             file.write(_stacks_of_others())
             file.flush()
 
         faulthandler.enable(file)
         faulthandler.dump_traceback_later(seconds + _SECOND_TRY, file=file)
-        timer = threading.Timer(seconds, tell)
+        timer = threading.Timer(seconds, dump)
         timer.daemon = True
         timer.start()
         try:

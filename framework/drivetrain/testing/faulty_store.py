@@ -1,4 +1,4 @@
-"""An object store that fails when it is told to: for tests of what a run does then."""
+"""FaultyStore: an object store that fails on request, to test how runs handle it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ OPERATIONS = ("put", "get", "size", "list", "remove")
 
 @dataclass
 class StoreFault:
-    """What goes wrong with an operation on some of a store's objects.
+    """A fault of an operation on some of a store's objects.
 
     Attributes:
         operation: one of "put", "get", "size", "list", "remove"; "*" is any.
-        pattern: of the objects' keys, as `fnmatch` has it; of a listing, of the prefix that is asked for.
-        error: what is raised; None raises nothing.
-        times: how often it goes wrong; None for ever.
-        after: how many such operations come through before.
-        lost: the operation takes effect, and it is the answer that is lost.
-        seconds: how long the operation takes besides.
-        age: a listing lacks objects that are younger, in seconds.
-        call: called before the operation: another writer's turn, or the end of this process.
+        pattern: an `fnmatch` pattern for the objects' keys; for "list", for the prefix.
+        error: the exception to raise; None raises nothing.
+        times: how often the fault occurs; None without limit.
+        after: the number of matching operations that succeed before.
+        lost: the operation takes effect, and only its response is lost.
+        seconds: an additional duration of the operation.
+        age: listings omit objects younger than this, in seconds.
+        call: called before the operation, for example to act as another writer or to end this process.
     """
 
     operation: str
@@ -50,7 +50,7 @@ class StoreFault:
             raise ValueError(f"{self.operation!r} is none of {', '.join(OPERATIONS)} and '*'")
 
     def takes(self, operation: str, key: str) -> bool:
-        """Whether this operation is one that goes wrong; counts it."""
+        """Return True if the fault applies to this operation, and count it."""
         if self.operation not in (operation, "*") or not fnmatch.fnmatch(key, self.pattern):
             return False
         if self.after > 0:
@@ -63,18 +63,18 @@ class StoreFault:
 
 
 class FaultyStore:
-    """A store whose objects are files of a local folder, so that several processes can share it.
+    """A store whose objects are files in a local folder, so that several processes can share it.
 
-    As in an object store there are keys, and no folders; an object is put whole or not at all, nothing is renamed, and
-    what was put is read and listed at once. Faults and calls are each process's own.
+    As in an object store there are keys but no folders; puts are atomic, nothing can be renamed, and a put object can
+    be read and listed at once. Faults and recorded calls belong to each process.
 
     Args:
-        folder: where the objects are.
-        protocol: of the store's URLs.
+        folder: the folder for the objects.
+        protocol: the protocol of the store's URLs.
 
     Attributes:
         calls: every operation and its key, in order.
-        url: of the store's root.
+        url: the URL of the store's root.
     """
 
     def __init__(self, folder: str | os.PathLike[str], protocol: str = "faulty") -> None:
@@ -87,32 +87,32 @@ class FaultyStore:
         self._lock = threading.Lock()
 
     def fail(self, operation: str, pattern: str = "*", **how: Any) -> StoreFault:
-        """Let an operation go wrong, see `StoreFault`; of several faults that fit, the first told of comes first."""
+        """Add a fault, see `StoreFault`; if several match, the one added first applies."""
         fault = StoreFault(operation, pattern, **how)
         self._faults.append(fault)
         return fault
 
     def heal(self) -> None:
-        """Let nothing go wrong any more."""
+        """Remove all faults."""
         self._faults.clear()
 
     def objects(self) -> list[str]:
-        """Return the keys of all objects, by whoever they were put."""
-        found = [path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(".half-")]
-        return sorted(path.relative_to(self.folder).as_posix() for path in found)
+        """Return the keys of all objects, including those of other processes."""
+        files = [path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(".half-")]
+        return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def mount(self) -> FaultyStore:
-        """Let URLs of the protocol mean this store, in this process; returns it."""
-        kind = type("FaultyFileSystem", (_FileSystem,), {"protocol": self.protocol, "store": self})
-        fsspec.register_implementation(self.protocol, kind, clobber=True)
+        """Register this store for URLs of its protocol in this process, and return it."""
+        filesystem = type("FaultyFileSystem", (_FileSystem,), {"protocol": self.protocol, "store": self})
+        fsspec.register_implementation(self.protocol, filesystem, clobber=True)
         return self
 
-    # What the file system does
+    # Called by the file system
 
     def do(self, operation: str, key: str, work: Callable[[float], Any]) -> Any:
         with self._lock:
             self.calls.append((operation, key))
-            fault = next((one for one in self._faults if one.takes(operation, key)), None)
+            fault = next((each for each in self._faults if each.takes(operation, key)), None)
         if fault is None:
             return work(0.0)
         if fault.call is not None:
@@ -129,20 +129,20 @@ class FaultyStore:
     def put(self, key: str, content: bytes) -> None:
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_name(f".half-{secrets.token_hex(8)}")
-        half.write_bytes(content)
-        os.replace(half, path)
+        partial_file = path.with_name(f".partial_file-{secrets.token_hex(8)}")
+        partial_file.write_bytes(content)
+        os.replace(partial_file, path)
 
 
 class _FileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """fsspec's view of a `FaultyStore`."""
+    """The fsspec interface of a `FaultyStore`."""
 
     cachable = False
     store: ClassVar[FaultyStore]
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-        found = self.store.do("list", self._key(path), lambda age: self._listed(path, age))
-        return found if detail else [one["name"] for one in found]
+        entries = self.store.do("list", self._key(path), lambda age: self._listed(path, age))
+        return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         return dict(self.store.do("size", self._key(path), lambda age: self._info(path)))
@@ -168,10 +168,10 @@ class _FileSystem(AbstractFileSystem):  # type: ignore[misc]
         self.pipe_file(path2, self.cat_file(path1))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """There are no folders."""
+        """Do nothing: an object store has no folders."""
 
     def rmdir(self, path: str) -> None:
-        """There are no folders."""
+        """Do nothing: an object store has no folders."""
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **options: Any) -> Any:
         return io.BytesIO(self.cat_file(path)) if mode == "rb" else _Upload(self, path)
@@ -186,34 +186,34 @@ class _FileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(path) from None
 
     def _info(self, path: str) -> dict[str, Any]:
-        name, place = self._strip_protocol(path), self.store.folder / self._key(path)
-        if place.is_file():
-            return {"name": name, "size": place.stat().st_size, "type": "file"}
+        name, file = self._strip_protocol(path), self.store.folder / self._key(path)
+        if file.is_file():
+            return {"name": name, "size": file.stat().st_size, "type": "file"}
         if not self._listed(path, 0.0):
             raise FileNotFoundError(path)
         return {"name": name, "size": 0, "type": "directory"}
 
     def _listed(self, path: str, age: float) -> list[dict[str, Any]]:
-        """What lies under a prefix and is older than ``age`` seconds: objects, and the first parts of longer keys."""
+        """Return the objects and next-level prefixes below a prefix that are older than ``age`` seconds."""
         prefix, root = self._key(path), str(self._strip_protocol(path)).rstrip("/")
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for key in self.store.objects():
             if prefix and not key.startswith(f"{prefix}/"):
                 continue
             name, _, rest = key[len(prefix) :].lstrip("/").partition("/")
             try:
                 status = (self.store.folder / key).stat()
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # removed by another process
                 continue
             if age and time.time() - status.st_mtime < age:
                 continue
             kind, size = ("directory", 0) if rest else ("file", status.st_size)
-            found[name] = {"name": f"{root}/{name}", "size": size, "type": kind}
-        return list(found.values())
+            entries[name] = {"name": f"{root}/{name}", "size": size, "type": kind}
+        return list(entries.values())
 
 
 class _Upload(io.BytesIO):
-    """An object that is put as the stream is closed."""
+    """An object that is put when the stream is closed."""
 
     def __init__(self, filesystem: _FileSystem, path: str) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class _Upload(io.BytesIO):
         self._open = True
 
     def discard(self) -> None:
-        """Put nothing."""
+        """Close without putting the object."""
         self._open = False
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Marks that skip a test where the machine lacks what it needs. pytest is imported only when one is made."""
+"""Marks that skip a test if the machine lacks what it needs. pytest is imported only when a mark is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning_utilities.core.imports import compare_version
 
-from drivetrain.testing._emulated_cuda.building import hindrance
+from drivetrain.testing._emulated_cuda.building import emulation_obstacle
 
 if TYPE_CHECKING:
     import pytest
@@ -25,7 +25,7 @@ def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
 
 def requires_emulated_cuda() -> pytest.MarkDecorator:
     """Skip where `emulated_cuda` has no C++ compiler, or torch has a CUDA of its own. Compiles nothing."""
-    reason = hindrance()
+    reason = emulation_obstacle()
     return _skip(reason is not None, f"the emulation of CUDA {reason}")
 
 

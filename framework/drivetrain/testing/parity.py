@@ -1,4 +1,4 @@
-"""Assertions that two runs did the same: they name the step, the parameter or the rank that differs first."""
+"""Assertions that two runs are equal; they name the first step, parameter or rank that differs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 def assert_close_states(
     actual: Mapping[str, Any], expected: Mapping[str, Any], *, atol: float = 1e-5, rtol: float = 1e-5
 ) -> None:
-    """Assert that two states hold the same names, and close values of the same shape.
+    """Assert that two states have the same names, and close values of the same shapes.
 
     Args:
         actual: a ``state_dict()`` of a module or an optimizer: nested mappings and sequences of tensors and plain
-            values. Sharded tensors are gathered, which every rank then has to do.
+            values. Sharded tensors are gathered, so every rank has to make the call.
         expected: the reference.
         atol: the absolute tolerance.
-        rtol: the relative tolerance. Dtypes may differ: values are compared in the wider one.
+        rtol: the relative tolerance. Values of different dtypes are compared in the wider one.
 
     Raises:
         AssertionError: lists every name that is missing, unexpected or different, the largest difference first.
@@ -41,7 +41,7 @@ def assert_close_states(
 def assert_close_traces(
     actual: Sequence[float | Tensor], expected: Sequence[float | Tensor], *, atol: float = 1e-5, rtol: float = 1e-5
 ) -> None:
-    """Assert that two series of numbers, one a step, are close: losses, gradient norms, learning rates.
+    """Assert that two series with one number per step are close: losses, gradient norms, learning rates.
 
     Raises:
         AssertionError: names the first step that differs, or the two lengths.
@@ -55,10 +55,10 @@ def assert_close_traces(
 
 
 def assert_equal_ranks(states: Sequence[Mapping[str, Any]]) -> None:
-    """Assert that every rank's state is, bit for bit, that of rank 0.
+    """Assert that the states of all ranks equal that of rank 0 bit for bit.
 
     Args:
-        states: one a rank, as `run_distributed` returns them.
+        states: one state per rank, as `run_distributed` returns them.
 
     Raises:
         AssertionError: names the ranks and the entries.
@@ -67,7 +67,7 @@ def assert_equal_ranks(states: Sequence[Mapping[str, Any]]) -> None:
         try:
             assert_close_states(state, states[0], atol=0.0, rtol=0.0)
         except AssertionError as error:
-            raise AssertionError(f"rank {rank} is not what rank 0 is: {error}") from None
+            raise AssertionError(f"rank {rank} differs from rank 0: {error}") from None
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -83,7 +83,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _difference(actual: Any, expected: Any, atol: float, rtol: float) -> tuple[float, str] | None:
-    """Return how much two values differ and a text that says so, or None where they agree."""
+    """Return the size and a description of the difference of two values, or None if they are close."""
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         same = type(actual) is type(expected) and (actual == expected or _close_numbers(actual, expected, atol, rtol))
         return None if same else (float("inf"), f"{actual!r} instead of {expected!r}")
@@ -103,9 +103,9 @@ def _difference(actual: Any, expected: Any, atol: float, rtol: float) -> tuple[f
     gap = (actual - expected if wide.is_complex else actual.double() - expected.double()).abs()
     gap = gap.nan_to_num(nan=float("inf")).masked_fill(close, 0.0)
     worst = int(gap.argmax())
-    found, wanted = actual.flatten()[worst].item(), expected.flatten()[worst].item()
-    place = tuple(int(index) for index in torch.unravel_index(torch.tensor(worst), actual.shape))
-    text = f"largest difference {gap.max().item():.3g} at {place}: {found:.9g} instead of {wanted:.9g}"
+    value, expected_value = actual.flatten()[worst].item(), expected.flatten()[worst].item()
+    position = tuple(int(index) for index in torch.unravel_index(torch.tensor(worst), actual.shape))
+    text = f"largest difference {gap.max().item():.3g} at {position}: {value:.9g} instead of {expected_value:.9g}"
     return gap.max().item(), text + f" (atol {atol:g}, rtol {rtol:g})"
 
 

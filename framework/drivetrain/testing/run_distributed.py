@@ -1,4 +1,4 @@
-"""Calls functions on several ranks, each a process of its own, and returns what every rank returned."""
+"""Runs functions on several ranks, one process each, and returns what every rank returned."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
-from drivetrain._runtime.temporary_folders import Scratch
+from drivetrain._runtime.temporary_folders import TemporaryFolder
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._torchrun_variables import torchrun_variables
 from drivetrain.launchers.function_launcher import PRELOAD
 from drivetrain.testing._rank_process import ALL_RETURNED, STARTED, Call, Leftovers, serve
 
-_START_LIMIT = 120.0  # seconds for the ranks to come up; the first time torch has to be imported
-_EXIT_LIMIT = 10.0  # seconds for a rank to tidy up after a call, and for its process to end
-_STACK_LIMIT = 3.0  # seconds in which a rank that is late says where it is
-_GRACE = 0.3  # seconds in which further ranks may report after the first failure, to tell the cause from its effects
+_START_LIMIT = 120.0  # seconds for the ranks to start, which includes an import of torch the first time
+_EXIT_LIMIT = 10.0  # seconds for a rank to clean up after a call, and for its process to exit
+_STACK_LIMIT = 3.0  # seconds for a late rank to dump its stacks
+_GRACE = 0.3  # seconds for further failures after the first, to distinguish the cause from its effects
 
 
 class World:
     """Ranks that are started once and called many times: ``with World(2) as world: world.run(fn, 1.0)``.
 
-    A process starts and imports torch and your modules at the first call; the calls after it cost milliseconds. Each
-    begins with random generators, defaults, environment and process groups as the first did. What it leaves behind
-    there, in a thread or in a child process is an error. After a call that failed or did not return in time all
-    processes are ended; the next call starts new ones.
+    The first call starts the processes, which import torch and your modules; later calls take milliseconds. Each call
+    begins with the same random generators, defaults, environment and process groups. If it changes them, or leaves
+    threads or child processes behind, an error is raised. After a call that failed or timed out, all processes are
+    ended and the next call starts new ones.
 
-    A function that changes what no call can put back, such as a class's attributes or a module's globals, changes it
-    for the functions after it: give it processes of its own, with `run_distributed`.
+    Changes that cannot be undone, such as to class attributes or module globals, remain for later calls: run such
+    functions in processes of their own, with `run_distributed`.
 
     Args:
         nprocs: the number of ranks.
-        preload: further modules that the fork server imports before it starts ranks, by name. The first world or
-            `run_distributed` of a process starts that server; later ones use it as it is.
+        preload: names of further modules that the fork server imports before it starts ranks. The first world or
+            `run_distributed` of a process starts that server; later ones reuse it.
     """
 
     def __init__(self, nprocs: int, *, preload: Sequence[str] = ()) -> None:
         self.nprocs = nprocs
         self._preload = preload
         self._workers: list[_Worker] = []
-        self._scratch: Scratch | None = None
+        self._scratch: TemporaryFolder | None = None
         self._calls = 0
 
     def __enter__(self) -> Self:
@@ -76,24 +76,24 @@ class World:
         timeout: float = 60.0,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args)`` on every rank and return the list of what each returned, by rank.
+        """Call ``fn(*args)`` on every rank and return the list of the returned values, by rank.
 
-        Ranks compute on one thread each, see the caller's environment variables, working directory and ``sys.path`` as
-        they are now, and never outlive the caller.
+        Ranks use one compute thread each, see the caller's current environment variables, working directory and
+        ``sys.path``, and end when the caller does.
 
         Args:
             fn: a function at the top level of a module, so that ranks can import it.
-            args: pickled for every rank; so is what ``fn`` returns. Tensors are copied, not shared.
-            process_group: the backend of a default process group that is made before ``fn`` and destroyed after it.
-                None makes none: ranks get the variables that torchrun sets instead, with the store hosted by the
-                caller, and ``fn`` (or a `Fit` in it) makes its own.
+            args: pickled for every rank, as is the return value of ``fn``. Tensors are copied, not shared.
+            process_group: the backend of a default process group that is created before ``fn`` and destroyed after it.
+                With None the ranks get torchrun's variables and a store hosted by the caller instead, and ``fn`` (or a
+                `Fit` in it) creates its own group.
             timeout: seconds for the call, counted once all ranks have started.
-            env: variables to set on the ranks besides.
+            env: additional environment variables for the ranks.
 
         Raises:
-            RankFailedError: a rank raised or died; with its traceback.
-            DistributedError: time ran out, with the stack of every rank that was still at work; or ``fn`` left
-                something behind.
+            RankFailedError: a rank raised or died; includes its traceback.
+            DistributedError: the call timed out, with the stacks of all ranks still running; or ``fn`` left something
+                behind.
             ConfigurationError: ``fn`` or its arguments cannot be pickled.
         """
         outcomes, leftovers = self._call(fn, args, process_group, timeout, env)
@@ -108,16 +108,16 @@ class World:
         timeout: float,
         env: Mapping[str, str] | None,
     ) -> tuple[list[bytes], dict[int, Leftovers]]:
-        """Return what every rank returned, pickled, and what each left behind."""
+        """Return the pickled return values of all ranks, and what each rank left behind."""
         work = _dump(fn, args)
         try:
             self._start()
-            # Port 0: the operating system chooses a free one, and nobody can take it in between.
+            # With port 0 the operating system chooses a free port, which no other process can take in between.
             hosts = process_group is None
             store = host("127.0.0.1", 0) if hosts else None
             self._send(work, process_group, timeout, {**os.environ, **(env or {})}, store)
             outcomes = self._collect(timeout)
-            leftovers = self._ask_for_leftovers()
+            leftovers = self._collect_leftovers()
             del store
         except BaseException:
             self._kill()
@@ -128,7 +128,7 @@ class World:
         """End the ranks.
 
         Raises:
-            DistributedError: one did not end by itself, or not with exit code 0.
+            DistributedError: a rank did not end by itself, or not with exit code 0.
         """
         try:
             for worker in self._workers:
@@ -136,7 +136,7 @@ class World:
             for worker in self._workers:
                 worker.process.join(_EXIT_LIMIT)
                 if worker.process.exitcode != 0:
-                    raise _bad_end(worker)
+                    raise _exit_error(worker)
         finally:
             self._kill()
 
@@ -153,14 +153,14 @@ class World:
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._rank_process", *self._preload])
-        self._scratch = Scratch()
+        self._scratch = TemporaryFolder()
         for rank in range(self.nprocs):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, self.nprocs, theirs), name=f"rank-{rank}")
             self._workers.append(_Worker(rank, process, ours))
             process.start()
             theirs.close()
-        for worker, message in self._answers(time.monotonic() + _START_LIMIT):
+        for worker, message in self._messages(time.monotonic() + _START_LIMIT):
             if isinstance(message, Failure):
                 raise RankFailedError(message)
             assert message == STARTED, f"rank {worker.rank} began with {message!r}"
@@ -176,12 +176,12 @@ class World:
         assert self._scratch is not None
         self._calls += 1
         for worker in self._workers:
-            own = {} if store is None else _rank_variables(worker.rank, self.nprocs, store.port)
+            rank_variables = {} if store is None else _rank_variables(worker.rank, self.nprocs, store.port)
             worker.stacks = Path(self._scratch.path) / f"stack-{self._calls}-{worker.rank}.txt"
             worker.send(
                 Call(
                     work,
-                    {**variables, **own},
+                    {**variables, **rank_variables},
                     os.getcwd(),
                     list(sys.path),
                     multiprocessing.get_start_method(allow_none=True),
@@ -193,45 +193,45 @@ class World:
             )
 
     def _collect(self, timeout: float) -> list[bytes]:
-        """Return what every rank returned, pickled."""
+        """Return the pickled return values of all ranks."""
         until = time.monotonic() + timeout
         outcomes: dict[int, Any] = {}
-        for worker, outcome in self._answers(until):
+        for worker, outcome in self._messages(until):
             outcomes[worker.rank] = outcome
             if isinstance(outcome, Failure):
                 until = min(until, time.monotonic() + _GRACE)
-                late = [one for one in self._workers if one.rank not in outcomes]
-                further = [answer for _, answer in self._answers(until, late)]
-                raise RankFailedError(first_cause(one for one in [outcome, *further] if isinstance(one, Failure)))
+                late = [other for other in self._workers if other.rank not in outcomes]
+                further = [answer for _, answer in self._messages(until, late)]
+                raise RankFailedError(first_cause(each for each in [outcome, *further] if isinstance(each, Failure)))
         late = [worker for worker in self._workers if worker.rank not in outcomes]
         if late:
-            raise _too_late(late, self.nprocs, timeout)
+            raise _timeout_error(late, self.nprocs, timeout)
         return [outcomes[rank] for rank in range(self.nprocs)]
 
-    def _ask_for_leftovers(self) -> dict[int, Leftovers]:
+    def _collect_leftovers(self) -> dict[int, Leftovers]:
         for worker in self._workers:
             worker.send(ALL_RETURNED)
-        told = {worker.rank: answer for worker, answer in self._answers(time.monotonic() + _EXIT_LIMIT)}
+        answers = {worker.rank: answer for worker, answer in self._messages(time.monotonic() + _EXIT_LIMIT)}
         for worker in self._workers:
-            answer = told.get(worker.rank)
+            answer = answers.get(worker.rank)
             if not isinstance(answer, Leftovers):
-                raise _bad_end(worker)
-        return told
+                raise _exit_error(worker)
+        return answers
 
     def _check(self, leftovers: Mapping[int, Leftovers]) -> None:
-        for rank, left in leftovers.items():
-            if left.still_running:
+        for rank, rank_leftovers in leftovers.items():
+            if rank_leftovers.still_running:
                 self._kill()
-            found = left.put_back + left.still_running
-            if found:
+            descriptions = rank_leftovers.put_back + rank_leftovers.still_running
+            if descriptions:
                 raise DistributedError(
-                    f"Rank {rank} returned, and left behind {'; '.join(found)}",
-                    "the next function in the same process would meet it",
-                    "put it back, or end it, before the function returns",
+                    f"Rank {rank} returned but left behind {'; '.join(descriptions)}",
+                    "it would affect the next function in the same process",
+                    "restore or end it before the function returns",
                 )
 
-    def _answers(self, until: float, of: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
-        """Yield one message of each rank as they come, a `Failure` for one that died, until the clock says so."""
+    def _messages(self, until: float, of: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
+        """Yield one message from each rank as it arrives, with a `Failure` for a rank that died, until ``until``."""
         waiting: dict[Any, _Worker] = {worker.pipe: worker for worker in (self._workers if of is None else of)}
         while waiting:
             ready = wait(list(waiting), max(0.0, until - time.monotonic()))
@@ -250,13 +250,13 @@ def run_distributed(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args)`` on ``nprocs`` ranks started for it and return the list of what each returned, by rank.
+    """Call ``fn(*args)`` on ``nprocs`` newly started ranks and return the list of the returned values, by rank.
 
-    It is `World.run` of a world that ends with the call: the arguments and errors are the same, but that a function may
-    leave behind what ends with its process. Use it for one that leaves its mark; a `World` for many that do not.
+    Arguments and errors are those of `World.run`, except that the function may leave behind what ends with its process.
+    Use it for functions with lasting side effects, and one `World` for many functions without.
 
     Raises:
-        DistributedError: besides, a process did not end, or not well, after its function had returned.
+        DistributedError: additionally, a process did not end, or not with exit code 0, after the function returned.
     """
     with World(nprocs) as world:
         outcomes, _ = world._call(fn, args, process_group, timeout, env)
@@ -269,7 +269,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except Exception as error:
         raise ConfigurationError(
             f"cannot send {fn!r} with its arguments to other processes: {error}",
-            "ranks are processes of their own and get the function and its arguments pickled",
+            "ranks are separate processes, and the function and its arguments are pickled to be sent",
             "use a function at the top level of a module, and arguments that can be pickled",
         ) from error
 
@@ -280,7 +280,7 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Worker:
-    """A rank, seen by the caller."""
+    """A rank as seen by the caller."""
 
     rank: int
     process: BaseProcess
@@ -288,12 +288,12 @@ class _Worker:
     stacks: Path = field(default_factory=Path)
 
     def send(self, message: object) -> None:
-        """Send to a rank that may be gone: who waits for its answer is told so."""
+        """Send a message to a rank that may have died, in which case `receive` reports it."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message)
 
     def receive(self) -> Any:
-        """Return what the rank sent, or the failure that it is gone."""
+        """Return the rank's message, or a failure if it has died."""
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -301,14 +301,14 @@ class _Worker:
             return Failure.of_exit(self.rank, self.process.exitcode or 0, self._stacks_left())
 
     def where(self) -> str:
-        """Return the stacks that a late rank has left, or ""."""
-        return self._stacks_left() if self.stacks.is_file() else "(it never began)"
+        """Return the stacks that a late rank has dumped, or ""."""
+        return self._stacks_left() if self.stacks.is_file() else "(it did not start)"
 
     def _stacks_left(self) -> str:
         return self.stacks.read_text().strip() if self.stacks.is_file() else ""
 
     def end(self) -> None:
-        """Make sure that the process is gone."""
+        """Kill the process if it is still running."""
         self.pipe.close()
         if self.process.pid is not None:
             if self.process.is_alive():
@@ -316,24 +316,24 @@ class _Worker:
             self.process.join()
 
 
-def _too_late(late: Sequence[_Worker], nprocs: int, timeout: float) -> DistributedError:
+def _timeout_error(late: Sequence[_Worker], nprocs: int, timeout: float) -> DistributedError:
     until = time.monotonic() + _STACK_LIMIT
     while time.monotonic() < until and not all(worker.where() for worker in late):
         time.sleep(0.02)
-    time.sleep(0.02)  # one that `faulthandler` writes comes in pieces
-    stacks = [f"rank {worker.rank}:\n{worker.where() or '(it does not say)'}" for worker in late]
+    time.sleep(0.02)  # `faulthandler` writes a dump in several pieces
+    stacks = [f"rank {worker.rank}:\n{worker.where() or '(no stacks)'}" for worker in late]
     return DistributedError(
         f"Rank {', '.join(str(worker.rank) for worker in late)} of {nprocs} did not return within {timeout:g} s",
-        "where they were:\n" + "\n".join(stacks),
-        "look for a collective that not every rank calls; raise `timeout` where the work takes that long",
+        "stacks:\n" + "\n".join(stacks),
+        "look for a collective that not every rank calls; raise `timeout` if the work takes that long",
     )
 
 
-def _bad_end(worker: _Worker) -> DistributedError:
+def _exit_error(worker: _Worker) -> DistributedError:
     code = worker.process.exitcode
     detail = f"did not end within {_EXIT_LIMIT:g} s" if code is None else f"ended with code {code}"
     return DistributedError(
-        f"Rank {worker.rank} returned, and then its process {detail}",
-        "something that the function started is still there: a thread, a process group, a child process",
+        f"Rank {worker.rank} returned, but its process {detail}",
+        "something that the function started still exists: a thread, a process group or a child process",
         "stop it before the function returns",
     )

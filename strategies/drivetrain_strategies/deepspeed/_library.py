@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
 import logging
 import os
-import re
 from contextlib import AbstractContextManager, redirect_stdout
 from importlib.metadata import version
 from typing import Any
@@ -35,17 +33,15 @@ def check_library() -> None:
             "the strategy uses DeepSpeed's own engine.",
             "pip install 'drivetrain[deepspeed]'; no compiler is needed (DS_BUILD_OPS=0).",
         )
-    installed = version("deepspeed")
-    if _numbers(installed) < _numbers(OLDEST):
+    # Imported here: lightning_utilities imports unittest.mock, and with it asyncio and ssl.
+    from lightning_utilities.core.imports import RequirementCache
+
+    if not RequirementCache(f"deepspeed>={OLDEST}"):
         raise ConfigurationError(
-            f"deepspeed {installed} is installed, but {OLDEST} or newer is required.",
+            f"deepspeed {version('deepspeed')} is installed, but {OLDEST} or newer is required.",
             "older engines lack names that the strategy uses.",
             f"pip install 'deepspeed>={OLDEST}'.",
         )
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def import_library() -> Any:

@@ -383,5 +383,5 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     run = _run_script(tmp_path, 'FunctionLauncher("spawn").launch_all(two, work, Settings(1))')
     assert run.returncode != 0
-    assert "processes are started while this one is still importing the script" in run.stderr
+    assert "the script starts processes while it is being imported" in run.stderr
     assert 'if __name__ == "__main__":`, put its work under one' in run.stderr

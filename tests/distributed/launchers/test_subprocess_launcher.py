@@ -117,7 +117,7 @@ def test_every_rank_goes_on_through_the_script(tmp_path: Path) -> None:  # A-02,
     )
     run = _run(tmp_path, "-X", "dev", "-W", "ignore", "-m", "package", "--width", "a b")
     assert run.returncode == 0, run.stderr
-    refusal = "refused ConfigurationError: 3 processes are asked for, and this script runs in 2"
+    refusal = "refused ConfigurationError: 3 processes are requested, but this script runs in 2"
     torchrun = "['RANK', 'TORCHELASTIC_USE_AGENT_STORE', 'OMP_NUM_THREADS']"
     assert _said(tmp_path) == [
         "0 of 2 sum 3 ['--width', 'a b'] True []",
@@ -264,7 +264,9 @@ def test_without_a_file_there_is_nothing_to_run_again(tmp_path: Path) -> None:  
     run = _run(tmp_path, "-c", _HEAD + textwrap.dedent(code))
     assert run.returncode == 0, run.stderr
     refused, forked = _said(tmp_path)
-    assert refused.startswith("ConfigurationError it has no file: it comes from python -c put the program into a file")
+    assert refused.startswith(
+        "ConfigurationError the program has no file: it comes from python -c put the program into a file"
+    )
     assert forked == "fork7"
 
 
@@ -287,7 +289,7 @@ def test_a_rank_whose_caller_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_only_the_first_rank_of_a_node_launches() -> None:
     from drivetrain.launchers import SubprocessLauncher
 
-    with pytest.raises(ConfigurationError, match="local rank 1 cannot start the others"):
+    with pytest.raises(ConfigurationError, match="local rank 1 cannot start the other processes"):
         SubprocessLauncher().launch(Placement(1, 2, 1, 2))
 
 

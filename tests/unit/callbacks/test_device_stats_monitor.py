@@ -84,7 +84,7 @@ def test_where_there_is_nothing_to_log_it_is_refused_by_name(tmp_path: Path, mon
     with pytest.raises(ConfigurationError, match=r"DeviceStatsMonitor\(cpu_stats=False\) has nothing to log on 'cpu'"):
         logged(tmp_path, DeviceStatsMonitor(cpu_stats=False))
     monkeypatch.setattr(
-        "drivetrain.callbacks.device_stats_monitor.importlib.util.find_spec",
+        "importlib.util.find_spec",
         lambda name: None if name == "psutil" else pytest.fail(name),
     )
     with pytest.raises(ConfigurationError, match="pip install psutil"):

@@ -12,7 +12,7 @@ import torch
 from callback_modules import Regression, loader, quiet_fit
 
 from drivetrain._runtime import terminal_output
-from drivetrain._runtime.terminal_output import is_terminal, write_for_people
+from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callbacks import progress_bar
 from drivetrain.callbacks._progress_default import default_progress_bar
 from drivetrain.callbacks.progress_bar import ProgressBar
@@ -112,7 +112,7 @@ def test_what_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_output_that_works_again_is_written_to() -> None:
     # L-09: the disk has free space again
     stream = FullDisk()
-    write_for_people(stream, "lost\n")
+    write_output(stream, "lost\n")
     stream.flush = lambda: None  # type: ignore[method-assign]
-    write_for_people(stream, "seen\n")
+    write_output(stream, "seen\n")
     assert stream.getvalue().endswith("seen\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain._distributed.checksum import checksum, checksum_held
+from drivetrain._distributed.checksum import checksum, checksum_share
 from drivetrain._distributed.shards import Box, ParameterShard, Span, cut
 
 
@@ -20,7 +20,7 @@ def test_the_sums_of_all_parts_are_that_of_the_whole() -> None:  # L-03
         whole = torch.randn(shape).mul(100).to(dtype)
         expected = int(checksum(whole))
         for regions in (boxes, spans):
-            parts = [checksum_held(ParameterShard(cut(whole, one), shape, one), rank=1) for one in regions]
+            parts = [checksum_share(ParameterShard(cut(whole, one), shape, one), rank=1) for one in regions]
             assert int(torch.stack(parts).sum()) == expected, (dtype, regions)
         swapped = whole.flip(0)
         assert int(checksum(swapped)) != expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.data._sharding import BatchShard
 
@@ -111,7 +111,7 @@ def test_states_are_tensors_and_numbers_and_bring_every_generator_back() -> None
 
     torch.rand(1)
     assert all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves(states))
-    set_generators(states, CPU)
+    restore_generators(states, CPU)
     assert random.gauss(0, 1) == expected[0]
     assert numpy.random.standard_normal() == expected[1]
     assert torch.equal(torch.rand(2), expected[2])

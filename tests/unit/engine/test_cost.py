@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from engine_case import Bare, fit
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.calls import count_calls
 from drivetrain.callbacks import Checkpoint, ProgressBar
 from drivetrain.loggers import CSVLogger
 
@@ -54,23 +55,6 @@ class Validating(Bare):
 
 def _loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(600, 2)))
-
-
-def _calls(run: Callable[[], Any]) -> int:
-    """Return the number of Python functions that ``run`` calls."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        if event == "call":
-            count += 1
-
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def _hand_written(steps: int, accumulate: int = 1) -> None:
@@ -129,10 +113,10 @@ def test_python_calls_of_a_step(
 
     long = min(_LONG, steps_in_epoch)
     ours(3)
-    calls = (_calls(lambda: ours(long)) - _calls(lambda: ours(_SHORT))) / (long - _SHORT)
-    raw = (_calls(lambda: _hand_written(long, accumulate)) - _calls(lambda: _hand_written(_SHORT, accumulate))) / (
-        long - _SHORT
-    )
+    calls = (count_calls(lambda: ours(long)) - count_calls(lambda: ours(_SHORT))) / (long - _SHORT)
+    raw = (
+        count_calls(lambda: _hand_written(long, accumulate)) - count_calls(lambda: _hand_written(_SHORT, accumulate))
+    ) / (long - _SHORT)
     over = calls - raw
     record_property("calls over the raw loop", over)
     print(f"{what}: {over:.2f} Python calls a step over the raw loop's {raw:.1f}")
@@ -157,7 +141,8 @@ def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any
     over = 0.0
     for sign, run in ((1, ours), (-1, by_hand)):
         run(3)
-        over += sign * (_calls(lambda run=run: run(_LONG)) - _calls(lambda run=run: run(_SHORT))) / (_LONG - _SHORT)  # type: ignore[misc]
+        calls = count_calls(partial(run, _LONG)) - count_calls(partial(run, _SHORT))
+        over += sign * calls / (_LONG - _SHORT)
     record_property("calls over the raw loop", over)
     print(f"validation: {over:.2f} Python calls a batch over the raw loop's")
     assert over <= 6

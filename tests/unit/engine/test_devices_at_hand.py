@@ -12,7 +12,7 @@ from drivetrain import ConfigurationError
 from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
-from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
 from drivetrain.precision import resolve_precision
@@ -127,7 +127,7 @@ def test_the_generator_of_mps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda kept: state.__setitem__(0, kept))
     kept = generator_states(torch.device("mps"))
     state[0] = torch.tensor([8])
-    set_generators(kept, torch.device("cpu"))
+    restore_generators(kept, torch.device("cpu"))
     assert state[0].item() == 8
-    set_generators(kept, torch.device("mps"))
+    restore_generators(kept, torch.device("mps"))
     assert state[0].item() == 7

@@ -15,7 +15,7 @@ from drivetrain import TrainModule
 from drivetrain._engine import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.seed import never_seeded, seed_everything
+from drivetrain._runtime.seed import is_unseeded, seed_everything
 from drivetrain.callbacks import Checkpoint
 
 
@@ -54,19 +54,19 @@ def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_process_is_unseeded_until_somebody_seeds_it() -> None:  # I-18
-    assert never_seeded()
+    assert is_unseeded()
     torch.rand(3)
-    assert never_seeded()
+    assert is_unseeded()
     for number in (0, 3, 2**40 + 1, 2**63):
         torch.manual_seed(number)
-        assert not never_seeded(), number
+        assert not is_unseeded(), number
 
 
 def test_what_seed_everything_was_given_counts_whatever_came_after(tmp_path: Path) -> None:  # I-18
     state = torch.get_rng_state()
     seed_everything(5)
     torch.set_rng_state(state)  # as `fork_rng` does
-    assert not never_seeded()
+    assert not is_unseeded()
 
 
 def test_it_is_told_once(tmp_path: Path) -> None:  # I-18

@@ -1,4 +1,4 @@
-"""Who am I among how many, from the variables that launchers and clusters set."""
+"""Rank and world size from the variables that launchers and clusters set."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _KUBEFLOW = {
         (_MVAPICH, MPIEnvironment, Placement(2, 3, 2, 3, 0, 1), "127.0.0.1"),
         (_LSF, LSFEnvironment, Placement(7, 12, 1, 6, 1, 2), "h36n04"),
         (_KUBEFLOW, KubeflowEnvironment, Placement(2, 3, 0, 1, 2, 3), "job-master-0"),
-        # Of two launchers inside each other, the inner one's processes are ours.
+        # If one launcher runs inside another, the inner one started the processes.
         (_SLURM | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
         (_KUBEFLOW | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
         (_OPEN_MPI | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
@@ -150,7 +150,7 @@ def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
     ("name", "variables", "message"),
     [
         ("torchrun", _without(_TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK is not set"),
-        # RANK and WORLD_SIZE by hand: refused rather than run as two runs of one (A-06).
+        # With only RANK and WORLD_SIZE set by hand, the processes must not run separately (A-06).
         ("auto", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "LOCAL_WORLD_SIZE is not set"),
         ("torchrun", {}, "RANK is not set"),
         ("torchrun", _TORCHRUN | {"RANK": "eight"}, "RANK='eight' is not a number"),
@@ -181,7 +181,7 @@ def test_mpi_ranks_dealt_in_turn() -> None:
 
 
 def test_mpi_meeting_places() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, and the 2 nodes.*mpirun -x MASTER_ADDR"):
+    with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, but the 2 nodes.*mpirun -x MASTER_ADDR"):
         _ = MPIEnvironment(_without(_OPEN_MPI, "MASTER_ADDR")).main_address
     others = _OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     port = MPIEnvironment(_OPEN_MPI).main_port
@@ -214,7 +214,7 @@ def test_plain_processes_on_several_nodes() -> None:
     assert PlainEnvironment(variables).first_on_node(3, 4) == Placement(8, 12, 0, 4, 2, 3)
     assert PlainEnvironment({}).first_on_node(1, 4) == Placement(0, 4, 0, 4, 0, 1)
     for name in variables:
-        with pytest.raises(ConfigurationError, match=f"num_nodes=3, and {name} is not set"):
+        with pytest.raises(ConfigurationError, match=f"num_nodes=3, but {name} is not set"):
             PlainEnvironment(_without(variables, name)).first_on_node(3, 4)
     with pytest.raises(ConfigurationError, match="NODE_RANK=2 cannot be right"):
         PlainEnvironment(variables).first_on_node(2, 4)

@@ -31,7 +31,7 @@ def _main(monkeypatch: pytest.MonkeyPatch, file: str | None, spec: str | None = 
 
 
 def _away(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function where pytest's own calls are not on the stack, as in a script."""
+    """Call a function without pytest's own calls on the stack, as in a script."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args).result()
 
@@ -57,7 +57,7 @@ def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("file", "spec"),
     [
-        (__file__, None),  # the calls of this very session are on the stack
+        (__file__, None),  # pytest's own calls are on the stack
         ("bin/pytest", None),
         ("pytest/__main__.py", "pytest.__main__"),
         ("unittest/__main__.py", "unittest.__main__"),
@@ -75,7 +75,7 @@ def test_auto_starts_a_function_where_more_than_the_script_would_run_again(
     launcher = asked(choose_launcher, "auto", 2)
     assert isinstance(launcher, FunctionLauncher)
     assert launcher.start_method == "fork"
-    with pytest.raises(ConfigurationError, match=r"runs this code, and would run all else again"):
+    with pytest.raises(ConfigurationError, match=r"runs this code among other code, all of which would run again"):
         asked(rerun_command)
 
 
@@ -107,7 +107,7 @@ def test_other_runners_of_tests_are_known_by_their_calls(monkeypatch: pytest.Mon
 
 
 def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
-    # A backward starts them where there are accelerators, whatever it computes on: a copy's backward would raise.
+    # A backward pass starts these threads if there is an accelerator, and a forked copy's backward pass would raise.
     _main(monkeypatch, None)
     begun, over = threading.Event(), threading.Event()
 
@@ -123,7 +123,7 @@ def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> N
         launcher = choose_launcher("auto", 2)
         assert isinstance(launcher, FunctionLauncher)
         assert launcher.start_method == "forkserver"
-        with pytest.raises(ConfigurationError, match="threads of autograd's"):
+        with pytest.raises(ConfigurationError, match="autograd's device threads"):
             choose_launcher("fork", 2)
     finally:
         over.set()

@@ -58,7 +58,7 @@ def test_the_error_survives_pickling_and_is_ours() -> None:
     assert "in _failure" in str(again)
 
 
-def test_a_failure_is_left_in_a_file_and_the_first_one_stands(tmp_path: Path) -> None:
+def test_a_failure_is_written_to_a_file_and_the_first_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "failure"
     assert Failure.read(str(path)) is None
     first = _failure(ValueError("first"))
@@ -77,7 +77,7 @@ class _Unpicklable(Exception):
         raise TypeError("no")
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_all_the_same() -> None:
+def test_an_exception_that_cannot_be_pickled_is_still_described() -> None:
     failure = _failure(_Unpicklable("text"))
     assert failure.load_error() is None
     assert failure.message == "text"
@@ -91,5 +91,5 @@ def test_the_first_cause() -> None:  # G-01, G-02
     killed = Failure.of_exit(4, -9)
     assert first_cause([lost, silent, later, cause, killed]) is cause
     assert first_cause([lost, silent, killed]) is killed
-    assert first_cause([lost, silent]) is silent  # which says who is silent
+    assert first_cause([lost, silent]) is silent  # it names the silent rank
     assert first_cause([killed, later]) is later

@@ -1,4 +1,4 @@
-"""What a stranger puts into the store is not unpickled; what ranks leave in files, only this user can write. J-06."""
+"""Pickles that an attacker puts into the store are not loaded, and only this user can write error files. J-06."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.failure import Failure
 from drivetrain.environments import Placement
-from drivetrain.launchers._elastic import LEFT, Processes
+from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers.world import World
 
 
 class _Planted:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +48,7 @@ def _through_the_control_plane(planted: str) -> Failure | None:
 
 def _through_the_launcher(planted: str) -> Failure | None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set(f"{LEFT}/first", planted)
+    store.set(f"{FAILURES_PREFIX}/first", planted)
     (failure,) = World("function", Placement(0, 2, 0, 2), "127.0.0.1", store.port, store=store).failures()
     return failure
 
@@ -56,7 +56,7 @@ def _through_the_launcher(planted: str) -> Failure | None:
 def _through_the_callers_store(planted: str) -> Failure | None:
     processes = Processes.of_script(1, ["/bin/false"], [{}])
     processes.store = HashStore()
-    processes.store.set(f"{LEFT}/1", planted)
+    processes.store.set(f"{FAILURES_PREFIX}/1", planted)
     assert processes.wait(20)
     (failure,) = processes.failures()
     processes.end()

@@ -1,4 +1,4 @@
-"""What a started process does that finds no way to the store."""
+"""A started process that cannot connect to the store."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_who_is_refused_once_waits_no_second_time(monkeypatch: pytest.MonkeyPatc
         for _ in range(2):
             with pytest.raises(RuntimeError, match="timed out"):
                 world.store("runs")
-        assert world.failures() == []  # asked for as the error is told
+        assert world.failures() == []  # queried while the error is reported
     assert len(tried) == 1

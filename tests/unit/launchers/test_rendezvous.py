@@ -1,4 +1,4 @@
-"""Where the store listens, and whom it lets in: rows J-05 and J-06, on real stores in one process."""
+"""Where the store listens and which processes it admits (J-05, J-06), with real stores in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from drivetrain.testing import requires_linux
 
 
 def answers(port: int, address: str = "127.0.0.2") -> bool:
-    """Whether somebody listens there: at another address of this machine than the one that was asked for."""
+    """Return True if a socket listens on the port at another address of this machine."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except ConnectionRefusedError:
@@ -64,7 +64,7 @@ def _place(environment: Environment) -> Any:
 
 class _Script(SubprocessLauncher):
     def command(self) -> list[str]:
-        return []  # pytest is not run again, and no process is started
+        return []  # starts no process
 
 
 def _by_host() -> tuple[int, Any]:
@@ -107,9 +107,9 @@ def test_by_name_it_listens_where_the_name_leads() -> None:  # J-06
 
 def test_what_is_no_address_of_this_machine_is_listened_for_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     port = _free_port()
-    with closing(rendezvous.listen("192.0.2.1", port, 1)):  # a gateway's, say, which leads here
+    with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
-    # A machine's own name may lead to its loopback device, where those of other machines would find nobody.
+    # A machine's own name may resolve to its loopback device, which other machines cannot reach.
     with closing(rendezvous.listen(socket.gethostname(), port, 2)):
         assert answers(port, "127.0.0.1")
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_hosted_otherwise_says_why() -> None:
         host("no.such.host.invalid", 0)
 
 
-# Two jobs at one port
+# Two jobs on one port
 
 
 def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, command: str = "train.py") -> Job:
@@ -173,10 +173,10 @@ def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, com
 )
 def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-05
     first, other = _job(command=hosts), _job(rank=1, command=comes)
-    assert first.why_another(other) == other.why_another(first) == ""
+    assert first.describe_difference(other) == other.describe_difference(first) == ""
     again = Job.decode(first.encode())
     assert again == first
-    assert "--" not in first.encode()  # what a command line says may be secret
+    assert "--" not in first.encode()  # a command line may contain secrets
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-0
         (_job("a"), _job("b"), "it is 'a', and this is 'b'"),
         (_job("a"), _job(), "it is 'a', and this is 'one without a name'"),
         (_job(), _job("b"), "it is 'a job without a name', and this is 'b'"),
-        (_job(), _job(folder=Path("/")), "and this in /"),
+        (_job(), _job(folder=Path("/")), "and this one in /"),
         (_job(command="train.py --seed 0"), _job(rank=1, command="train.py --seed 1"), "another command line"),
         (_job(command="train.py --seed=0"), _job(rank=1, command="train.py --seed=1"), "another command line"),
         (_job(command="train.py"), _job(command="other.py"), "another command line"),
         (_job(command="train.py"), _job(command="train.py --fast"), "another command line"),
-        (Job(user="0", folder="/"), Job(user="7", folder="/"), "it is of user 0, and this is of user 7"),
+        (Job(user="0", folder="/"), Job(user="7", folder="/"), "it belongs to user 0, and this one to user 7"),
         (Job.new(), Job.new(), "and this is"),
     ],
 )
@@ -198,7 +198,7 @@ def test_two_jobs_are_told_apart(hosts: Job, comes: Job, why: str) -> None:  # J
     store = host("127.0.0.1", 0, job=hosts)
     newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
     for let_in in (admit, admit_first):
-        with pytest.raises(ConfigurationError, match=rf"rank 1 came to 127\.0\.0\.1:{store.port}") as caught:
+        with pytest.raises(ConfigurationError, match=rf"rank 1 connected to 127\.0\.0\.1:{store.port}") as caught:
             let_in(newcomer, comes, 1, "127.0.0.1", store.port)
         assert f"port {store.port}" in caught.value.why
         assert why in caught.value.why
@@ -212,7 +212,7 @@ def test_a_rank_that_is_there_is_refused_a_second_time() -> None:  # J-05
     store = host("127.0.0.1", 0, job=job)
     for rank in (1, 2):
         admit(TCPStore("127.0.0.1", store.port, is_master=False), job, rank, "127.0.0.1", store.port)
-    with pytest.raises(ConfigurationError, match="where a rank 1 is already"):
+    with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
         admit(TCPStore("127.0.0.1", store.port, is_master=False), job, 1, "127.0.0.1", store.port)
 
 
@@ -225,9 +225,9 @@ def test_a_store_that_outlives_its_ranks_lets_them_in_again() -> None:  # J-05
 
 
 def test_a_store_that_is_nobodys_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
-    monkeypatch.setattr(rendezvous, "_SIGNS_WITHIN", rendezvous._SIGNS_WITHIN / 600)
+    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, and what is there is no store of this"):
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
         admit(store, _job(), 1, "127.0.0.1", store.port)
 
 
@@ -237,7 +237,7 @@ def test_a_started_process_refuses_anothers_store_and_is_refused_once() -> None:
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="another job"):
             world.store("runs")
-    assert world.failures() == []  # asked for as the error is told
+    assert world.failures() == []  # queried while the error is reported
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Values that are under way survive a checkpoint: an epoch's mean goes on where it stopped (F-12, F-16, I-16)."""
+"""Values of an unfinished epoch survive a checkpoint: its means continue after a resume (F-12, F-16, I-16)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_another_meaning_of_a_key_is_refused_after_a_resume_too() -> None:
 
 
 def test_a_rank_takes_the_places_of_several() -> None:
-    # F-02: fewer ranks after a resume than before it
+    # F-02: a resume on fewer ranks
     whole = Module()
     undisturbed = entered(whole)
     for number in range(5):
@@ -137,7 +137,7 @@ class Correlating(nn.Module):
 
 
 def _resumed(kind: Any, updates: list[Any]) -> Correlating:
-    """One module that takes the places of as many ranks as there are ``updates``; None saw nothing."""
+    """Return a module that replaces as many ranks as there are ``updates``; a rank with None had no data."""
     states = []
     for update in updates:
         module = Correlating(kind)
@@ -150,7 +150,7 @@ def _resumed(kind: Any, updates: list[Any]) -> Correlating:
 
 
 def test_a_state_that_ranks_cannot_merge_is_refused() -> None:
-    # I-16: of torchmetrics' own correlation, the other ranks' part was dropped
+    # I-16: the other ranks' part of torchmetrics' correlation was dropped
     with pytest.raises(CheckpointError, match=r"PearsonCorrCoef 'metric'(?s:.)*mean_x(?s:.)*merge_state"):
         _resumed(torchmetrics.PearsonCorrCoef, [_pairs(0), _pairs(1)])
 
@@ -191,7 +191,7 @@ def test_a_merge_state_that_fails_is_named() -> None:
 
 
 class Reducing(torchmetrics.Metric):
-    """Has a state for every way in which torchmetrics brings ranks together."""
+    """Has one state for each way in which torchmetrics reduces over ranks."""
 
     sum: torch.Tensor
     cat: torch.Tensor

@@ -1,4 +1,4 @@
-"""Frozen weights that are kept in bfloat16, as docs/strategies.md advises for FSDP in a mixed precision."""
+"""Frozen weights in bfloat16, as docs/strategies.md advises for FSDP with mixed precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16: overflows, several optimizers, one decision a step, and the scale in a checkpoint."""
+"""fp16: overflows, several optimizers, one decision per step, and the scale in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.arange(12.0).reshape(4, 3) / 12
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for the device: a tensor's value taken over to Python."""
+    """Counts operations that make the host wait for the device, which read a tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Waits(TorchDispatchMode):
 
 
 class Two(nn.Module):
-    """Two linear layers side by side, each with an optimizer of its own."""
+    """Two independent linear layers, each with its own optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) 
     if unscaled_by == "engine":
         for optimizer in optimizers:
             precision.unscale(optimizer)
-            precision.unscale(optimizer)  # a hook of the user's may have done so before
+            precision.unscale(optimizer)  # as a user's hook may do
     elif unscaled_by == "clipping":
         norm = precision.clip_gradients(optimizers, 1e6)
         torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected), rtol=5e-3, atol=1e-3)
@@ -124,7 +124,7 @@ def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_overflow_in_one_optimizer_skips_all_and_counts_once(device: str, side: str) -> None:
-    # B-06, B-15: after clipping over all of them the others' gradients are zero or NaN
+    # B-06, B-15: clipping over all optimizers makes the others' gradients zero or NaN
     module = Two().to(device)
     optimizers = [adam(module.left), adam(module.right)]
     precision = precision_for(device)
@@ -141,7 +141,7 @@ def test_an_overflow_in_one_optimizer_skips_all_and_counts_once(device: str, sid
 
 
 class Passes(TorchDispatchMode):
-    """Counts the operations that go over gradients in lists."""
+    """Counts operations over lists of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Passes(TorchDispatchMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
 def test_unscaling_and_clipping_are_one_pass(device: str, max_norm: float) -> None:
-    # B-05, B-15: the same gradients and norm, to the last bit, as from a pass for each
+    # B-05, B-15: bit-identical gradients and norm, compared with one pass for each
     found = []
     for apart in (True, False):
         module = Two().to(device)
@@ -179,7 +179,7 @@ def test_unscaling_and_clipping_are_one_pass(device: str, max_norm: float) -> No
 
 
 class Scaled(TrainModule):
-    """Clips by norm under fp16, or says otherwise."""
+    """Clips by norm under fp16, or as configured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Scaled(TrainModule):
 
 
 class Looking(Callback):
-    """Looks at the gradients before they are clipped."""
+    """Reads the gradients before they are clipped."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -225,7 +225,7 @@ def test_a_run_passes_once_unless_somebody_looks_between() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_host_waits_once_a_step(count: int) -> None:
-    # B-15, H-01: the scaler's own question, asked once however many optimizers there are
+    # B-15, H-01: one synchronization per step, however many optimizers there are
     module = Two()
     optimizers = [adam(module)] if count == 1 else [adam(module.left), adam(module.right)]
     precision = precision_for("cpu")
@@ -262,7 +262,7 @@ def test_optimizers_that_take_turns() -> None:
 @pytest.mark.parametrize("clip", [None, 1e6])
 @pytest.mark.parametrize("added", [False, True])
 def test_an_optimizer_may_step_several_times_before_the_update(device: str, clip: float | None, added: bool) -> None:
-    # B-15, I-02: each backward's gradients are unscaled once, and so are those that it is added to
+    # B-15, I-02: gradients of each backward pass are unscaled once, and so are those that they are added to
     module = Two().to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     module(X.to(device)).backward()
@@ -287,7 +287,7 @@ def test_an_optimizer_may_step_several_times_before_the_update(device: str, clip
 
 
 def test_gradients_that_no_backward_can_reach_stay_unscaled() -> None:
-    # B-15, I-02: what toggling is for; clipping over both then finds them as they are
+    # B-15, I-02: as with toggled optimizers; clipping over both reads them unchanged
     module = Two()
     left, right = adam(module.left), adam(module.right)
     precision = precision_for("cpu")
@@ -326,7 +326,7 @@ def test_without_any_gradient_nothing_is_found_and_nothing_fails() -> None:
 def test_an_overflow_on_another_rank_counts_here(
     elsewhere: float, stepped: bool, scale: float, any_gradient: bool
 ) -> None:
-    # B-06: the reducer stands for the other rank's answer
+    # B-06: the reducer plays the other rank
     module = Two()
     optimizer = adam(module)
     precision = precision_for("cpu")
@@ -347,7 +347,7 @@ def test_an_overflow_on_another_rank_counts_here(
 
 
 def test_the_scale_survives_a_checkpoint() -> None:
-    # F-12: through JSON, and the run goes on as the undisturbed one does
+    # F-12: through JSON, and the resumed run equals the undisturbed one
     def train(precision: MixedPrecision, module: Two, optimizer: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):
             gradients(precision, module, "cpu")
@@ -375,11 +375,11 @@ def test_the_scale_survives_a_checkpoint() -> None:
 
 
 def test_a_checkpoint_of_another_precision_is_taken() -> None:
-    # F-12: the scale starts afresh, and a scale is of no use elsewhere
+    # F-12: the scale keeps its initial value
     fresh = MixedPrecision("16-mixed", "cpu")
     fresh.load_state_dict({})
     assert fresh.state_dict()["scale"] == 65536.0
-    fresh.load_state_dict({"scale": 1024.0, "_growth_tracker": 7})  # as a run under ZeRO leaves it
+    fresh.load_state_dict({"scale": 1024.0, "_growth_tracker": 7})  # as a run under ZeRO writes it
     state = fresh.state_dict()
     assert (state["scale"], state["_growth_tracker"], state["growth_interval"]) == (1024.0, 7, 2000)
     bf16 = MixedPrecision("bf16-mixed", "cpu")

@@ -1,4 +1,4 @@
-"""Clipping over gradients of every kind that one process can hold."""
+"""Clipping of every kind of gradient in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parameters(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.flo
         parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
         parameter.grad = torch.randn(shape, generator=generator).to(device, dtype)
         made.append(parameter)
-    return [*made, nn.Parameter(torch.zeros(2, device=device))]  # the last one got no gradient
+    return [*made, nn.Parameter(torch.zeros(2, device=device))]  # the last one has no gradient
 
 
 def optimizers(made: list[nn.Parameter], count: int) -> list[torch.optim.Optimizer]:
@@ -66,7 +66,7 @@ def test_value_equals_torch(device: str, limit: float) -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_sparse_gradients_count_as_what_they_sum_to(algorithm: str) -> None:
-    # B-05, B-20: rows looked up several times stand several times in a sparse gradient
+    # B-05, B-20: rows that are looked up several times occur several times in a sparse gradient
     def gradients_of(sparse: bool) -> list[nn.Parameter]:
         torch.manual_seed(0)
         table, head = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
@@ -121,7 +121,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_never_waits_for_the_device(algorithm: str) -> None:
-    # B-05, H-01: no value of a tensor crosses over to Python
+    # B-05, H-01: no tensor's value is read
     class NoWaiting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
@@ -141,7 +141,7 @@ def test_clipping_never_waits_for_a_gpu(algorithm: str) -> None:
     # B-05, H-01
     made = parameters("cuda")
     clip = FullPrecision().clip_gradients
-    clip(optimizers(made, 2), 0.1, algorithm)  # kernels load at their first use
+    clip(optimizers(made, 2), 0.1, algorithm)  # loads the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         norm = clip(optimizers(made, 2), 0.01, algorithm)

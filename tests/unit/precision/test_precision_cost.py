@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.calls import count_calls
 from drivetrain.precision import Precision, resolve_precision
 
 X = torch.ones(2, 4)
 
 
-def calls_of(step: Callable[[], None]) -> int:
-    """Python functions entered in one step, once everything lazy has happened."""
-    entered = 0
-
-    def profile(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal entered
-        entered += event == "call"
-
+def calls_a_step(step: Callable[[], None]) -> int:
+    """Return the Python calls of one step after five steps that fill caches."""
     for _ in range(5):
         step()
-    sys.setprofile(profile)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return entered
+    return count_calls(step)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -93,4 +80,4 @@ def test_python_calls_over_the_raw_loop(name: str, clip: float | None, together:
     precision = resolve_precision(name, torch.device("cpu"))
     if precision.scales_loss:
         precision.load_state_dict(torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict())
-    assert calls_of(with_precision(precision, clip, together)) - calls_of(raw()) <= bound
+    assert calls_a_step(with_precision(precision, clip, together)) - calls_a_step(raw()) <= bound

@@ -1,4 +1,4 @@
-"""From name to precision: shorthands, refusals, the line of dtypes."""
+"""Names of precisions: shorthands, errors, the line of dtypes."""
 
 from __future__ import annotations
 

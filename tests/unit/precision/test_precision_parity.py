@@ -1,4 +1,4 @@
-"""Every precision gives, to the last bit, what the loop gives that one would write by hand."""
+"""Every precision equals, bit for bit, the corresponding training loop written by hand."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def by_precision(precision: Precision, device: str, clip: float | None = None) -
 
 
 def build_in_float32() -> nn.Module:
-    # The same start for every dtype: random numbers drawn in half precision are others than those of float32.
+    # The same start for every dtype, since half precision draws other random numbers than float32.
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -117,7 +117,7 @@ def test_a_run_equals_the_loop_written_by_hand(name: str, clip: float | None, de
     for ours, theirs in zip((*actual.losses, *actual.weights), (*expected.losses, *expected.weights), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     for ours, theirs in zip(actual.norms, expected.norms, strict=True):
-        # fp16 overflows in its first steps, until the scale fits: both norms are infinite or NaN there
+        # fp16 overflows in its first steps, until the scale fits; both norms are infinite or NaN then.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         assert clip is not None
     assert clip is None or any(norm > clip for norm in actual.norms)
@@ -165,7 +165,7 @@ def test_conversion_reaches_floating_point_only_and_keeps_ties() -> None:
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_has_float32_master_weights(name: str) -> None:
-    # B-01: a module that comes in half precision gets them; frozen weights keep their memory
+    # B-01: a module in half precision gets them; frozen weights keep their memory
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
     module[1].weight = module[0].weight
     module[2].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""O-01: the emulated CUDA says what a real device may do in another order, and computes what the host computes."""
+"""O-01: the emulated CUDA reports what a real device may reorder, and computes the host's results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda")
 
 
 def quoted(where: tuple[str, ...]) -> str:
-    """The text of the innermost line."""
+    """Return the source text of the innermost line."""
     path, line = where[0].partition(" in ")[0].rsplit(":", 1)
     return linecache.getline(path, int(line)).strip()
 
@@ -218,7 +218,7 @@ def test_memory_that_its_allocator_knows_to_be_in_use_is_safe(how: str) -> None:
     assert not on_emulated_cuda(_freed, how).frees_in_use
 
 
-# What the host waits for
+# Host synchronization
 
 
 def _sync(gpu: EmulatedCuda, how: str) -> None:
@@ -570,7 +570,7 @@ def test_devices_are_apart() -> None:
     # O-01
     seen = on_emulated_cuda(_two_devices)
     assert seen.returned == [torch.device("cuda:1"), (1, True), 0, DEVICES, torch.device("cuda:1")]
-    # `y` was made on device 1's default stream, and the other one did not wait for that.
+    # `y` was made on device 1's default stream, and the other stream did not wait for that.
     assert [race.earlier.name for race in seen.races] == ["fill_"]
 
 
@@ -634,7 +634,7 @@ def test_memory_is_counted() -> None:
     assert on_emulated_cuda(_memory).returned == [4000, 0, 0, 0]
 
 
-# Switching it on and off. These leave a process that is not as it was: `alone` gives each one of its own.
+# Tests that turn the emulation on and off change their process, so `alone` runs each in its own.
 
 
 def _switched() -> list[Any]:
@@ -695,7 +695,7 @@ def _forked(asked: bool) -> int:
         child = os.fork()
         if child == 0:
             try:
-                # No backward: its threads would ask for torch's pool, which a fork has taken from them.
+                # No backward pass: its threads would need torch's thread pool, which does not survive a fork.
                 torch.ones(2, device="cuda:1").sum().item()
             except RuntimeError as error:
                 os._exit(7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 1)

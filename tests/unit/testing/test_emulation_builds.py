@@ -1,4 +1,4 @@
-"""O-01: the emulation is compiled once, and what is in its way is said."""
+"""O-01: the extension is compiled once, and errors say what prevents it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()
 
-# A compiler that has seen everything: what it is to make lies there already. It takes its time, and counts its calls.
+# A fake compiler that copies an existing library to its output. It takes some time, and counts its calls.
 COMPILER = """#!/bin/sh
 case "$*" in *--version*) echo "copying 1.0"; exit 0;; esac
 echo called >> "{calls}"
@@ -45,7 +45,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _build(sizes: list[int], index: int) -> None:
-    sizes[index] = building._built().stat().st_size
+    sizes[index] = building._build_cached().stat().st_size
 
 
 def test_processes_that_ask_at_once_wait_for_the_one_that_compiles(compiler: Path) -> None:
@@ -58,7 +58,7 @@ def test_processes_that_ask_at_once_wait_for_the_one_that_compiles(compiler: Pat
     for process in processes:
         process.join(60)
     assert compiler.read_text().splitlines() == ["called"]
-    size = building._built().stat().st_size
+    size = building._build_cached().stat().st_size
     assert list(sizes) == [size] * 3
     assert size > 10_000
     assert compiler.read_text().splitlines() == ["called"]
@@ -66,24 +66,24 @@ def test_processes_that_ask_at_once_wait_for_the_one_that_compiles(compiler: Pat
 
 def test_another_compiler_or_another_source_is_another_build(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # O-01
-    first = building._built()
+    first = building._build_cached()
     other = compiler.with_name("cxx2")
     shutil.copy(os.environ["CXX"], other)
     monkeypatch.setenv("CXX", str(other))
-    second = building._built()
+    second = building._build_cached()
     monkeypatch.setattr(building, "_SOURCES", building._SOURCES[:-1])
-    third = building._built()
+    third = building._build_cached()
     assert len({first, second, third}) == 3
     assert len(compiler.read_text().splitlines()) == 3
 
 
 def test_a_build_that_was_cut_off_is_made_again(compiler: Path) -> None:
     # O-01
-    path = building._built()
+    path = building._build_cached()
     (path.parent / "tmpcut").mkdir()
     (path.parent / "tmpcut" / path.name).write_bytes(b"half")
     path.unlink()
-    assert building._built().stat().st_size > 10_000
+    assert building._build_cached().stat().st_size > 10_000
 
 
 def test_what_a_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_what_a_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_that_is_no_extension_is_told_of(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # O-01
-    building._built().write_bytes(b"no library")
+    building._build_cached().write_bytes(b"no library")
     with pytest.raises(ConfigurationError, match="does not fit torch"):
         building.load_extension()
 
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(compiler: Path, monkeypatch
     # O-01
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(compiler.with_name("cxx")))  # a file
     with pytest.raises(ConfigurationError, match="set TORCH_EXTENSIONS_DIR"):
-        building._built()
+        building._build_cached()
 
 
 def test_without_a_compiler_tests_are_skipped_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

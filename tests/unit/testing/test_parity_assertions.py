@@ -60,5 +60,5 @@ def test_traces_name_the_first_step() -> None:
 
 def test_ranks_must_agree_bit_for_bit() -> None:
     assert_equal_ranks([_state(), _state(), _state()])
-    with pytest.raises(AssertionError, match=r"(?s)rank 2 is not what rank 0 is.*weight"):
+    with pytest.raises(AssertionError, match=r"(?s)rank 2 differs from rank 0.*weight"):
         assert_equal_ranks([_state(), _state(), _state(weight=torch.arange(6.0).reshape(2, 3) + 5e-6)])

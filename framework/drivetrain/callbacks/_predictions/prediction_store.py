@@ -96,8 +96,8 @@ class PredictionStore:
         if START_DOCUMENT not in names:
             if part_stems(names):
                 raise CheckpointError(
-                    f"{self.path!r} contains parts of predictions but not {START_DOCUMENT}, which identifies their weights "
-                    "and data.",
+                    f"{self.path!r} contains parts of predictions but not {START_DOCUMENT}, which identifies their "
+                    "weights and data.",
                     "predictions of different weights or data could be mixed up.",
                     "delete the folder, or write to another path.",
                 )

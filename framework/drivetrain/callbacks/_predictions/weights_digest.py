@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from drivetrain._distributed.checksum import brought_over, checksum_held
+from drivetrain._distributed.checksum import checksum_share, stack_on_cpu
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -20,6 +20,6 @@ def weights_digest(strategy: Strategy) -> str:
     for name, value in sorted(strategy.model_state().items()):
         shard = strategy.shard_of(value)
         headers.append(f"{name} {tuple(shard.shape)} {shard.dtype}")
-        sums.append(checksum_held(shard, strategy.rank))
-    total = strategy.control.all_gather(brought_over(sums)).sum(0).tolist()
+        sums.append(checksum_share(shard, strategy.rank))
+    total = strategy.control.all_gather(stack_on_cpu(sums)).sum(0).tolist()
     return hashlib.blake2b(repr((headers, total)).encode(), digest_size=16).hexdigest()

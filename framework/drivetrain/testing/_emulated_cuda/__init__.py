@@ -1,1 +1,1 @@
-"""CUDA in the host's memory: devices, streams and events whose order is checked, on a build of torch without CUDA."""
+"""CUDA emulated in host memory, for builds of torch without CUDA: devices, streams and events with race detection."""

@@ -1,4 +1,4 @@
-"""Compiles the emulation's C++ once for each source, torch and compiler, and finds what was compiled before."""
+"""Compiles the emulation's C++ extension once per source, torch and compiler, and caches the result."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from drivetrain.errors import ConfigurationError
 _NAME = "emulated_cuda"
 _SOURCES = ("extension.cpp", "nccl.h", "kernels.h", "device.h", "order.h")
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-_SHOWN = 12  # lines of what a compiler said
+_SHOWN = 12  # lines of compiler output in an error
 
 
-def hindrance() -> str | None:
-    """Why CUDA cannot be emulated here, in a few words; None where nothing is known to be in the way."""
+def emulation_obstacle() -> str | None:
+    """Return why CUDA cannot be emulated here, in a few words; None if no reason is known."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     if torch.version.cuda or torch.version.hip:
@@ -39,22 +39,21 @@ def hindrance() -> str | None:
 
 
 def load_extension() -> ModuleType:
-    """Return the emulation's extension, compiled where it has not been yet (about 20 seconds).
+    """Return the emulation's extension, compiling it first if necessary (about 20 seconds).
 
-    It lies in a folder of the user's, below ``$TORCH_EXTENSIONS_DIR`` or the cache folder. Processes that ask at once
-    wait for the one that compiles.
+    It is cached below ``$TORCH_EXTENSIONS_DIR`` or the user's cache folder. Only one process compiles it; others wait.
 
     Raises:
-        ConfigurationError: nothing can be compiled here, or not for this torch.
+        ConfigurationError: there is no compiler, or the extension does not compile for this torch.
     """
-    reason = hindrance()
+    reason = emulation_obstacle()
     if reason is not None:
         raise ConfigurationError(
             f"CUDA cannot be emulated here: the emulation {reason}.",
-            "it is C++ that takes the place which a build of torch without CUDA leaves empty.",
+            "it is a C++ extension for builds of torch without CUDA.",
             "install what is missing, or skip the test with drivetrain.testing.requires_emulated_cuda().",
         )
-    path = _built()
+    path = _build_cached()
     spec = importlib.util.spec_from_file_location(_NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -66,7 +65,7 @@ def load_extension() -> ModuleType:
     return extension
 
 
-def _built() -> Path:
+def _build_cached() -> Path:
     compiler = _compiler()
     assert compiler is not None
     command = _command(compiler)
@@ -83,37 +82,37 @@ def _built() -> Path:
     except OSError as error:
         raise ConfigurationError(
             f"The emulation of CUDA cannot be kept in {folder}: {error}.",
-            "it is compiled once and kept for the next process.",
-            "set TORCH_EXTENSIONS_DIR to a folder that can be written to.",
+            "it is compiled once and cached for later processes.",
+            "set TORCH_EXTENSIONS_DIR to a writable folder.",
         ) from error
     return path
 
 
 def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        library = Path(folder) / path.name
+        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise _does_not_fit("\n".join(lines[:_SHOWN]))
-        os.replace(made, path)
+        os.replace(library, path)
 
 
-def _does_not_fit(said: str) -> ConfigurationError:
+def _does_not_fit(details: str) -> ConfigurationError:
     return ConfigurationError(
-        f"The emulation of CUDA does not fit torch {torch.__version__} with {_compiler()}:\n{said}",
+        f"The emulation of CUDA does not fit torch {torch.__version__} with {_compiler()}:\n{details}",
         "it is compiled against interfaces of torch that change between versions.",
-        "use a version of torch that the documentation of emulated_cuda names, or a newer drivetrain.",
+        "use a version of torch from the documentation of emulated_cuda, or a newer drivetrain.",
     )
 
 
 def _compiler() -> str | None:
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
-    return next((one for one in candidates if shutil.which(shlex.split(one)[0])), None)
+    return next((name for name in candidates if shutil.which(shlex.split(name)[0])), None)
 
 
 def _command(compiler: str) -> list[str]:
-    """The compiler's call but for its output. It does not optimise: the kernels are torch's own."""
+    """Return the compiler command without its output. It does not optimise: the kernels are torch's own."""
     root = Path(torch.__file__).parent
     return [
         *shlex.split(compiler),
@@ -135,7 +134,7 @@ def _cache() -> Path:
 
 
 def _digest(compiler: str, command: list[str]) -> str:
-    """What the result depends on; the compiler is asked for its version, which takes milliseconds."""
+    """Return a digest of everything that affects the result, including the compiler's version."""
     version = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(version)
     for part in (sys.version, torch.__version__, str(torch.version.git_version), *command):

@@ -1,4 +1,4 @@
-"""Switching the emulation of CUDA on and off, and reading what it has seen."""
+"""emulated_cuda: turns the emulation of CUDA on and off, and provides its findings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.building import load_extension
-from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, told
+from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, format_findings
 from drivetrain.testing._emulated_cuda.sites import Sites
-from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, in_place, refuse_another_torch
+from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, emulated_names
 from drivetrain.testing._emulated_cuda.torch_nccl import nccl_in_place
 
 _loaded: tuple[ModuleType, Sites] | None = None
 
 
 class EmulatedCuda:
-    """What the emulated devices have seen since `emulated_cuda` was entered, or since `forget`."""
+    """The findings of the emulated devices since `emulated_cuda` was entered or `forget` was called."""
 
     def __init__(self, extension: ModuleType, sites: Sites, devices: int) -> None:
         self.devices = devices
@@ -36,19 +36,19 @@ class EmulatedCuda:
 
     @property
     def races(self) -> list[Race]:
-        """Pairs of operations on the same bytes, one of them a write, that no event, stream or wait orders."""
+        """Pairs of operations on the same bytes, at least one of them a write, that no event, stream or wait orders."""
         self._look()
         return self._races
 
     @property
     def frees_in_use(self) -> list[FreeInUse]:
-        """Memory that was given out again while another stream might still use it."""
+        """Memory that was reused while another stream might still use it."""
         self._look()
         return self._frees
 
     @property
     def host_syncs(self) -> list[HostSync]:
-        """Where the host waited for a device, copies apart."""
+        """The host's waits for a device, without copies."""
         self._look()
         return self._syncs
 
@@ -60,99 +60,98 @@ class EmulatedCuda:
 
     @property
     def blocking_copies(self) -> list[Copy]:
-        """Those copies that the host waited for."""
+        """Copies that the host waited for."""
         return [copy for copy in self.copies if copy.blocking]
 
     def forget(self) -> None:
-        """Begin anew: after a warm-up, say."""
+        """Drop the findings so far, for example after a warm-up."""
         self._look()
         for findings in (self._races, self._frees, self._syncs, self._copies):
             findings.clear()
 
     def report(self) -> str:
-        """Return all of it as text, with the lines of code that it came from."""
+        """Return all findings as text, with the lines of code that caused them."""
         parts = {
-            "races": told(self.races),
-            "frees in use": told(self.frees_in_use),
-            "host syncs": told(self.host_syncs),
-            "blocking copies": told(self.blocking_copies),
+            "races": format_findings(self.races),
+            "frees in use": format_findings(self.frees_in_use),
+            "host syncs": format_findings(self.host_syncs),
+            "blocking copies": format_findings(self.blocking_copies),
         }
         return "\n".join(f"{name}:\n{text or '  none'}" for name, text in parts.items())
 
     def _look(self) -> None:
-        for found in self._extension.take_findings():
-            where = self._sites.lines(found["site"])
-            stream = _stream(found["device"], found["stream"])
-            if found["kind"] == "copy":
-                how = found["op"], found["bytes"], found["pinned"], found["waited"]
-                self._copies.append(Copy(*how, found["device"], stream, where))
-            elif found["kind"] == "sync":
-                self._syncs.append(HostSync(found["op"], found["device"], stream, where))
-            elif found["kind"] == "overwritten":
-                operation = Operation(found["op"], stream, where)
-                self._races.append(Race(operation, None, "write after read", found["bytes"]))
-            elif found["kind"] == "race":
-                self._races.append(self._race(found, Operation(found["op"], stream, where)))
+        for finding in self._extension.take_findings():
+            where = self._sites.lines(finding["site"])
+            stream = _stream(finding["device"], finding["stream"])
+            if finding["kind"] == "copy":
+                how = finding["op"], finding["bytes"], finding["pinned"], finding["waited"]
+                self._copies.append(Copy(*how, finding["device"], stream, where))
+            elif finding["kind"] == "sync":
+                self._syncs.append(HostSync(finding["op"], finding["device"], stream, where))
+            elif finding["kind"] == "overwritten":
+                operation = Operation(finding["op"], stream, where)
+                self._races.append(Race(operation, None, "write after read", finding["bytes"]))
+            elif finding["kind"] == "race":
+                self._races.append(self._race(finding, Operation(finding["op"], stream, where)))
             else:
-                freed = self._sites.lines(found["other_site"])
-                owner = _stream(found["other_device"], found["other_stream"])
-                self._frees.append(FreeInUse(Operation(found["op"], stream, where), owner, freed, found["bytes"]))
+                freed = self._sites.lines(finding["other_site"])
+                owner = _stream(finding["other_device"], finding["other_stream"])
+                self._frees.append(FreeInUse(Operation(finding["op"], stream, where), owner, freed, finding["bytes"]))
 
-    def _race(self, found: dict[str, Any], later: Operation) -> Race:
-        stream = _stream(found["other_device"], found["other_stream"])
-        earlier = Operation(found["other_op"], stream, self._sites.lines(found["other_site"]))
+    def _race(self, finding: dict[str, Any], later: Operation) -> Race:
+        stream = _stream(finding["other_device"], finding["other_stream"])
+        earlier = Operation(finding["other_op"], stream, self._sites.lines(finding["other_site"]))
         verbs = ("read", "write")
-        what = f"{verbs[found['writes']]} after {verbs[found['other_writes']]}"
-        return Race(earlier, later, what, found["bytes"])
+        what = f"{verbs[finding['writes']]} after {verbs[finding['other_writes']]}"
+        return Race(earlier, later, what, finding["bytes"])
 
 
 @contextlib.contextmanager
 def emulated_cuda(
     devices: int = 1, *, name: str = "Emulated CUDA", memory: int = 80 << 30, enforce_memory: bool = False
 ) -> Iterator[EmulatedCuda]:
-    """Emulate CUDA devices in the host's memory: ``with emulated_cuda(devices=2) as gpu: ...; assert not gpu.races``.
+    """Emulate CUDA devices in host memory: ``with emulated_cuda(devices=2) as gpu: ...; assert not gpu.races``.
 
-    Within, ``torch.cuda`` has that many devices. Operators run the host's kernels at once, so that numbers are the
-    CPU's to the last bit (those of generators apart), while streams, events, `record_stream` and waits are followed:
-    what a real device could run in another order is listed. A copy to pinned memory with ``non_blocking=True`` arrives
-    when the host has waited for it; until then all bits of the memory are set. An event that nobody has waited for
-    answers False to its first `query`.
+    Within the context, ``torch.cuda`` has that many devices. Operators run the CPU's kernels at once, so results equal
+    the CPU's bit for bit (except random numbers), while the order of streams, events, `record_stream` and waits is
+    tracked: operations that a real device could run in another order are reported. A copy to pinned memory with
+    ``non_blocking=True`` arrives when the host has waited for it; until then all bits of the memory are set. An event
+    that was not waited for answers False to its first `query`.
 
-    The first call in a process compiles the extension where that was not done before, and makes operators for CUDA
-    known to torch for as long as the process lives. Outside of ``with`` there are no devices, but a process that is
-    to be as it was had better be another one: call a function by `run_distributed` or a `World` of your own. Tensors
-    must not be used after the ``with`` they were made in. A forked process can use the devices unless the one that it
-    comes from has asked the driver for anything, as with real ones.
+    The first call in a process compiles the extension if necessary, and registers operators for CUDA with torch for the
+    life of the process. Outside of the context there are no devices; use another process, with `run_distributed` or
+    your own `World`, if this one must not change. Tensors must not be used after the context in which they were
+    created. As with real devices, a forked process can use them only if its parent has not initialised the driver.
 
     Args:
-        devices: how many there are. ``CUDA_VISIBLE_DEVICES`` may show some of them alone.
-        name: what ``torch.cuda.get_device_name`` returns.
-        memory: bytes of each device, as ``torch.cuda.mem_get_info`` returns them.
-        enforce_memory: raise ``torch.cuda.OutOfMemoryError`` where a device would hold more.
+        devices: the number of devices. ``CUDA_VISIBLE_DEVICES`` may restrict them.
+        name: the return value of ``torch.cuda.get_device_name``.
+        memory: the bytes of each device in ``torch.cuda.mem_get_info``.
+        enforce_memory: raise ``torch.cuda.OutOfMemoryError`` if a device would hold more.
 
     Raises:
-        ConfigurationError: there is no C++ compiler, or torch has a CUDA of its own or does not fit. The first use of a
-            device raises it where a backward in this process came before, and autograd knows of fewer devices.
+        ConfigurationError: there is no C++ compiler, torch has CUDA itself, or this torch is not supported. The first
+            use of a device raises it if an earlier backward pass in this process made autograd assume fewer devices.
     """
     if type(devices) is not int or not 1 <= devices <= _MOST:
         raise ConfigurationError(
             f"emulated_cuda(devices={devices!r}).",
-            f"it is how many devices there are, 1 to {_MOST}.",
+            f"it must be a number of devices from 1 to {_MOST}.",
             "use emulated_cuda(devices=2).",
         )
-    refuse_another_torch()
+    check_torch_version()
     extension, sites = _load()
     if extension.count():
         raise ConfigurationError(
             "emulated_cuda() within emulated_cuda().",
-            "the devices of the outer one are there already.",
-            "ask for as many devices as are needed once.",
+            "the devices of the outer context already exist.",
+            "create all devices with one call.",
         )
     visible = _visible(devices)
     gpu = EmulatedCuda(extension, sites, len(visible))
     extension.start(visible, memory if enforce_memory else 0)
     try:
-        with in_place(extension, len(visible), DeviceProperties(name, memory)), nccl_in_place(extension):
+        with emulated_names(extension, len(visible), DeviceProperties(name, memory)), nccl_in_place(extension):
             torch.cuda._initialized = False
             torch.cuda._cached_device_count = None
             gpu.forget()
@@ -171,13 +170,13 @@ def _load() -> tuple[ModuleType, Sites]:
         extension = load_extension()
         sites = Sites()
         extension.ask_for_sites(sites.here)
-        atexit.register(extension.stop)  # frees that come after Python's end ask nobody where they are
+        atexit.register(extension.stop)  # frees after Python's end must not call back into Python
         _loaded = extension, sites
     return _loaded
 
 
 def _visible(devices: int) -> list[int]:
-    """The devices that CUDA_VISIBLE_DEVICES shows, up to the first that is not there, as the driver takes it."""
+    """Return the devices in CUDA_VISIBLE_DEVICES up to the first that does not exist, as the driver does."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(range(devices))

@@ -1,4 +1,4 @@
-"""What an emulated device has seen, and how it says so."""
+"""The findings of the emulation and their texts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Operation:
     """One call of an operator on a device.
 
     Attributes:
-        name: the operator's, as ``add_`` or ``copy_``.
-        stream: ``cuda:0/default`` or ``cuda:1/7``: the device, and the stream's id.
-        where: lines of the caller, the innermost first; torch's own are left out.
+        name: the operator's name, such as ``add_`` or ``copy_``.
+        stream: the device and the stream's id: ``cuda:0/default`` or ``cuda:1/7``.
+        where: lines of the calling code, the innermost first, without torch's own.
     """
 
     name: str
@@ -28,13 +28,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two operations on the same bytes, one of them a write, that nothing orders.
+    """Two unordered operations on the same bytes, at least one of them a write.
 
     Attributes:
-        earlier: the one that the host called first. A device may run it second.
-        later: the other one; None where it is the host that wrote to pinned memory.
-        what: "read" or "write" of each, as "write after read".
-        size: how many bytes both touch.
+        earlier: the operation that the host called first. A device may run it second.
+        later: the other operation; None if the host itself wrote to pinned memory.
+        what: the kinds of both, such as "write after read".
+        size: the number of bytes that both access.
     """
 
     earlier: Operation
@@ -53,12 +53,13 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class FreeInUse:
-    """Memory that was freed, and given out again, while an operation on another stream might still use it.
+    """Memory that was freed and reused while an operation on another stream might still use it.
 
     Attributes:
-        use: the operation; `Tensor.record_stream` of its stream was not called, and nothing orders it before the reuse.
-        owner: the stream that the memory was allocated on.
-        where: who freed it.
+        use: the operation; `Tensor.record_stream` was not called for its stream, and nothing orders it before the
+            reuse.
+        owner: the stream on which the memory was allocated.
+        where: the lines that freed it.
         size: in bytes.
     """
 
@@ -74,14 +75,14 @@ class FreeInUse:
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """The host waited for a device, for another reason than a copy.
+    """A wait of the host for a device, other than for a copy.
 
     Attributes:
-        what: the operator whose result the host needs, as "item", or "synchronize", "Stream.synchronize" and
+        what: the operator whose result the host needs, such as "item", or "synchronize", "Stream.synchronize" or
             "Event.synchronize".
         device: the device's index.
-        stream: the stream that was current there.
-        where: lines of the caller, the innermost first.
+        stream: the device's current stream.
+        where: lines of the calling code, the innermost first.
     """
 
     what: str
@@ -102,12 +103,12 @@ class Copy:
     Attributes:
         direction: "to the device" or "to the host".
         size: in bytes.
-        pinned: the host's side is pinned memory.
-        blocking: the host waited for it: it was not asked for with ``non_blocking=True``, the memory is not pinned, or
-            dtypes or layouts differ.
+        pinned: the host's memory is pinned.
+        blocking: the host waited for it, because of ``non_blocking=False``, pageable memory, or different dtypes or
+            layouts.
         device: the device's index.
-        stream: the stream that carried it.
-        where: lines of the caller, the innermost first.
+        stream: the stream of the copy.
+        where: lines of the calling code, the innermost first.
     """
 
     direction: str
@@ -128,7 +129,7 @@ class Copy:
 Finding = TypeVar("Finding", Race, FreeInUse, HostSync, Copy)
 
 
-def told(findings: Iterable[Finding]) -> str:
-    """Return the findings as lines, the same one once with how often it came."""
+def format_findings(findings: Iterable[Finding]) -> str:
+    """Return the findings as text, with equal ones listed once and counted."""
     counts = Counter(map(str, findings))
     return "\n".join(f"  {f'{count} times: ' if count > 1 else ''}{text}" for text, count in counts.items())

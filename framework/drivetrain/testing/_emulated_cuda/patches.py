@@ -1,4 +1,4 @@
-"""Attributes that are others for a while."""
+"""Temporary changes of attributes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MISSING = object()
 
 
 class Patches:
-    """Sets attributes, which are what they were before once the stack is left."""
+    """Sets attributes, and restores them when the exit stack is closed."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack

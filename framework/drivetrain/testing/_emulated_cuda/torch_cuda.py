@@ -1,4 +1,4 @@
-"""The names that a build of torch without CUDA lacks, for as long as CUDA is emulated."""
+"""Provides the parts of torch.cuda that a build without CUDA lacks, while CUDA is emulated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.patches import Patches
 
-# Of torch.cuda, what is replaced or relied on, and may be called otherwise in another version.
+# Names in torch.cuda that are replaced or used, and that another version of torch may not have.
 _NEEDED = (
     *("_cudart", "_device_count_nvml", "_exchange_device", "_lazy_init", "_maybe_exchange_device", "_queued_calls"),
     *("_utils", "get_device_properties", "graphs", "memory", "nccl", "nvtx", "streams"),
@@ -25,7 +25,7 @@ _KEPT = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_b
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """As `torch.cuda.get_device_properties` returns them."""
+    """The result of `torch.cuda.get_device_properties`."""
 
     name: str
     total_memory: int
@@ -47,7 +47,7 @@ class Stream(torch.Stream):
     """`torch.cuda.Stream` of an emulated device."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
-        """Make a stream, or name one by ``stream_id``, ``device_index`` and ``device_type``."""
+        """Create a stream, or wrap the one with ``stream_id``, ``device_index`` and ``device_type``."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
@@ -56,32 +56,32 @@ class Stream(torch.Stream):
 
     @property
     def cuda_stream(self) -> int:
-        """The handle that a CUDA library would be given; the default stream's is 0."""
+        """The handle for CUDA libraries; 0 for the default stream."""
         return self.stream_id
 
     @property
     def priority(self) -> int:
-        """All streams are alike."""
+        """Return 0: priorities are not emulated."""
         return 0
 
     def wait_event(self, event: torch.Event) -> None:
-        """Let what comes on this stream wait for the event."""
+        """Make later work on this stream wait for the event."""
         event.wait(self)
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """Record an event, a new one where none is given, and return it."""
+        """Record ``event``, or a new one, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def __enter__(self) -> Any:
-        """Make it the current stream."""
+        """Make this the current stream."""
         self._contexts.append(torch.cuda.stream(self))  # type: ignore[arg-type]
         self._contexts[-1].__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Make the one before the current stream again."""
+        """Restore the previous current stream."""
         self._contexts.pop().__exit__(*error)
 
     @property
@@ -90,7 +90,7 @@ class Stream(torch.Stream):
         return contexts
 
     def __repr__(self) -> str:
-        """Return the device and the handle."""
+        """Return a text with the device and the handle."""
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
 
 
@@ -102,28 +102,28 @@ class Event(torch.Event):
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> Any:
-        """Make an event that was not recorded yet."""
+        """Create an event that has not been recorded."""
         return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Record the event on a stream, by default on the current one."""
+        """Record the event on a stream, by default the current one."""
         super().record(torch.cuda.current_stream() if stream is None else stream)
         self._recorded_at = perf_counter_ns()
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Return the milliseconds between two recordings: those of the host, which computes at once."""
+        """Return the milliseconds between two recordings, in host time, since operators run on the host at once."""
         assert isinstance(end_event, Event)
         if self._recorded_at is None or end_event._recorded_at is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
         return (end_event._recorded_at - self._recorded_at) / 1e6
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Let what comes on a stream, by default on the current one, wait for the event."""
+        """Make later work on a stream, by default the current one, wait for the event."""
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
 
-def refuse_another_torch() -> None:
-    """Refuse a version of torch whose names for CUDA are others.
+def check_torch_version() -> None:
+    """Raise an error if this version of torch lacks names that the emulation needs.
 
     Raises:
         ConfigurationError: names what is missing.
@@ -132,16 +132,16 @@ def refuse_another_torch() -> None:
     if missing:
         raise ConfigurationError(
             f"The emulation of CUDA does not fit torch {torch.__version__}: torch.cuda has no {', '.join(missing)}.",
-            "it takes the place of what a build without CUDA lacks, by names that change between versions.",
-            "use a version of torch that the documentation of emulated_cuda names, or a newer drivetrain.",
+            "it replaces private names of torch.cuda, which change between versions.",
+            "use a version of torch from the documentation of emulated_cuda, or a newer drivetrain.",
         )
 
 
 @contextlib.contextmanager
-def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
-    """Give torch its names for CUDA; what they were before is put back after."""
+def emulated_names(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
+    """Install the emulated names in torch.cuda, and restore the former ones on exit."""
     cuda = torch.cuda
-    begun: list[int] = []  # the process that asked the driver first; those that it forks later cannot
+    begun: list[int] = []  # the process that initialised the driver; processes that it forks afterwards cannot use it
 
     def begin() -> None:
         if not begun:
@@ -286,24 +286,24 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
                 os.environ.pop("CUDA_MODULE_LOADING", None)
 
 
-_CUDA = 1  # the number of the device type
+_CUDA = 1  # c10::DeviceType::CUDA
 
 
 def _start_autograd(extension: ModuleType, devices: int) -> None:
-    # In a process that was forked, autograd's threads would make torch's pool anew all at once, and one of them abort.
+    # In a forked process, autograd's threads would all create torch's thread pool at once, and one would abort.
     torch.set_num_threads(torch.get_num_threads())
     try:
         extension.start_autograd()
     except RuntimeError as error:
         raise ConfigurationError(
-            f"emulated_cuda(devices={devices}) in a process where a backward has run before.",
-            "autograd starts its threads at a process's first backward, one for each device that there is by then.",
-            "enter emulated_cuda in a process of its own: drivetrain.testing.run_distributed.",
+            f"emulated_cuda(devices={devices}) in a process that has already run a backward pass.",
+            "autograd starts one thread per visible device at a process's first backward pass.",
+            "use emulated_cuda in a separate process: drivetrain.testing.run_distributed.",
         ) from error
 
 
 class _Nvtx:
-    """Marks for a profiler that is not there."""
+    """Ignores marks for a profiler."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments: 0

@@ -1,4 +1,4 @@
-"""NCCL's names in torch.distributed, for as long as CUDA is emulated."""
+"""Provides torch.distributed's names for NCCL while CUDA is emulated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from drivetrain.testing._emulated_cuda.patches import Patches
 
-_TIMEOUT = timedelta(minutes=10)  # NCCL's
+_TIMEOUT = timedelta(minutes=10)  # NCCL's default in torch
 
 
 class Options:
-    """As `ProcessGroupNCCL.Options`; a group's timeout is all that is heeded."""
+    """Mirrors `ProcessGroupNCCL.Options`; only a group's timeout has an effect."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -30,7 +30,7 @@ class Options:
 
 @contextlib.contextmanager
 def nccl_in_place(extension: ModuleType) -> Iterator[None]:
-    """Let process groups on "nccl" be made; what torch said of NCCL before is put back after."""
+    """Allow process groups with backend "nccl", and restore torch's names for NCCL on exit."""
     group: Any = extension.ProcessGroupNCCL
     group.Options = Options
     group.options = property(lambda self: Options())
