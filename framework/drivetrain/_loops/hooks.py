@@ -20,7 +20,7 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def is_overridden(name: str, owner: object, base: type) -> bool:
-    """Return whether ``owner`` overrides method ``name`` of ``base`` in its class, or by an attribute other than None."""
+    """Return whether ``owner`` overrides ``base``'s method ``name``, in its class or by an attribute other than None."""
     own = getattr(owner, "__dict__", {})
     if name in own:
         return own[name] is not None

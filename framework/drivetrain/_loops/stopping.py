@@ -22,7 +22,7 @@ _TIME_IS_UP = 2
 class StepAgreement:
     """Agrees, without a collective, on a point at which all ranks act.
 
-    All ranks count the same points: the ends of windows, and of micro-batches if a run may be ended after one. Each
+    All ranks count the same points: the ends of windows, and of micro-batches if a run may end within a window. Each
     rank publishes the point of its next poll, and polls there for a request. The rank that requests first reads all
     published points and announces the largest of them. A rank whose poll came too early to see the request had
     published its next poll before, so the announced point is at or after that poll.

@@ -68,7 +68,7 @@ class EpochData:
 
 
 class Snapshot(Protocol):
-    """The state at the start of a window, for a run that may be saved and ended within one."""
+    """The state at the start of a window, for a run that may be saved and ended within a window."""
 
     def begin_epoch(self) -> bool:
         """Take the first snapshot of an epoch; return False, without one, if its windows have one micro-batch."""
@@ -112,7 +112,7 @@ class Checkpointing:
     Attributes:
         requests: the checkpoints that hooks have requested.
         save: writes the checkpoint from which a run that ends early is resumed. Collective.
-        snapshot: the state at the start of the open window; None if the run is never saved within one.
+        snapshot: the state at the start of the open window; None if the run is never saved within a window.
         rng_replay: restores the random generators when a resumed run reads data again.
     """
 

@@ -213,7 +213,7 @@ class Trainables:
         return {name: (parameter, parameter.requires_grad) for name, parameter in named}
 
     def frozen(self) -> list[str]:
-        """Return the names of the parameters that the user has frozen, without those that the strategy froze."""
+        """Return the names of the parameters that the user has frozen, except those that the strategy froze."""
         return [
             name
             for name, parameter in self._strategy.named_parameters().items()
@@ -225,7 +225,7 @@ class Trainables:
 
         Args:
             names: the parameters that were frozen when the run was saved.
-            where: the hook whose changes are undone, for a warning; None for no warning.
+            where: the hook whose changes are undone, for the warning; None for no warning.
         """
         undone = freeze_only(self._strategy.named_parameters(), {*names, *self._frozen_by_strategy})
         if undone and where is not None and self._strategy.rank == 0:

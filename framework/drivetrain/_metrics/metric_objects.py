@@ -234,7 +234,7 @@ def computed(
         metric: the metric object.
         together: whether to compute over all ranks, which is collective.
         group: the process group, if the metric sets none itself; None for all ranks.
-        state: the state to compute from instead of the present one.
+        state: the state to compute from instead of the present state.
 
     Raises:
         ConfigurationError: the value is not a single number.

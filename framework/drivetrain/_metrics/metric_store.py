@@ -54,7 +54,7 @@ class MetricStore:
         """Its number of samples, if the sampler knows it."""
         self.dataloader_idx: int | None = None
         self.had_data = False
-        """Whether this rank had samples of its own in the stage's epoch: from every loader, if there are several."""
+        """Whether this rank had its own samples in the stage's epoch: from every loader, if there are several."""
         self._had_data: dict[str | None, bool] = {}
         # Whether this rank did not exist at the start of the epoch, so that it may lack keys that others have logged.
         self._joined_late = False

@@ -107,7 +107,7 @@ def gather_packed(
         keys that a rank without data does not know.
 
     Raises:
-        DistributedError: the keys of the ranks differ; every rank names those that are not on all of them.
+        DistributedError: the keys of the ranks differ; the error names the keys that some ranks lack.
     """
     digest = hashlib.blake2b("\n".join(keys).encode(), digest_size=8).digest()
     header = [

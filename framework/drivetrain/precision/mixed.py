@@ -161,7 +161,7 @@ class MixedPrecision(Precision):
             (self._scaler or self._build()).note_scaled(optimizers)
 
     def update(self) -> None:
-        """Halve the loss scale after an overflow, down to 2^-24; raise it after a long run of steps without one."""
+        """Halve the loss scale after an overflow, down to 2^-24; raise it after many steps without an overflow."""
         if self.scales_loss:
             (self._scaler or self._build()).update(self.at_floor)
 

@@ -91,7 +91,7 @@ class Precision:
     Replicated gradients and those of one device mesh do not need it, since infinities spread in their reductions."""
 
     at_floor: Callable[[float], None] | None = None
-    """Called with the loss scale if an overflow has reduced it to the smallest one."""
+    """Called with the loss scale if an overflow has reduced it to the smallest scale."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
