@@ -178,7 +178,7 @@ def _scheduler(value: Any) -> SchedulerConfig:
     ):
         if not any(flag is choice for choice in allowed):
             raise ConfigurationError(
-                f"configure_optimizers: {key!r}: {flag!r}.", "it is a switch.", "use True or False."
+                f"configure_optimizers: {key!r}: {flag!r}.", "it is a boolean.", "use True or False."
             )
     if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(

@@ -39,7 +39,7 @@ def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: S
         (strategy.data_rank, [tuple(fingerprint) for fingerprint in source.order_fingerprints()])
     )
     data_ranks = [data_rank for data_rank, _ in by_rank]
-    for fields_by_rank in zip(*(own for _, own in by_rank), strict=True):
+    for fields_by_rank in zip(*(rank_fields for _, rank_fields in by_rank), strict=True):
         fingerprints = [OrderFingerprint(*fields) for fields in fields_by_rank]
         if fingerprints[0].common:
             _check_order(fingerprints, name)

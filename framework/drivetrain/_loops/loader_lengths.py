@@ -51,8 +51,8 @@ class Lengths:
             return
         wrong, self._wrong = self._wrong, {}
         by_rank = self.control.gather_objects(wrong)
-        for loader in dict.fromkeys(name for own in by_rank for name in own):
-            self._warn(loader, [own.get(loader) for own in by_rank])
+        for loader in dict.fromkeys(name for rank_lengths in by_rank for name in rank_lengths):
+            self._warn(loader, [rank_lengths.get(loader) for rank_lengths in by_rank])
 
     def report_now(self, loader: str, length: int, count: int) -> None:
         """Warn, on rank 0, that a loader has yielded far more than its length. Not collective."""

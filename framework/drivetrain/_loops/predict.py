@@ -171,6 +171,10 @@ def _merge(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
     """Sort all ranks' outputs by position in the data set; if that is unknown, by micro-batch and then rank."""
     if len(by_rank) == 1:
         return [output for _, _, output in by_rank[0]]
-    outputs = [(start, batch_idx, rank, output) for rank, own in enumerate(by_rank) for start, batch_idx, output in own]
+    outputs = [
+        (start, batch_idx, rank, output)
+        for rank, rank_outputs in enumerate(by_rank)
+        for start, batch_idx, output in rank_outputs
+    ]
     outputs.sort(key=lambda item: item[:3])
     return [output for *_, output in outputs]

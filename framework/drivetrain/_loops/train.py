@@ -147,7 +147,7 @@ class EpochEnd(Enum):
     DATA = "the data ended"
     LIMIT = "max_steps is reached"
     STOPPED = "a stop was requested"
-    PREEMPTED = "a signal requested to save and exit"
+    PREEMPTED = "a preemption signal was received"
     ROLLBACK = "a return to an earlier checkpoint was requested"
 
 

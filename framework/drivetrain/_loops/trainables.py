@@ -268,7 +268,8 @@ class Trainables:
             if self.window_open and self.refuses_in_window:
                 raise ConfigurationError(
                     "add_param_group within training_step or an open accumulation window.",
-                    f"{type(strategy).__name__} exchanges the gradients that were required when the window opened.",
+                    f"{type(strategy).__name__} exchanges gradients of the parameters that were trainable when the "
+                    "window opened.",
                     "add it between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
             strategy.adding_group(optimizer)

@@ -143,9 +143,8 @@ def exchanged_windows(
 
     Costs one small all-reduce per window.
 
-    The next window is read, and its all-reduce started, while the current one is trained on, unless ``read_ahead`` is
-    False. A rank without data left
-    joins with its last batch until all ranks have finished.
+    With ``read_ahead``, the next window is read, and its all-reduce started, while the current one is trained on. A
+    rank without data left joins with its last batch until all ranks have finished.
 
     Args:
         batches: this rank's batches, at most ``limit`` of them.
