@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class DrivetrainError(Exception):
-    """Base of every error drivetrain raises on purpose.
+    """Base class of every error that drivetrain raises on purpose.
 
     Args:
         what: what is wrong, with the offending value.
@@ -59,18 +59,18 @@ def shortened(error: ConfigurationError) -> ConfigurationError:
     What remains is the user's code: the line that made the call, and code that the engine called.
     With ``python -X dev`` nothing is removed.
     """
-    return error if sys.flags.dev_mode else error.with_traceback(_without_ours(error.__traceback__))
+    return error if sys.flags.dev_mode else error.with_traceback(_without_own_frames(error.__traceback__))
 
 
-def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    kept, others = None, []
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    result, others = None, []
     while traceback is not None:
         if not traceback.tb_frame.f_globals.get("__name__", "").startswith(("drivetrain.", "drivetrain_strategies.")):
             others.append(traceback)
         traceback = traceback.tb_next
-    for one in reversed(others):
-        kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return kept
+    for entry in reversed(others):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -79,9 +79,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-_SHOWN = 10  # names in a message
+_MAX_LISTED = 10  # names in a message
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names in quotes, separated by commas; of many names only the first, and the number of the others."""
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    """Return the quoted names, separated by commas; of many names only the first ten, and the number of the others."""
+    return ", ".join(map(repr, names[:_MAX_LISTED])) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )

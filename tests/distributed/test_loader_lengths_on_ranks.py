@@ -133,11 +133,11 @@ def test_all_ranks_go_through_all_the_data(strategy: str) -> None:
     first, second = on_ranks(_trained, 2, strategy, timeout=120)
     uneven = _merged([part_of(rank, (5, 3)) for rank in (0, 1)])
     expected = {
-        "too little": (global_batches(20, 4), 20, ["3 micro-batches an epoch, and 5 came."]),
-        "too much": (global_batches(20, 4), 20, ["20 micro-batches an epoch, and 5 came."]),
-        "uneven": (uneven, 32, ["3 micro-batches an epoch, and 5 came on rank(s) [0]."]),
-        "one rank": (uneven, 32, ["5 micro-batches an epoch, and 3 came on rank(s) [1]."]),
-        "losing": (_lost(), 18, ["5 micro-batches an epoch, and 4 came on rank(s) [1]."]),
+        "too little": (global_batches(20, 4), 20, ["3 micro-batches per epoch, but 5 were read."]),
+        "too much": (global_batches(20, 4), 20, ["20 micro-batches per epoch, but 5 were read."]),
+        "uneven": (uneven, 32, ["3 micro-batches per epoch, but 5 were read on rank(s) [0]."]),
+        "one rank": (uneven, 32, ["5 micro-batches per epoch, but 3 were read on rank(s) [1]."]),
+        "losing": (_lost(), 18, ["5 micro-batches per epoch, but 4 were read on rank(s) [1]."]),
         "faithful": (global_batches(19, 8), 19, []),
     }
     for name, (batches, samples, heard) in expected.items():

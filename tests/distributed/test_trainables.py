@@ -285,7 +285,9 @@ def _on_one_rank(kind: Any, options: dict[str, Any], turns: Turns) -> dict[str, 
 def test_a_change_on_one_rank_is_named_under_ddp(place: str) -> None:  # I-03
     for error in on_ranks(_on_one_rank, 2, DDPStrategy, {}, {(place, 3): "+body"}, process_group=None):
         assert error["type"] in ("AbsentRanksError", "RankFailedError", "DistributedError"), error
-        assert "a change of what trains ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], error
+        assert "a change of the trainable parameters ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], (
+            error
+        )
         assert "rank(s) [0]" in error["text"], error
 
 
@@ -301,8 +303,8 @@ def _differently(kind: Any, options: dict[str, Any]) -> dict[str, str]:
 
 def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
     for error in on_ranks(_differently, 2, DDPStrategy, {}, process_group=None):
-        assert "rank(s) [0] reached a change of what trains ('net.body.weight'" in error["text"], error
-        assert "rank(s) [1] reached a change of what trains ('net.neck.weight'" in error["text"], error
+        assert "rank(s) [0] reached a change of the trainable parameters ('net.body.weight'" in error["text"], error
+        assert "rank(s) [1] reached a change of the trainable parameters ('net.neck.weight'" in error["text"], error
 
 
 # Layers that are created in mid-run
@@ -397,7 +399,9 @@ def test_a_change_on_one_rank_is_named_under_fsdp() -> None:  # I-03: it hung
     for error in on_ranks(
         _on_one_rank, 2, FSDPStrategy, {}, {("on_train_epoch_start", 3): "+body"}, process_group=None
     ):
-        assert "a change of what trains ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], error
+        assert "a change of the trainable parameters ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], (
+            error
+        )
         assert "rank(s) [0]" in error["text"], error
 
 
@@ -428,7 +432,9 @@ def test_what_is_refused_under_fsdp_is_refused_in_hybrids_and_with_tensor_parall
         for created in every:
             assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in created["text"]
         for differing in alone:
-            assert "a change of what trains ('net.body.weight', 'net.body.bias' unfrozen" in differing["text"]
+            assert (
+                "a change of the trainable parameters ('net.body.weight', 'net.body.bias' unfrozen" in differing["text"]
+            )
 
 
 # Toggling

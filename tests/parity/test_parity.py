@@ -221,7 +221,7 @@ def test_a_window_of_no_weight_is_told_once(candidate: Candidate, results: Run) 
     # B-21
     for record in _records(results(candidate, candidate.ranks), ("window of no weight", "32-true")):
         assert [warning for warning in record.warnings if "weights sum to zero" in warning] == [
-            "A window made no step: its weights sum to zero. Said once."
+            "A window made no step: its weights sum to zero. This is reported once."
         ]
 
 

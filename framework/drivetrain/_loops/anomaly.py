@@ -11,11 +11,13 @@ from drivetrain._loops.step import TrainStep
 from drivetrain._loops.windows import MicroBatch
 from drivetrain.errors import NonFiniteError
 
-_AUTOGRAD_MESSAGE = "returned nan values"  # part of the error that names the operation
+_AUTOGRAD_MESSAGE = "returned nan values"  # part of autograd's error, which names the operation
 
 
 class AnomalyStep:
-    """Wraps another training step and raises `NonFiniteError`. Reads every loss, so it waits for the device.
+    """Wraps another training step and raises `NonFiniteError` if its loss or a gradient is not finite.
+
+    Waits for the device, since it reads every loss.
 
     Args:
         step: the step to wrap.

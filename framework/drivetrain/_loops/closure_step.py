@@ -31,13 +31,13 @@ class ClosureStep(AutomaticStep):
     and stopping rules would decide differently on each rank, and the replicas would diverge.
 
     Args:
-        wrapped: see `AutomaticStep`, as for the others.
-        hooks: see there.
-        metrics: see there.
-        trainables: see there.
-        step: see there; it has one optimizer.
-        arguments: see there.
-        keeps_batches: a batch stays unchanged while the loader reads later ones.
+        wrapped: as for `AutomaticStep`.
+        hooks: as for `AutomaticStep`.
+        metrics: as for `AutomaticStep`.
+        trainables: as for `AutomaticStep`.
+        step: as for `AutomaticStep`, with a single optimizer.
+        arguments: as for `AutomaticStep`.
+        keeps_batches: whether a batch stays unchanged while the loader reads later ones.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class ClosureStep(AutomaticStep):
         super().zero_grad()
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
-        # The closure may run it again after `training_step` has modified the batch, and after the loader has written
-        # the next one into the same memory.
+        # The closure may run the micro-batch again after `training_step` has modified the batch, or after the loader
+        # has written the next batch into the same memory.
         copy = copy_containers if micro_batch.closes or self._keeps_batches else copy_batch
         self._window.append((micro_batch.with_batch(copy(micro_batch.batch)), batch_idx))
         return self._run(micro_batch, batch_idx)
 
     def _run(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
-        """Run forward and backward, and add the loss to the window's."""
+        """Run forward and backward, and add the loss to that of the window."""
         output = super().forward_backward(micro_batch, batch_idx)
         if output is not None and micro_batch.weight:
             assert self._loss is not None
@@ -78,7 +78,7 @@ class ClosureStep(AutomaticStep):
 
     def clip_and_step(self, micro_batch: MicroBatch) -> bool:
         window_weight = micro_batch.window_weight
-        contributed = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
+        contributed_share = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
         if (self._skipped or not window_weight) and not self._rescale(window_weight):
             return False
         if self._tracks_trainables:
@@ -107,14 +107,14 @@ class ClosureStep(AutomaticStep):
                 loss = loss.to(self.strategy.device, torch.float64)
             assert loss is not None
             # The loss is normalized like its gradients: by the weights that contributed.
-            return self.strategy.reduce(loss if contributed == 1.0 else loss / contributed, "mean")
+            return self.strategy.reduce(loss if contributed_share == 1.0 else loss / contributed_share, "mean")
 
         if self._override is not None:
             return self._override(self._loss, closure)
         return self.strategy.optimizer_step(optimizer, closure)
 
     def _on_any_rank(self, moved: bool) -> bool:
-        """Return whether ``moved`` is true on any rank: this rank's shard of a parameter may be unchanged."""
+        """Return whether ``moved`` is true on any rank; this rank's shards of the parameters may be unchanged."""
         if self.strategy.world_size == 1:
             return moved
         return bool(self.strategy.reduce(torch.tensor(float(moved), device=self.strategy.device), "max") > 0)
@@ -142,7 +142,7 @@ class ParameterSnapshot:
     """Detects whether an optimizer has changed its parameters or gradients since this object was created.
 
     Some optimizers call the closure before they change anything; others use the gradients, move the parameters and
-    call it then. Only comparing the tensors tells which.
+    call it then. Only a comparison of the tensors tells them apart.
     """
 
     __slots__ = ("_norms", "_optimizer", "_versions")

@@ -162,7 +162,7 @@ def _scheduler(value: Any) -> SchedulerConfig:
     if interval not in _INTERVALS:
         raise ConfigurationError(
             f"configure_optimizers: interval={interval!r}.{nearest(str(interval), _INTERVALS)}",
-            "a scheduler steps once every so many epochs or optimizer steps.",
+            "the interval is the unit of the frequency: epochs or optimizer steps.",
             "use 'epoch' or 'step'.",
         )
     if type(frequency) is not int or frequency < 1:
@@ -172,13 +172,13 @@ def _scheduler(value: Any) -> SchedulerConfig:
     scheduler, strict, plateau = value["scheduler"], value.get("strict", True), value.get("reduce_on_plateau")
     if not callable(getattr(scheduler, "step", None)):
         raise _unsupported(scheduler)
-    for key, value_of_switch, allowed in (
+    for key, flag, allowed in (
         ("strict", strict, (True, False)),
         ("reduce_on_plateau", plateau, (True, False, None)),
     ):
-        if not any(value_of_switch is choice for choice in allowed):
+        if not any(flag is choice for choice in allowed):
             raise ConfigurationError(
-                f"configure_optimizers: {key!r}: {value_of_switch!r}.", "it is a switch.", "use True or False."
+                f"configure_optimizers: {key!r}: {flag!r}.", "it is a boolean.", "use True or False."
             )
     if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
@@ -202,8 +202,7 @@ def _checked_monitor(monitor: Any) -> str | None:
 
 def _unsupported(value: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"configure_optimizers returned {'a list holding ' if not isinstance(value, Sequence) else ''}"
-        f"a {type(value).__name__}.",
+        f"configure_optimizers returned a {type(value).__name__}, or a list or dict that contains one.",
         "the engine steps torch optimizers.",
         _FORMS,
     )
@@ -255,10 +254,10 @@ def check_optimizers(
                 "its step needs the value of a logged metric.",
                 "return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
             )
-        held = getattr(config.scheduler, "optimizer", None)
-        if held is not None and all(held is not optimizer for optimizer in optimizers):
+        scheduled = getattr(config.scheduler, "optimizer", None)
+        if scheduled is not None and all(scheduled is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
-                f"The scheduler {type(config.scheduler).__name__} is over an optimizer that was not returned.",
+                f"The scheduler {type(config.scheduler).__name__} was built with an optimizer that was not returned.",
                 "its learning rates would have no effect.",
                 "return the optimizer that the scheduler was built with.",
             )
@@ -289,7 +288,7 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
             raise ConfigurationError(
                 f"add_param_group: another optimizer holds {names[id(parameter)]!r} already.",
                 "with automatic optimization all optimizers step after each backward: it would move twice.",
-                "add it to one of them alone, or set self.automatic_optimization = False.",
+                "add it to only one of them, or set self.automatic_optimization = False.",
             )
 
 
@@ -309,7 +308,7 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 
 
 def evaluates_once(optimizer: Optimizer) -> bool:
-    """Return whether calling the closure before a step without one has the same effect."""
+    """Return whether calling the closure first and then ``step()`` is equivalent to ``step(closure)``."""
     return is_torch_optimizer(optimizer) and not needs_closure(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Warns of problems that show in an epoch as a whole: a loss that is never finite, optimizers that never step."""
+"""Warns about problems that are visible only over a whole epoch: a loss that is never finite, no optimizer step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EpochChecks:
         return chain(islice(micro_batches, 1), self._check_first(), micro_batches) if self._warns else micro_batches
 
     def before_validation(self) -> None:
-        """Copy the last loss: it may be the epoch's last, and compiled steps of a validation may overwrite it."""
+        """Copy the last loss, which compiled steps of a validation may overwrite before the epoch's end."""
         loss = self._step.last_loss
         if self._warns and loss is not None:
             self._before_validation = loss, loss.detach().clone()
@@ -62,17 +62,18 @@ class EpochChecks:
             self._warned_of_steps = True
             logger.warning(
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
-                "manual optimization the engine does not step optimizers, so nothing was trained. Said once.",
+                "manual optimization the engine does not step optimizers, so nothing was trained. This is reported "
+                "once.",
                 self._module,
                 epoch,
             )
 
     def _check_first(self) -> Iterator[MicroBatch]:
-        yield from ()
+        yield from ()  # an empty generator, whose body runs after the first micro-batch
         self._first = self._copied_losses()
         if self._after_first is not None:
-            call, self._after_first = self._after_first, None
-            call()
+            after_first, self._after_first = self._after_first, None
+            after_first()
 
     def _check_losses(self, epoch: int) -> None:
         last = self._losses()
@@ -83,7 +84,7 @@ class EpochChecks:
                 logger.warning(
                     "In epoch %d %s was %s after the first micro-batch, and %s after the last: the module no longer "
                     "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
-                    "stop at the first such value. Said once.",
+                    "stop at the first such value. This is reported once.",
                     epoch,
                     name,
                     float(first[name]),

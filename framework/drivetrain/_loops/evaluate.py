@@ -73,9 +73,9 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
 
 
 def evaluation_batches(source: BatchSource, strategy: Strategy, name: str, first: int = 0) -> Batches:
-    """Return the batches that this rank evaluates, from its micro-batch ``first`` on.
+    """Return the batches that this rank evaluates, starting with its micro-batch number ``first``.
 
-    If a forward is collective and ranks may have different numbers of batches, this rank joins until all have finished.
+    If forwards are collective and ranks may have different numbers of batches, this rank joins until all have finished.
     """
     batches = source.epoch(0, first)
     if source.needs_order_check:
@@ -141,8 +141,8 @@ class EvaluateLoop:
         if early_exit is not None and early_exit.at_once():
             return []
         self._mode.sync_buffers()
-        gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
-        with evaluating(self._module, gradient):
+        no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
+        with evaluating(self._module, no_gradient):
             metrics.enter(self._stage)
             if early_exit is not None:
                 early_exit.begin()
@@ -173,7 +173,7 @@ class EvaluateLoop:
                 results = self._reduce()  # includes what these hooks logged
             metrics.reset_metrics()
             numbers = {key: float(value) for key, value in results.items()}
-            loaders = {entry.epoch_name: entry.of_loader for entry in metrics.entries.values()}
+            loaders = {entry.epoch_name: entry.loader_idx for entry in metrics.entries.values()}
             self._log_values(numbers)
             metrics.enter(None)  # refuses values logged from here on, which no logger would receive
             for hook in getattr(hooks, f"on_{name}_end"):
@@ -181,19 +181,19 @@ class EvaluateLoop:
         return _by_loader(numbers, len(self._sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
-        """Evaluate one loader; return False if the ranks exit, with its effects undone."""
+        """Evaluate one loader; return False if the ranks exit early, in which case its effects are undone."""
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
         early_exit = self._early_exit
-        exits = None if early_exit is None else early_exit.exit_check()
+        should_exit = None if early_exit is None else early_exit.exit_check()
         several, count, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
-        before = position.enter("evaluation")
+        previous = position.enter("evaluation")
         for batch_idx, (host_batch, shard) in enumerate(self._batches(source, limit, name)):
             position.batch_idx = batch_idx
             if shard.joins:
                 count += shard.start >= 0  # a batch of the loader, not the last one repeated
                 self._join(host_batch, batch_idx, index)
-                if exits is not None and exits():
+                if should_exit is not None and should_exit():
                     break
                 continue
             count += 1
@@ -207,17 +207,17 @@ class EvaluateLoop:
             outputs = run(step, *arguments(batch, batch_idx, index))
             for hook in self._batch_end:
                 hook(outputs, *hook_arguments)
-            if exits is not None and exits():
+            if should_exit is not None and should_exit():
                 break
         metrics.batch = None
-        position.leave(before)
+        position.leave(previous)
         if early_exit is not None and early_exit.has_exited(source.shards_known):
             early_exit.undo()
             early_exit.end()
             return False
         if self._pacing is not None:
             self._pacing.before += count
-        self._lengths.note(name, source.length, count, over=limit is None or count < limit)
+        self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return True
 
     def _batches(self, source: BatchSource, limit: int | None, name: str) -> Batches:
@@ -233,11 +233,11 @@ class EvaluateLoop:
             self._run(self._step, *self._arguments(batch, batch_idx, index))
 
     def _reduce(self) -> dict[str, torch.Tensor]:
-        wanting, noticed = self._control.agree(
+        reducing_ranks, noticing_ranks = self._control.agree(
             "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.noticed
         )
-        self._lengths.settle(noticed)
-        return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
+        self._lengths.settle(noticing_ranks)
+        return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _log_values(self, numbers: dict[str, float]) -> None:
         if self._log is None:
@@ -253,8 +253,8 @@ def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int 
     """Return the values by loader; a value that was not logged within a loader's batches belongs to all of them."""
     results: list[dict[str, float]] = [{} for _ in range(count)]
     for key, number in numbers.items():
-        of_loader = loaders.get(key)
+        loader = loaders.get(key)
         for position, result in enumerate(results):
-            if of_loader is None or of_loader == position:
+            if loader is None or loader == position:
                 result[key] = number
     return results

@@ -18,10 +18,10 @@ from drivetrain.strategies.strategy import Strategy
 
 
 class EarlyExit:
-    """Lets all ranks exit a validation early, and restores buffers and metric objects then.
+    """Lets all ranks exit a validation early, and restores buffers and metric objects when they do.
 
-    If hooks have replaced the weights for the validation, by averages for example, it runs to its end, where hooks put
-    the trained weights back: those must be saved.
+    If hooks have replaced the weights for the validation, for example by averages, it runs to its end, where hooks put
+    the trained weights back, because the trained weights have to be saved.
 
     Args:
         stop: the requests to end the run.
@@ -63,7 +63,7 @@ class EarlyExit:
         if not self._stop.leaves_here():
             return False
         if not self._must_finish:
-            # With collective forwards all ranks are here. Otherwise each checks its own weights, which are the same.
+            # With collective forwards, all ranks are at this point. Otherwise each rank checks its own replica.
             together = self._strategy.collective_forward or self._strategy.world_size == 1
             self._must_finish = (
                 self._weights_changed("leaving a validation run") if together else self._weights_differ()
@@ -78,7 +78,7 @@ class EarlyExit:
         Collective unless forwards are: a rank that has finished waits here for the others.
 
         Args:
-            alike: all ranks have the same number of micro-batches.
+            alike: whether all ranks have the same number of micro-batches.
         """
         if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
@@ -121,20 +121,21 @@ class EarlyExit:
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         sums: dict[torch.device, list[Tensor]] = {}
         for name, value in self._strategy.model_state().items():
-            held = self._strategy.shard_of(value) if name in parameters else None
-            local = held.local if isinstance(held, ParameterShard) else held
-            if isinstance(local, Tensor) and _has_bits(local):
-                sums.setdefault(local.device, []).extend(_bits(local))
-        return [torch.stack(of_device) for of_device in sums.values()]
+            shard = self._strategy.shard_of(value) if name in parameters else None
+            local = shard.local if isinstance(shard, ParameterShard) else shard
+            if isinstance(local, Tensor) and _is_plain(local):
+                sums.setdefault(local.device, []).extend(_memory_sums(local))
+        return [torch.stack(device_sums) for device_sums in sums.values()]
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    """Return whether the tensor is a plain strided one, whose memory can be summed; others are not compared."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the tensor is plain and strided, so that its memory can be summed; others are not compared."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _bits(tensor: Tensor) -> list[Tensor]:
+def _memory_sums(tensor: Tensor) -> list[Tensor]:
+    """Return sums of the tensor's memory, read as int64 numbers where it is aligned and as bytes otherwise."""
     content = row_major(tensor.detach()).view(torch.uint8)
     whole = content.numel() // 8 * 8
     parts = [content[:whole].view(torch.int64), content[whole:]] if content.storage_offset() % 8 == 0 else [content]

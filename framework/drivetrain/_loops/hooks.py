@@ -20,7 +20,10 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def is_overridden(name: str, owner: object, base: type) -> bool:
-    """Return whether ``owner`` overrides method ``name`` of ``base`` in its class, or on the instance (not by None)."""
+    """Return whether ``owner`` overrides the method ``name`` of ``base``, in its class or on the instance.
+
+    An attribute of the instance that is None does not count.
+    """
     own = getattr(owner, "__dict__", {})
     if name in own:
         return own[name] is not None

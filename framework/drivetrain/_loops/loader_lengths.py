@@ -1,4 +1,4 @@
-"""Warnings of loaders whose ``len()`` differs from the number of batches that they yield."""
+"""Warnings about loaders whose ``len()`` differs from the number of batches that they yield."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from drivetrain._loops.windows import Batches
 
 logger = logging.getLogger("drivetrain")
 
-_EXCESS = 4
-"""A loader that yields this many times its length is reported at once: its end may never come."""
+_EXCESS_FACTOR = 4
+"""A loader that yields this many times its length is reported at once, since it may never end."""
 
 
 class Lengths:
-    """Collects loaders whose length proved wrong, and warns once of each, on rank 0.
+    """Collects loaders whose length proved wrong, and warns about each of them once, on rank 0.
 
     Args:
         control: the control plane, since each rank may have its own loader.
@@ -33,26 +33,26 @@ class Lengths:
         """Whether this rank has a wrong length to report."""
         return bool(self._wrong)
 
-    def note(self, loader: str, length: int | None, count: int, over: bool) -> None:
+    def note(self, loader: str, length: int | None, count: int, ended: bool) -> None:
         """Compare a loader's length with the batches that it yielded.
 
         Args:
             loader: the loader's name.
             length: its length; None if it has none.
             count: the batches that it yielded.
-            over: whether it ended; otherwise it has at least ``count`` batches.
+            ended: whether it ended; otherwise it has at least ``count`` batches.
         """
-        if length is not None and loader not in self._reported and (count != length if over else count > length):
-            self._wrong[loader] = length, count, over
+        if length is not None and loader not in self._reported and (count != length if ended else count > length):
+            self._wrong[loader] = length, count, ended
 
     def settle(self, ranks: int) -> None:
-        """Warn of the wrong lengths. Collective if ``ranks``, the number of ranks that noticed one, is not 0."""
+        """Warn about the wrong lengths. Collective if ``ranks``, the number of ranks that noticed one, is not 0."""
         if not ranks:
             return
         wrong, self._wrong = self._wrong, {}
         by_rank = self.control.gather_objects(wrong)
-        for loader in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
-            self._warn(loader, [of_rank.get(loader) for of_rank in by_rank])
+        for loader in dict.fromkeys(name for rank_lengths in by_rank for name in rank_lengths):
+            self._warn(loader, [rank_lengths.get(loader) for rank_lengths in by_rank])
 
     def report_now(self, loader: str, length: int, count: int) -> None:
         """Warn, on rank 0, that a loader has yielded far more than its length. Not collective."""
@@ -62,17 +62,17 @@ class Lengths:
     def _warn(self, loader: str, by_rank: list[tuple[int, int, bool] | None]) -> None:
         if self.control.rank == 0 and loader not in self._reported:
             counts = {wrong: ranks for wrong, ranks in spread(by_rank).items() if wrong is not None}
-            alike = sum(map(len, counts.values())) == len(by_rank) and len(counts) == 1
+            same_on_all_ranks = sum(map(len, counts.values())) == len(by_rank) and len(counts) == 1
             descriptions = [
-                f"{length} micro-batches an epoch, and {'' if over else 'at least '}{count} came"
-                + ("" if alike else f" on rank(s) {ranks}")
-                for (length, count, over), ranks in counts.items()
+                f"{length} micro-batches per epoch, but {'' if ended else 'at least '}{count} were read"
+                + ("" if same_on_all_ranks else f" on rank(s) {ranks}")
+                for (length, count, ended), ranks in counts.items()
             ]
             logger.warning(
-                "The length of the %s proved wrong: it said %s. All batches are used, and no rank waits for missing "
+                "The length of the %s proved wrong: it is %s. All batches are used, and no rank waits for missing "
                 "ones; but values derived from that length (estimated_stepping_batches, fractions of an epoch such as "
                 "val_check_interval=0.5) are wrong as well. Check __len__ of its sampler or data set; torch's estimate "
-                "for an iterable data set does not know how its workers split it. Said once.",
+                "for an iterable data set does not know how its workers split it. This is reported once.",
                 loader,
                 "; ".join(descriptions),
             )
@@ -84,8 +84,8 @@ class BatchCount:
 
     Args:
         loader: the loader's name.
-        length: micro-batches of an epoch on this rank by the loader's length; None if it has none.
-        by_rank: each rank counts its own batches.
+        length: micro-batches of an epoch on this rank, from ``len(loader)``; None if the loader has no length.
+        by_rank: whether each rank counts its own batches.
         lengths: receives a length that is wrong.
     """
 
@@ -96,34 +96,35 @@ class BatchCount:
         self._lengths = lengths
         self._followed = False
         self._counter: Iterator[int] = count()
-        self._over = False
+        self._ended = False
 
     def follow(self, batches: Batches, first: int) -> Batches:
         """Return ``batches``, an epoch's batches from number ``first`` on, and count them as they are read."""
-        self._followed, self._over = True, False
+        self._followed, self._ended = True, False
         if self._by_rank:
             self._counter = count(first)
             batches = map(itemgetter(0), zip(batches, self._counter, strict=False))
-        if self._length is not None and self._length * _EXCESS > first:
-            batches = chain(islice(batches, self._length * _EXCESS - first), self._report_excess(batches), batches)
+        if self._length is not None and self._length * _EXCESS_FACTOR > first:
+            expected = islice(batches, self._length * _EXCESS_FACTOR - first)
+            batches = chain(expected, self._report_excess(batches), batches)
         return chain(batches, self._end())
 
     def settle(self, trained: int) -> None:
-        """Note whether the epoch's length was wrong; this rank has trained on ``trained`` micro-batches of it."""
+        """Compare the epoch's length with the batches read, or with ``trained``, the number trained on."""
         if not self._followed:
             return
         self._followed = False
-        if self._over or not self._by_rank:
+        if self._ended or not self._by_rank:
             yielded = next(self._counter) if self._by_rank else trained
-            self._lengths.note(self._loader, self._length, yielded, self._over)
+            self._lengths.note(self._loader, self._length, yielded, self._ended)
 
     def _end(self) -> Batches:
-        yield from ()
-        self._over = True
+        yield from ()  # an empty generator, whose body runs at the end of the batches
+        self._ended = True
 
     def _report_excess(self, batches: Batches) -> Batches:
         pair = next(batches, None)
         if pair is not None:
             assert self._length is not None
-            self._lengths.report_now(self._loader, self._length, self._length * _EXCESS + 1)
+            self._lengths.report_now(self._loader, self._length, self._length * _EXCESS_FACTOR + 1)
             yield pair

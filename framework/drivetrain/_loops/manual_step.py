@@ -44,7 +44,7 @@ class OptimizerHandle:
         optimizer: the optimizer.
         strategy: the strategy that steps it.
         before_step: hooks to call before it steps.
-        passes_closure: pass a closure on to the optimizer; otherwise it is called once, before the step.
+        passes_closure: whether a closure is passed on to the optimizer; otherwise it is called once, before the step.
         weights_changed: called after the weights have changed; None if nothing derived from them is cached.
         contexts: the precision's contexts; None if it has none.
     """
@@ -106,7 +106,7 @@ class OptimizerHandle:
             self._weights_changed()
             with contexts.forward():
                 loss = closure()
-            if loss is not None and self._strategy.world_size > 1:  # so that line search decides alike on every rank
+            if loss is not None and self._strategy.world_size > 1:  # line search has to decide the same on every rank
                 loss = self._strategy.reduce(torch.as_tensor(loss).detach() * self.share, "mean")
             if not losses:
                 for hook in self._before_step:
@@ -119,9 +119,9 @@ class OptimizerHandle:
         self._weights_changed()
         return losses[0] if losses else None
 
-    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the optimizer's step; ``around`` takes "optimizer" and the function, and returns the wrapped one."""
-        self._step_optimizer = around("optimizer", self._step_optimizer)
+    def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap the optimizer's step; ``wrapper`` takes "optimizer" and the function, and returns the wrapped one."""
+        self._step_optimizer = wrapper("optimizer", self._step_optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters."""
@@ -143,8 +143,8 @@ def build_optimizer_handles(
         optimizers: the optimizers.
         strategy: the strategy that steps them.
         hooks: the overridden hooks.
-        automatic: automatic optimization: the engine steps the optimizers and calls the hooks.
-        closure: the engine passes the optimizers a closure.
+        automatic: whether the engine steps the optimizers and calls the hooks (automatic optimization).
+        closure: whether the engine passes the optimizers a closure.
     """
     if automatic:
         return [OptimizerHandle(optimizer, strategy, (), closure) for optimizer in optimizers]
@@ -165,7 +165,7 @@ def resolve_contexts(strategy: Strategy) -> Contexts | None:
 
 
 def resolve_weights_changed(strategy: Strategy) -> Callable[[], None] | None:
-    """Return ``strategy.precision.weights_changed``; None if it is not overridden and does nothing."""
+    """Return ``strategy.precision.weights_changed``; None if it is not overridden, since it then does nothing."""
     precision = strategy.precision
     return precision.weights_changed if is_overridden("weights_changed", precision, Precision) else None
 
@@ -214,15 +214,15 @@ class ManualStep:
         self._versions_at_start = self._sum_versions()
         self._backward: Callable[[torch.Tensor], object] = strategy.backward
 
-    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap backward and the optimizers' steps, before the first step.
 
         Args:
-            around: takes "backward" or "optimizer" and the function to wrap; returns the wrapped function.
+            wrapper: takes "backward" or "optimizer" and the function to wrap; returns the wrapped function.
         """
-        self._backward = around("backward", self._backward)
+        self._backward = wrapper("backward", self._backward)
         for handle in self._handles:
-            handle.wrap(around)
+            handle.wrap(wrapper)
 
     last_loss = None
 
@@ -263,14 +263,14 @@ class ManualStep:
             else:
                 output = self._run(self._module.training_step, *arguments)
         except BaseException:
-            if self._toggled is not None:  # the module outlives the run
+            if self._toggled is not None:  # restored, since the module is used after the run
                 self._untoggle()
             raise
         if self._toggled is not None:
-            self._refuse_open_toggle(self._toggled[0])
+            self._raise_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
             if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
-                trainables.refuse_within(toggles=True)
+                trainables.raise_if_changed(toggles=True)
             trainables.window_open = False
         return {} if output is None else output
 
@@ -282,14 +282,14 @@ class ManualStep:
         if trainables.window_open and (
             trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags
         ):
-            trainables.refuse_within(unfrozen_only=True)
+            trainables.raise_if_changed(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._contexts is None and not self._syncs_in_context:
             self._backward(loss)
         else:
             with (self._contexts or _NO_CONTEXTS).outside(), self._strategy.gradient_sync(True):
                 self._backward(loss)
-        # The weights may now be changed by code other than `OptimizerHandle.step`.
+        # From here on, `training_step` may change the weights in other ways than by `OptimizerHandle.step`.
         self._weights_changed()
         for hook in self._after_backward:
             hook()
@@ -298,7 +298,7 @@ class ManualStep:
         """Disable gradients of parameters outside ``optimizer``; called by ``self.toggle_optimizer``."""
         if self._toggled is not None:
             raise ConfigurationError(
-                f"toggle_optimizer({_name(optimizer)}), while {_name(self._toggled[0])} is toggled.",
+                f"toggle_optimizer({_type_name(optimizer)}), while {_type_name(self._toggled[0])} is toggled.",
                 "no parameter of either would get a gradient.",
                 "call self.untoggle_optimizer first, or use with self.toggled_optimizer(optimizer).",
             )
@@ -308,10 +308,10 @@ class ManualStep:
 
     def untoggle(self, optimizer: Any) -> None:
         """Undo `toggle`; called by ``self.untoggle_optimizer``."""
-        if self._toggled is None or _plain(self._toggled[0]) is not _plain(optimizer):
-            toggled = "none" if self._toggled is None else f"another one, {_name(self._toggled[0])},"
+        if self._toggled is None or _unwrapped(self._toggled[0]) is not _unwrapped(optimizer):
+            toggled = "none" if self._toggled is None else f"another one, {_type_name(self._toggled[0])},"
             raise ConfigurationError(
-                f"untoggle_optimizer({_name(optimizer)}), but {toggled} is toggled.",
+                f"untoggle_optimizer({_type_name(optimizer)}), but {toggled} is toggled.",
                 "it undoes what toggle_optimizer did to the parameters of the others.",
                 "call it once after each toggle_optimizer, with the same optimizer.",
             )
@@ -322,10 +322,10 @@ class ManualStep:
         context, self._toggled = self._toggled[1], None
         context.__exit__(None, None, None)
 
-    def _refuse_open_toggle(self, optimizer: Any) -> None:
+    def _raise_open_toggle(self, optimizer: Any) -> None:
         self._untoggle()
         raise ConfigurationError(
-            f"{type(self._module).__name__}.training_step ended with {_name(optimizer)} toggled.",
+            f"{type(self._module).__name__}.training_step ended with {_type_name(optimizer)} toggled.",
             "the parameters of the other optimizers would no longer train.",
             "call self.untoggle_optimizer, or use with self.toggled_optimizer(optimizer).",
         )
@@ -342,12 +342,12 @@ class ManualStep:
         return None
 
 
-def _plain(optimizer: Any) -> Any:
+def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
 
 
-def _name(optimizer: Any) -> str:
-    return type(_plain(optimizer)).__name__
+def _type_name(optimizer: Any) -> str:
+    return type(_unwrapped(optimizer)).__name__
 
 
 class OverriddenOptimizerStep:

@@ -24,23 +24,23 @@ def on_host(output: Any, fresh_memory: bool) -> Any:
 
     Args:
         output: the output of a step: tensors in collections of any depth, and other objects.
-        fresh_memory: the loader does not overwrite the batch, of which ``output`` may be a part.
+        fresh_memory: False if the loader may overwrite the batch, of which ``output`` may be a part.
     """
     moved = map_tensors(output, _to_host)
     return moved if fresh_memory else copy_batch(moved)
 
 
-def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
-    """Return the outputs of all ranks, by rank, on every rank. They are sent as pickles.
+def exchange(outputs: list[Any], control: ControlPlane) -> list[list[Any]]:
+    """Return the outputs of all ranks, by rank, on every rank. The outputs are sent as pickles.
 
     Raises:
         ConfigurationError: an output cannot be pickled.
     """
     if control.world_size == 1:
-        return [kept]
+        return [outputs]
     stream = io.BytesIO()
     try:
-        _HostPickler(stream, pickle.HIGHEST_PROTOCOL).dump(kept)
+        _HostPickler(stream, pickle.HIGHEST_PROTOCOL).dump(outputs)
     except Exception as error:
         raise ConfigurationError(
             f"predict_step returned an object that cannot be sent to the other ranks: {error}",
@@ -53,10 +53,10 @@ def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # Copied on the CPU too: a view would keep alive, and a pickle would send, its whole base, and the module may go
-        # on writing to it.
+        # Copied on the CPU too: a view keeps its whole base alive, a pickle would contain the base, and the module may
+        # still write to it.
         return value.clone() if value.device == _HOST else value.to(_HOST)
-    if isinstance(value, nn.Module):  # `to` would move it in place, and it may be part of the model
+    if isinstance(value, nn.Module):  # not moved: `to` works in place, and it may be part of the model
         return value
     with contextlib.suppress(Exception):  # `to` may be an unrelated method
         moved = value.to(_HOST)

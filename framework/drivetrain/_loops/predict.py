@@ -28,11 +28,11 @@ class PredictLoop:
         hooks: the overridden hooks.
         position: the batch being processed.
         data: the loaders.
-        reporting: where progress is reported; nothing may be logged.
+        reporting: where progress is reported; values cannot be logged in prediction.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
-        keeps: keep the outputs and return them from `run`.
-        before: called once; returns the functions that say whether a batch was predicted by an earlier run. A batch is
-            skipped if all of them say so. Empty if there is no earlier run.
+        keeps: whether `run` keeps the outputs and returns them.
+        before: called once; returns the functions that check whether an earlier run has predicted a batch, or an empty
+            sequence if there was none. A batch is skipped if all of them return True.
     """
 
     def __init__(
@@ -70,39 +70,40 @@ class PredictLoop:
         """Predict; return the outputs of all micro-batches in data set order, on every rank.
 
         Returns:
-            A list of outputs; with several loaders a list of them for each; None if outputs are not kept.
+            A list of outputs; with several loaders, one such list per loader; None if outputs are not kept.
         """
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
-        gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
-        with evaluating(self._module, gradient):
+        no_gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
+        with evaluating(self._module, no_gradient):
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
             self._predicted_checks = () if self._keeps else self._before()
-            outputs_here = [
+            local_outputs = [
                 self._predict(index, source, limit)
                 for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
             ]
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self._metrics.enter(None)
-        (noticed,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
-        self._lengths.settle(noticed)
+        (noticing_ranks,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
+        self._lengths.settle(noticing_ranks)
         if not self._keeps:
             return None
         from drivetrain._loops.outputs import exchange
 
-        outputs = [_merge(exchange(of_loader, self._strategy.control)) for of_loader in outputs_here]
+        outputs = [_merge(exchange(loader_outputs, self._strategy.control)) for loader_outputs in local_outputs]
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
+        """Predict one loader; return ``(start, batch_idx, output)`` for each output that is kept."""
         from drivetrain._loops.outputs import on_host
 
         several = len(self._sources) > 1
         kept, position = [], self._position
         name = f"prediction loader {index}" if several else "prediction loader"
-        before = position.enter("prediction")
+        previous = position.enter("prediction")
         count = first = self._first_to_predict(index, source, limit) if self._predicted_checks else 0
         indices_of_batches = source.requested_indices()
         batches = evaluation_batches(source, self._strategy, name, first)
@@ -136,11 +137,11 @@ class PredictLoop:
                 start = shard.start if source.shards_known else batch_idx
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees its memory before the next step
-        position.leave(before)
+        position.leave(previous)
         position.indices = None
         if self._pacing is not None:
             self._pacing.before += count - first
-        self._lengths.note(name, source.length, count, over=limit is None or count < limit)
+        self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
 
     @property
@@ -149,7 +150,7 @@ class PredictLoop:
         return self._strategy.collective_forward
 
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:
-        """Return the first micro-batch that was not predicted; without reading data, so 0 if indices are unknown."""
+        """Return the number of the first micro-batch to predict; 0 if indices are unknown. Reads no data."""
         first, shards, indices = 0, source.shards(0), source.indices(0)
         if shards is not None and indices is not None:
             for shard, batch_indices in islice(zip(shards, indices, strict=False), limit):
@@ -162,7 +163,7 @@ class PredictLoop:
         return all(check(indices, batch_idx, index) for check in self._predicted_checks)
 
     def _is_predicted_on_all_ranks(self, predicted: bool) -> bool:
-        """Return whether no rank has this batch left to predict. Collective."""
+        """Return whether no rank still has to predict this batch. Collective."""
         return not self._strategy.control.all_reduce_async(torch.tensor([float(not predicted)])).wait().item()
 
 
@@ -171,7 +172,9 @@ def _merge(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
     if len(by_rank) == 1:
         return [output for _, _, output in by_rank[0]]
     outputs = [
-        (start, batch_idx, rank, output) for rank, of_rank in enumerate(by_rank) for start, batch_idx, output in of_rank
+        (start, batch_idx, rank, output)
+        for rank, rank_outputs in enumerate(by_rank)
+        for start, batch_idx, output in rank_outputs
     ]
     outputs.sort(key=lambda item: item[:3])
     return [output for *_, output in outputs]

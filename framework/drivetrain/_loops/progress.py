@@ -1,4 +1,4 @@
-"""How far a run has come: its counters, the batch being processed, and where values are reported."""
+"""The counters of a run, the batch being processed, and the objects to which values and progress are reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Progress:
     """Whether training ended before its last epoch's data did: a resumed run continues that epoch."""
 
     def reset_to_window_start(self) -> None:
-        """Reset the counters to the start of the open window, from which weights and optimizers are unchanged."""
+        """Reset the counters to the start of the open window, since which weights and optimizers are unchanged."""
         if self.within_window:
             batch_idx, samples = self.window
             self.micro_batches -= self.batch_idx - batch_idx
@@ -72,24 +72,24 @@ class Position:
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Set the running loop, at batch 0; return the previous loop and batch, to be passed to `leave`."""
-        before = self.loop, self.batch_idx
+        previous = self.loop, self.batch_idx
         self.loop, self.batch_idx = loop, 0
-        return before
+        return previous
 
-    def leave(self, before: tuple[str | None, int]) -> None:
+    def leave(self, previous: tuple[str | None, int]) -> None:
         """Restore the loop and batch that `enter` returned."""
-        self.loop, self.batch_idx = before
+        self.loop, self.batch_idx = previous
 
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Where a loop reports values, its progress, and loaders whose length is wrong.
+    """The objects to which a loop reports values, its progress, and loaders whose length is wrong.
 
     Attributes:
         metrics: the logged values.
         log: sends a dict of numbers to the loggers; None without loggers.
-        pacing: reports the progress of an epoch to callbacks; None if no callback wants it.
-        lengths: warns of loaders whose length proved wrong.
+        pacing: reports the progress of an epoch to callbacks; None if no callback needs it.
+        lengths: warns about loaders whose length proved wrong.
     """
 
     metrics: MetricStore

@@ -21,7 +21,7 @@ class Pacing:
         self._callbacks = callbacks
         self._every = every
         self.before = 0
-        """Micro-batches of the loaders before the current one."""
+        """Micro-batches of the loaders that precede the current one."""
 
     def report(self, batches: int) -> None:
         """Report ``batches`` micro-batches of the current loader, in addition to `before`."""

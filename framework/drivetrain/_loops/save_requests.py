@@ -16,14 +16,14 @@ class SaveRequests:
         self.waiting: list[Callable[[], None]] = []
         """The requests in order. The loop checks whether there are any."""
         self.rollback: Callable[[], None] | None = None
-        """Loads an earlier checkpoint; the loop calls it after it has left the epoch. None without a rollback."""
+        """Loads an earlier checkpoint; called by the loop after it has left the epoch. None without a request."""
 
     def ask(self, save: Callable[[], None]) -> None:
         """Request that ``save`` is called at the next point at which a run can be resumed."""
         self.waiting.append(save)
 
     def go_back(self, load: Callable[[], None]) -> None:
-        """Request a rollback: leave the epoch at the next such point, call ``load`` and continue from there."""
+        """Request a rollback at the next point at which a run can be resumed: leave the epoch and call ``load``."""
         self.rollback = load
         self.waiting.append(load)  # makes the loop call `run`
 

@@ -22,7 +22,7 @@ class StepEstimate:
 
     Attributes:
         steps: estimated optimizer steps of the run.
-        length: micro-batches of an epoch on which the estimate is based; None if it is not based on a length.
+        length: micro-batches of an epoch, on which the estimate is based; None if it is not based on a length.
         was_read: whether `estimated_stepping_batches` was read.
     """
 
@@ -76,7 +76,7 @@ class Schedulers:
                 self._step_scheduler(config)
 
     def after_epoch(self, epochs: int) -> None:
-        """Step the schedulers whose interval is an epoch; ``epochs`` are completed."""
+        """Step the schedulers whose interval is an epoch, after ``epochs`` completed epochs."""
         for config in self._by_epoch:
             if epochs % config.frequency == 0:
                 self._step_scheduler(config)
@@ -96,9 +96,9 @@ class Schedulers:
         steps, length = self._estimate.steps, self._estimate.length
         return ConfigurationError(
             f"{type(config.scheduler).__name__} ran out after {steps} steps, and there is more data.",
-            f"trainer.estimated_stepping_batches was {steps}, by the training loader's length of {length} "
-            "micro-batches an epoch; there are more.",
-            "correct len(loader), bound the epoch with limit_train_batches, or give the schedule steps of its own.",
+            f"trainer.estimated_stepping_batches was {steps}, derived from the training loader's length of {length} "
+            "micro-batches per epoch, but the epoch has more.",
+            "correct len(loader), limit the epoch with limit_train_batches, or choose the schedule's steps yourself.",
         )
 
     def _step_scheduler(self, config: SchedulerConfig) -> None:
@@ -120,21 +120,23 @@ class Schedulers:
         problem = (
             f"{type(config.scheduler).__name__} monitors {monitor!r}, which was not logged.{nearest(monitor, names)}"
         )
-        logged = f"logged are: {', '.join(names) or 'no values'}."
+        logged = f"the logged values are: {', '.join(names) or 'none'}."
         if config.strict:
             raise ConfigurationError(
                 problem,
                 logged,
-                "log it before the scheduler steps, monitor another value, or skip such steps by 'strict': False.",
+                "log it before the scheduler steps, monitor another value, or skip such steps with 'strict': False.",
             )
         if monitor not in self._warned and self._warns:
             logger.warning(
-                "%s %s The scheduler is not stepped then, because of 'strict': False. Said once.", problem, logged
+                "%s %s The step of the scheduler is skipped because of 'strict': False. This is reported once.",
+                problem,
+                logged,
             )
         self._warned.add(monitor)
 
 
 def _is_at_zero(config: SchedulerConfig) -> bool:
-    """Return whether all learning rates of its optimizer are 0, so that further steps change nothing."""
+    """Return whether all learning rates of the scheduler's optimizer are 0, so that further steps change nothing."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return optimizer is not None and all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)

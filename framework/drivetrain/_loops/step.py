@@ -32,7 +32,7 @@ logger = logging.getLogger("drivetrain")
 
 ClipGradients = Callable[[Sequence[Optimizer]], Any]
 StepOptimizers = Callable[..., bool]
-"""Takes the last loss and, where the optimizer needs one, a closure; returns whether the optimizers stepped."""
+"""Takes the last loss and, if the optimizer needs one, a closure; returns whether the optimizers stepped."""
 
 
 class TrainStep(Protocol):
@@ -67,10 +67,10 @@ class OptimizerStep:
     """The optimizers, and what happens to their gradients at the end of a window.
 
     Attributes:
-        optimizers: stepped one after the other.
+        optimizers: the optimizers, in the order in which they step.
         clip: clips their gradients; None without clipping.
         override: calls the module's ``optimizer_step`` for each of them; None if the module does not override it.
-        unscale_first: unscale gradients before the hooks and ``clip``; otherwise ``clip`` unscales them.
+        unscale_first: whether gradients are unscaled before the hooks and ``clip``; otherwise ``clip`` unscales them.
     """
 
     optimizers: Sequence[Optimizer]
@@ -126,14 +126,14 @@ class AutomaticStep:
 
     never_steps = False
 
-    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap backward and clipping, before the first step.
 
         Args:
-            around: takes "backward" or "clipping" and the function to wrap; returns the wrapped function.
+            wrapper: takes "backward" or "clipping" and the function to wrap; returns the wrapped function.
         """
-        self._backward = around("backward", self._backward or operator.methodcaller("backward"))
-        self._clip = None if self._clip is None else around("clipping", self._clip)
+        self._backward = wrapper("backward", self._backward or operator.methodcaller("backward"))
+        self._clip = None if self._clip is None else wrapper("clipping", self._clip)
 
     @property
     def last_loss(self) -> Tensor | None:
@@ -155,13 +155,13 @@ class AutomaticStep:
             trainables.window_open = True
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
-        """Run one micro-batch forward and backward, its loss scaled to its share of the window.
+        """Run forward and backward on one micro-batch, with its loss scaled to its share of the window.
 
         Args:
             micro_batch: the micro-batch.
             batch_idx: its index in the epoch.
-            in_context: the contexts that it needs have been entered. One method serves both cases: a call more would
-                cost every step.
+            in_context: whether the contexts that it needs have been entered. One method handles both cases, because
+                another call would cost time in every step.
         """
         if not in_context:
             if micro_batch.weight == 0:
@@ -173,13 +173,13 @@ class AutomaticStep:
         if self._tracks_trainables:
             trainables = self._trainables
             if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
-                trainables.refuse_within()
+                trainables.raise_if_changed()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             if loss is None and self._none_allowed:
                 self._skipped += micro_batch.weight
                 return None
-            self._refuse(loss, batch_idx)
+            self._raise_invalid_loss(loss, batch_idx)
         for hook in self._before_backward:
             hook(loss)
         self._loss = loss
@@ -229,7 +229,7 @@ class AutomaticStep:
         """Check that no parameter changed within the window, and let parameters change until the next one opens."""
         trainables = self._trainables
         if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
-            trainables.refuse_within()
+            trainables.raise_if_changed()
         trainables.window_open = False
 
     def drop_window(self) -> None:
@@ -242,8 +242,8 @@ class AutomaticStep:
     def _run_weightless(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         """Run a micro-batch of weight 0: this rank has no data left, or the batch has no items."""
         sync = self.strategy.gradient_sync(micro_batch.closes)
-        trace = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
-        with sync, trace, self.strategy.without_gradient():
+        effects = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
+        with sync, effects, self.strategy.without_gradient():
             unscaled = replace(micro_batch, scale=1.0)
             return AutomaticStep.forward_backward(self, unscaled, batch_idx, in_context=True)
 
@@ -263,15 +263,15 @@ class AutomaticStep:
 
     def _warn_of_no_step(self, skipped: bool) -> None:
         if not skipped:
-            warnings.warn("A window made no step: its weights sum to zero. Said once.", stacklevel=3)
+            warnings.warn("A window made no step: its weights sum to zero. This is reported once.", stacklevel=3)
         elif self.strategy.rank == 0:
             logger.warning(
                 "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
-                "micro-batches. Unless that is intended, end training_step with return loss. Said once.",
+                "micro-batches. Unless that is intended, end training_step with return loss. This is reported once.",
                 type(self.module).__name__,
             )
 
-    def _refuse(self, loss: Any, batch_idx: int) -> None:
+    def _raise_invalid_loss(self, loss: Any, batch_idx: int) -> None:
         name = f"{type(self.module).__name__}.training_step"
         if loss is None:
             raise ConfigurationError(
@@ -304,7 +304,7 @@ def bind_step(
 ) -> Callable[[Any, int], Any]:
     """Return a function of batch and batch index that calls ``step`` through ``runner``, with as few calls as possible.
 
-    A runner that only calls the step is left out.
+    A runner that only calls the step is omitted.
     """
     call = step if runner is operator.call else partial(runner, step)
     return call if arguments is None else arguments.adapt(call)

@@ -32,7 +32,7 @@ class StepArguments:
 
     Args:
         step: the bound step, whose signature is read once.
-        several: there are several loaders, so ``dataloader_idx`` is passed if the step takes it.
+        several: whether there are several loaders; if so, ``dataloader_idx`` is passed if the step takes it.
 
     Raises:
         ConfigurationError: the step cannot be called with these arguments.
@@ -52,7 +52,7 @@ class StepArguments:
         if count == 0 or len(required) > 3:
             raise ConfigurationError(
                 f"{name}({', '.join(parameters)}) cannot be called with a batch.",
-                "a step is called with (batch, batch_idx), and dataloader_idx where there are several loaders.",
+                "a step is called with (batch, batch_idx), and dataloader_idx if there are several loaders.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
             )
         if "dataloader_iter" in parameters:
@@ -66,7 +66,7 @@ class StepArguments:
         if several and count < 3 and not skips_batch_idx:
             raise ConfigurationError(
                 f"{name} takes no dataloader_idx, and there are several loaders.",
-                "it could not tell their batches apart.",
+                "it could not tell which loader a batch comes from.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx, dataloader_idx=0).",
             )
         self.takes_batch_idx = count >= 2 and not skips_batch_idx
@@ -75,7 +75,7 @@ class StepArguments:
         self._count = count if several or len(required) == 3 else min(count, 2)
 
     def adapt(self, call: Callable[..., Any]) -> Callable[[Any, int], Any]:
-        """Return a function of batch and batch index that passes ``call`` those arguments that the step takes."""
+        """Return a function of batch and batch index that passes to ``call`` only the arguments that the step takes."""
         if self._count == 1:
             return lambda batch, batch_idx: call(batch)
         return lambda batch, batch_idx: call(*self(batch, batch_idx))

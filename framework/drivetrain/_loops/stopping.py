@@ -1,4 +1,4 @@
-"""Requests to end a run, agreed on so that all ranks stop after the same window, and the reasons for the log."""
+"""Requests to end a run, on which all ranks agree so that they stop after the same window."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ AGREE_EVERY = 16
 """The maximal number of points between two polls of the store."""
 
 _POLL_INTERVAL = 0.5
-"""Target polling interval in seconds; preemption may allow under 30 s."""
+"""Target polling interval in seconds. A preempted process may have less than 30 s left."""
 
 _TIME_IS_UP = 2
-"""The reason of a stop by ``max_time``: the run saves so that it can be resumed. Other stops have reason 1."""
+"""The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
 
 
 class StepAgreement:
     """Agrees, without a collective, on a point at which all ranks act.
 
-    All ranks count the same points: the ends of windows, and of micro-batches if a run may be ended after one. Each
+    All ranks count the same points: the ends of windows, and of micro-batches if a run may end within a window. Each
     rank publishes the point of its next poll, and polls there for a request. The rank that requests first reads all
     published points and announces the largest of them. A rank whose poll came too early to see the request had
     published its next poll before, so the announced point is at or after that poll.
@@ -124,9 +124,9 @@ class StopRequest:
         self._point = 0  # points passed, the same on every rank
         self._poll_at = 0
         self._last_poll: tuple[int, float] | None = None
-        self._exchanges = 0  # how often `_furthest` was called
+        self._exchanges = 0  # calls of `_agree_on_furthest_point`
         self._has_trained = False
-        self._in_first_window = True  # which may compile, so the control plane allows it more time
+        self._in_first_window = True  # it may compile, so the control plane allows more time
         self.requested = False
         """Set to request a stop; ``trainer.should_stop``."""
         self.because: str | None = None
@@ -195,7 +195,7 @@ class StopRequest:
         return True
 
     def agree(self, purpose: str) -> None:
-        """Exchange requests, where all ranks are at the same point anyway. Collective."""
+        """Exchange requests at a point that all ranks reach together. Collective."""
         self._check_deadline()  # an epoch may have no complete window
         code = 0 if self._agreed or not self.requested else self._reason_code()
         if code:
@@ -208,40 +208,41 @@ class StopRequest:
         self.requested = self._agreed = stopping > 0
 
     def agree_after_pause(self, purpose: str) -> None:
-        """Exchange requests where the time between points changes, as after a validation. Collective.
+        """Exchange requests when the time between points changes, as after a validation. Collective.
 
         An action that was agreed for a later point is due at once, and the next point is polled.
         """
         self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
-        self._publish_poll(self._poll_at)  # before any rank continues and may request something
+        self._publish_poll(self._poll_at)  # before any rank continues and may make a request
         self.agree(purpose)
 
     def agree_when_all_arrive(self, purpose: str, *, alike: bool) -> None:
-        """Exchange requests where a rank may arrive before the others. Collective.
+        """Exchange requests at a point that one rank may reach before the others. Collective.
 
-        A rank that requests something meanwhile ignores the ranks that wait here: it acts at its own point, and then
+        A rank that makes a request meanwhile ignores the ranks that wait here: it acts at its own point, and then
         arrives here too.
 
         Args:
             purpose: the purpose of the agreement, the same on every rank.
-            alike: the ranks have passed the same number of points; otherwise their counts are made equal.
+            alike: whether the ranks have passed the same number of points; otherwise their counts are made equal.
         """
         self._publish_poll(0)
         if alike or self._store is None:
             self.agree(purpose)
         else:
-            self._point = self._furthest(purpose)
+            self._point = self._agree_on_furthest_point(purpose)
         self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
         # A rank may read it before the others publish, which is harmless: the next point is polled.
         self._publish_poll(self._poll_at)
 
-    def _furthest(self, purpose: str) -> int:
+    def _agree_on_furthest_point(self, purpose: str) -> int:
+        """Exchange requests and points; return the largest point of all ranks."""
         store, rank = self._store, self._control.rank
         assert store is not None
         number, self._exchanges = self._exchanges, self._exchanges + 1
         store.set(f"points/{number}/{rank}", str(self._point))
         self.agree(purpose)
-        if number > 1:  # which all ranks have read by now
+        if number > 1:  # all ranks have read the points of two exchanges ago
             store.delete_key(f"points/{number - 2}/{rank}")
         keys = [f"points/{number}/{other}" for other in range(self._control.world_size)]
         return max(map(int, store.multi_get(keys)))
@@ -316,8 +317,8 @@ def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool, sec
     Args:
         reasons: the reasons why it ended: limits, then requests.
         progress: the counters.
-        nothing_left: the run resumed a finished one, and made no step.
-        seconds: its duration.
+        nothing_left: whether the run resumed a finished one and made no step.
+        seconds: the run's duration.
     """
     epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
     steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"

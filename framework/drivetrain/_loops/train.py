@@ -53,8 +53,9 @@ class EpochData:
 
     Attributes:
         micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
-        exhausted: returns whether the epoch's data has ended. A loader that saves its own position may be past it.
-        length: micro-batches of an epoch by the loader's length; None if that is unknown.
+        exhausted: returns whether a loader that saves its own position has reached the end of the epoch's data; False
+            for other loaders.
+        length: micro-batches of an epoch, derived from ``len(loader)``; None if that is unknown.
         length_is_exact: whether an epoch has exactly ``length`` micro-batches.
         count: counts the micro-batches that the loader yields.
     """
@@ -67,7 +68,7 @@ class EpochData:
 
 
 class Snapshot(Protocol):
-    """The state at the start of a window, for a run that may be saved and ended within one."""
+    """The state at the start of a window, for a run that may be saved and ended within a window."""
 
     def begin_epoch(self) -> bool:
         """Take the first snapshot of an epoch; return False, without one, if its windows have one micro-batch."""
@@ -89,7 +90,7 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """How far training is, and what ends it.
+    """The counters of training, and what ends it.
 
     Attributes:
         counters: the counters that a checkpoint stores.
@@ -111,7 +112,7 @@ class Checkpointing:
     Attributes:
         requests: the checkpoints that hooks have requested.
         save: writes the checkpoint from which a run that ends early is resumed. Collective.
-        snapshot: the state at the start of the open window; None if the run is never saved within one.
+        snapshot: the state at the start of the open window; None if the run is never saved within a window.
         rng_replay: restores the random generators when a resumed run reads data again.
     """
 
@@ -128,9 +129,9 @@ class Schedule:
     Attributes:
         schedulers: steps the learning rates.
         validation: runs validation.
-        reload: ``reload(epoch)`` loads the data of an epoch, by `TrainLoop.use`; None if epochs share their loaders.
+        reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
         after_epoch_hooks: called after the hooks that begin an epoch; applies what they changed.
-        checks: warns of problems that show in an epoch as a whole.
+        checks: warns about problems that are visible only over a whole epoch.
     """
 
     schedulers: Schedulers
@@ -146,7 +147,7 @@ class EpochEnd(Enum):
     DATA = "the data ended"
     LIMIT = "max_steps is reached"
     STOPPED = "a stop was requested"
-    PREEMPTED = "a signal requires to save and exit"
+    PREEMPTED = "a preemption signal was received"
     ROLLBACK = "a return to an earlier checkpoint was requested"
 
 
@@ -158,7 +159,7 @@ class TrainLoop:
         data: the data of an epoch.
         hooks: the overridden hooks.
         control: the control plane, for agreements between ranks.
-        progress: how far training is, and what ends it.
+        progress: the counters of training, and what ends it.
         reporting: where values and progress are reported.
         checkpointing: how training is saved.
         schedule: what is due at certain steps or epochs.
@@ -203,7 +204,7 @@ class TrainLoop:
         self._micro_batches = data.micro_batches
         self._exhausted = data.exhausted
         self._length = data.length
-        self._certain = data.length_is_exact
+        self._length_is_exact = data.length_is_exact
         self._count = data.count
 
     def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
@@ -241,18 +242,18 @@ class TrainLoop:
             self._stop.ask(resumed["asked_to_stop"])
         while not self._is_finished() or (resumed is not None and resumed.get("left_after_last_step")):
             self._begin_epoch(resumed, reset_metrics)
-            over = resumed is not None and resumed["data_is_over"]
+            data_is_over = resumed is not None and resumed["data_is_over"]
             reset_metrics, resumed = True, None
             snapshot = self._checkpointing.snapshot
             if snapshot is not None and not snapshot.begin_epoch():
                 snapshot = None
-            before = self._position.enter("training")
-            ended = self._train_epoch(snapshot, over)
-            self._position.leave(before)
-            over = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
+            previous = self._position.enter("training")
+            ended = self._train_epoch(snapshot, data_is_over)
+            self._position.leave(previous)
+            run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
             if self._requests.rollback is not None and not self._stop.leaving:
                 resumed = self._roll_back(self._requests.rollback)
-            elif over:
+            elif run_ends:
                 return
 
     def _begin_epoch(self, resumed: Mapping[str, Any] | None, reset_metrics: bool) -> None:
@@ -260,7 +261,7 @@ class TrainLoop:
 
         Args:
             resumed: the state of the run that is resumed; None after its first epoch.
-            reset_metrics: discard the values logged so far.
+            reset_metrics: whether the values logged so far are discarded.
         """
         if self._schedule.reload is not None:
             self._schedule.reload(self._progress.epoch)
@@ -280,12 +281,12 @@ class TrainLoop:
             if resumed is not None and resumed["validation"] is not None:
                 self._validation.load_state_dict(resumed["validation"], self._progress)
 
-    def _train_epoch(self, snapshot: Snapshot | None, over: bool) -> EpochEnd:
-        """Train on the micro-batches that are left of an epoch.
+    def _train_epoch(self, snapshot: Snapshot | None, data_is_over: bool) -> EpochEnd:
+        """Train on the remaining micro-batches of an epoch.
 
         Args:
             snapshot: the state at the start of a window; None if windows have one micro-batch.
-            over: a resumed run had trained on all of them.
+            data_is_over: whether the run that is resumed had trained on all of them.
         """
         progress, position, stop, step = self._progress, self._position, self._stop, self._step
         metrics, validation, requests = self._metrics, self._validation, self._requests.waiting
@@ -294,16 +295,16 @@ class TrainLoop:
         schedulers = self._schedule.schedulers
         step_schedulers = schedulers.after_step if schedulers.has_step_schedulers else None
         if progress.batch_idx == validation.next_at:  # the run was saved just before this validation
-            ended = self._resume_with_validation(over)
+            ended = self._resume_with_validation(data_is_over)
             if ended is not None:
                 return ended
-        if over:
+        if data_is_over:
             return EpochEnd.DATA
         micro_batches = self._schedule.checks.follow(self._micro_batches(progress.epoch, progress.batch_idx))
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
-        # Each micro-batch is on the device and knows its share of the window, the micro-batches of an optimizer step.
+        # Each micro-batch is on the device, with its share of the window (the micro-batches of one optimizer step).
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
             position.batch_idx, position.weight = batch_idx, micro_batch.weight
@@ -389,10 +390,10 @@ class TrainLoop:
         stop = self._stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
-        over = ended is not EpochEnd.DATA or self._is_finished()
-        if stop.leaving or (stopping and not over and stop.saves_to_resume):
+        finished = ended is not EpochEnd.DATA or self._is_finished()
+        if stop.leaving or (stopping and not finished and stop.saves_to_resume):
             self._checkpointing.save()
-        return stopping or over
+        return stopping or finished
 
     # Endings
 
@@ -407,7 +408,7 @@ class TrainLoop:
         return 0 <= self._limits.max_steps <= self._progress.global_step
 
     def why_it_ended(self) -> list[str]:
-        """Return the reasons why `run` ended: a limit, a requested stop."""
+        """Return the reasons why `run` ended: a limit, or a requested stop."""
         reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
         requested = self._stop.reason if self._stop.requested else None
         return reasons + [reason for reason in (self._limit_reached(), requested) if reason is not None]
@@ -422,7 +423,7 @@ class TrainLoop:
         answers = [hook(batch, batch_idx) for hook in hooks]
         if not any(isinstance(answer, int) and answer == -1 for answer in answers):
             return False
-        # A rank that continues waits in a collective of its step: the timeout makes this an error that names it.
+        # A rank that continues waits in a collective of its step; the timeout turns this into an error that names it.
         purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
         self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
         return True
@@ -450,7 +451,7 @@ class TrainLoop:
             return EpochEnd.ROLLBACK
         return None
 
-    def _resume_with_validation(self, over: bool) -> EpochEnd | None:
+    def _resume_with_validation(self, data_is_over: bool) -> EpochEnd | None:
         """Run the validation that was due when the run was saved; return why the epoch ends, None if it continues."""
         progress, stop = self._progress, self._stop
         self._checkpointing.rng_replay.call_before_replay(self._validation.run)
@@ -463,7 +464,7 @@ class TrainLoop:
             return self._leave()
         if stop.saves_to_resume:
             self._checkpointing.save()
-        if over:
+        if data_is_over:
             return EpochEnd.DATA
         return self._end_at(EpochEnd.STOPPED, self._micro_batches(progress.epoch, progress.batch_idx))
 
@@ -480,13 +481,13 @@ class TrainLoop:
         return EpochEnd.DATA if self._is_last(micro_batches) else reason
 
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
-        if self._progress.batch_idx != self._length or self._certain:
+        if self._progress.batch_idx != self._length or self._length_is_exact:
             return self._progress.batch_idx == self._length
         with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads that batch again
             return next(micro_batches, None) is None
 
     def _leave(self) -> EpochEnd:
-        """Save the run as of the last completed window, because of a preemption."""
+        """Save the run in the state after the last completed window, because of a preemption."""
         if self._progress.within_window and self._checkpointing.snapshot is not None:
             self._step.drop_window()
             self._checkpointing.snapshot.go_back()
@@ -509,8 +510,8 @@ class TrainLoop:
     def _warn_of_no_step(self) -> None:
         if not self._warned_of_no_step and self._control.rank == 0:
             logger.warning(
-                "Training went through epoch %d without one optimizer step: every window's losses were None, its "
-                "weights zero, its gradients in fp16 not finite, or a hook skipped the step. Said once.",
+                "Training went through epoch %d without an optimizer step: in every window the losses were None, the "
+                "weights zero or the fp16 gradients not finite, or a hook skipped the step. This is reported once.",
                 self._progress.epoch,
             )
         self._warned_of_no_step = True
@@ -519,11 +520,11 @@ class TrainLoop:
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
         lengths = self._reporting.lengths
-        wanting, noticed = self._control.agree(
+        reducing_ranks, noticing_ranks = self._control.agree(
             "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.noticed
         )
-        lengths.settle(noticed)
-        return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
+        lengths.settle(noticing_ranks)
+        return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _reduce_steps(self) -> None:
         self._flushed_at = self._progress.micro_batches

@@ -30,7 +30,7 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _CHANGE_TIMEOUT = timedelta(seconds=30)
-"""A rank without a change waits in a collective of its step instead; after this time the error names it."""
+"""A rank without a change waits in a collective of its step instead. After this time, an error names it."""
 
 _FIXED_SCHEDULERS = (
     lr_scheduler.LambdaLR,
@@ -41,7 +41,7 @@ _FIXED_SCHEDULERS = (
     lr_scheduler.SequentialLR,
     SWALR,
 )
-"""Schedulers whose next step fails after their optimizer got another group (torch 2.13)."""
+"""Schedulers whose next step fails after a group was added to their optimizer (torch 2.13)."""
 
 
 class Trainables:
@@ -138,20 +138,21 @@ class Trainables:
         if not change:
             return
         if strategy.world_size > 1:
-            strategy.control.agree(f"a change of what trains ({change}; {change.digest})", timeout=_CHANGE_TIMEOUT)
+            purpose = f"a change of the trainable parameters ({change}; {change.digest})"
+            strategy.control.agree(purpose, timeout=_CHANGE_TIMEOUT)
         strategy.trainable_changed(self._module)
         if strategy.rank == 0:
-            logger.info("What trains has changed: %s.", change)
+            logger.info("The set of trainable parameters changed: %s.", change)
         self._record()
         self._groups = self._current_groups()
         self.warn_of_unoptimized(self._optimizers)
 
-    def refuse_within(self, unfrozen_only: bool = False, toggles: bool = False) -> None:
+    def raise_if_changed(self, unfrozen_only: bool = False, toggles: bool = False) -> None:
         """Raise an error if parameters have changed since the window opened.
 
         Args:
-            unfrozen_only: accept parameters that were frozen, as by a toggled optimizer.
-            toggles: mention in the error that an optimizer may have been left toggled.
+            unfrozen_only: raise only for parameters that were unfrozen; a toggled optimizer freezes others.
+            toggles: whether the error mentions that an optimizer may still be toggled.
 
         Raises:
             ConfigurationError: parameters have changed; names them.
@@ -173,7 +174,7 @@ class Trainables:
             raise changed_within_window(changed, strategy, toggles)
 
     def warn_of_unoptimized(self, optimizers: Sequence[Optimizer]) -> None:
-        """Warn, once for each, of trainable parameters that are in no optimizer."""
+        """Warn, once per parameter, about trainable parameters that are in no optimizer."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         optimized = {id(parameter) for group in groups for parameter in group["params"]}
         names = [
@@ -185,7 +186,7 @@ class Trainables:
         if names and optimizers and self._strategy.rank == 0:
             logger.warning(
                 "%d trainable parameter(s) are in no optimizer: %s. They get gradients that are never used: add them "
-                "to an optimizer (optimizer.add_param_group), or freeze them. Said once.",
+                "to an optimizer (optimizer.add_param_group), or freeze them. This is reported once.",
                 len(names),
                 listed(names),
             )
@@ -212,7 +213,7 @@ class Trainables:
         return {name: (parameter, parameter.requires_grad) for name, parameter in named}
 
     def frozen(self) -> list[str]:
-        """Return the names of the parameters that the user has frozen, without those that the strategy froze."""
+        """Return the names of the parameters that the user has frozen, except those that the strategy froze."""
         return [
             name
             for name, parameter in self._strategy.named_parameters().items()
@@ -224,7 +225,7 @@ class Trainables:
 
         Args:
             names: the parameters that were frozen when the run was saved.
-            where: the hook whose changes are undone, for a warning; None for no warning.
+            where: the hook whose changes are undone, for the warning; None for no warning.
         """
         undone = freeze_only(self._strategy.named_parameters(), {*names, *self._frozen_by_strategy})
         if undone and where is not None and self._strategy.rank == 0:
@@ -237,7 +238,7 @@ class Trainables:
             )
 
     def set_resuming(self, value: bool) -> None:
-        """Set whether hooks at the start of a resumed run are being called, whose groups are restored already."""
+        """Set whether hooks at the start of a resumed run are being called; their groups are already restored."""
         self._resuming = value
 
     # Notifications of new layers and groups
@@ -259,15 +260,16 @@ class Trainables:
             if self._resuming and tensors and all(id(tensor) in present for tensor in tensors):
                 if strategy.rank == 0:
                     logger.warning(
-                        "A group of %d parameter(s) was added that was restored from the checkpoint already: it "
-                        "is not added again.",
+                        "A group of %d parameter(s) was not added again, since it was already restored from the "
+                        "checkpoint.",
                         len(tensors),
                     )
                 return
             if self.window_open and self.refuses_in_window:
                 raise ConfigurationError(
                     "add_param_group within training_step or an open accumulation window.",
-                    f"{type(strategy).__name__} exchanges gradients of what trained when the window opened.",
+                    f"{type(strategy).__name__} exchanges gradients of the parameters that were trainable when the "
+                    "window opened.",
                     "add it between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
             strategy.adding_group(optimizer)

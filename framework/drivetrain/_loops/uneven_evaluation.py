@@ -13,7 +13,10 @@ from drivetrain.strategies.strategy import Strategy
 
 
 def until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
-    """Yield ``batches``, then repeat the last one, joining, while any rank has data: one small all-reduce a batch."""
+    """Yield ``batches``, then repeat the last one, which this rank only joins, while any rank has data.
+
+    Costs one small all-reduce per batch.
+    """
     control, last = strategy.control, NO_BATCH
     while True:
         pair = next(batches, None)
@@ -27,7 +30,7 @@ def until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
             yield copy_containers(last), BatchShard(0, None, True, start=-1)  # -1: not a batch of the loader
         else:
             raise ConfigurationError(
-                f"Rank {control.rank} got no batch at all from a loader of which other ranks have some.",
-                "under this strategy every rank takes part in each forward, which it cannot without a batch.",
+                f"Rank {control.rank} got no batch from a loader that yields batches on other ranks.",
+                "under this strategy every rank takes part in each forward, for which it needs a batch.",
                 "split the data so that every rank gets at least one batch.",
             )

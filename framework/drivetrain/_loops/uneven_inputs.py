@@ -35,9 +35,9 @@ class LoggingPaused:
 
 
 class Joining(LoggingPaused):
-    """A micro-batch that this rank joins without data, hooks included: from its creation until `end`.
+    """Marks a micro-batch that this rank joins without data, including its hooks, from its creation until `end`.
 
-    Meanwhile ``trainer.joining`` is true and logged values are discarded.
+    In between, ``trainer.joining`` is true and logged values are discarded.
     """
 
     __slots__ = ()

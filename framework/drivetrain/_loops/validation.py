@@ -21,10 +21,10 @@ class ValidationPlan:
         interval: an int is a number of micro-batches, a float a fraction of an epoch; None for the end of an epoch.
         every_n_epochs: validate in every n-th epoch only; with None ``interval`` counts across epochs.
         length: micro-batches of an epoch; None if unknown.
-        stop: the requests to stop, exchanged after a validation, in which early stopping may have made one.
+        stop: the requests to stop, which ranks exchange after a validation, since early stopping may have made one.
         metrics: the logged values, switched back to training after a validation.
         warns: whether this rank warns.
-        reloads: later epochs may have other data, of another length.
+        reloads: whether later epochs may have other data, of another length.
 
     Raises:
         ConfigurationError: the interval is longer than an epoch, or a fraction of an unknown length.
@@ -48,7 +48,7 @@ class ValidationPlan:
         self._is_fraction = isinstance(interval, float)
         self._warns = warns
         self._warned_of_interval = False
-        if reloads:  # the epoch in which a run resumes may be shorter than its first one
+        if reloads:  # the epoch in which a run is resumed may be shorter than the first one
             self.renew(validate, length)
         else:
             self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
@@ -59,14 +59,14 @@ class ValidationPlan:
         """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
 
     def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
-        """Use other data from the next epoch on. An interval longer than the new epoch means its end."""
+        """Use other data from the next epoch on. An interval longer than the epoch is shortened to its length."""
         interval = self._requested
         if validate is not None and self._every_n_epochs is not None and type(interval) is int and length is not None:
             if interval > length and self._warns and not self._warned_of_interval:
                 self._warned_of_interval = True
                 logger.warning(
                     "val_check_interval=%d is more than the %d micro-batches that an epoch has now: validation runs "
-                    "at its end. Said once.",
+                    "at its end. This is reported once.",
                     interval,
                     length,
                 )
@@ -109,7 +109,7 @@ class ValidationPlan:
         try:
             self._validate()
         except BaseException:
-            self._ran_at = last_run  # it did not finish, and is still due
+            self._ran_at = last_run  # the validation did not finish, and is still due
             raise
         self._metrics.enter("train", reset=False)
         if self._stop.leaving:
@@ -129,7 +129,7 @@ class ValidationPlan:
         if data_over and self._warns_if_short and self._due:
             self._warn_of_short_epoch(self._progress)
         due = self._due and (self._interval is None or stopping or self._is_missed())
-        # A stop that was requested in a validation is no reason to repeat it.
+        # A stop that was requested in a validation does not repeat that validation.
         if due and self._ran_at != self._progress.micro_batches:
             self.run()
 
@@ -141,7 +141,7 @@ class ValidationPlan:
         logger.warning(
             "Epoch %d ended after %d micro-batches without a validation: val_check_interval=%d counts from the start "
             "of each epoch, and the loader has no length. Lower it, or set check_val_every_n_epoch=None to count "
-            "across epochs; val_check_interval=1.0 validates at the end of each. Said once.",
+            "across epochs; val_check_interval=1.0 validates at the end of each. This is reported once.",
             progress.epoch,
             progress.batch_idx,
             self._interval,
@@ -156,8 +156,8 @@ class ValidationPlan:
             self.next_at = progress.batch_idx + remaining
 
     def _is_missed(self) -> bool:
-        """Return whether the data ended before a validation that the epoch's length had promised."""
-        if self._every_n_epochs is None:  # it counts across epochs, and runs in the next one
+        """Return whether the data ended before a validation that was due according to the epoch's length."""
+        if self._every_n_epochs is None:  # the interval counts across epochs: validation runs in the next one
             return False
         if self._length is None or not -1 < self.next_at <= self._length:
             return False
@@ -168,7 +168,7 @@ class ValidationPlan:
 def renumber_validation(state: Mapping[str, int], before: int, now: int) -> dict[str, int]:
     """Return the state after the epoch's micro-batches are renumbered, so that number ``before`` becomes ``now``.
 
-    A validation that was due is still due, and one that has run is not repeated; later ones go by the new numbers.
+    A validation that was due is still due, and one that has run is not repeated; later ones follow the new numbers.
     """
     return {**state, "next_at": now if state["next_at"] == before else -1}
 

@@ -38,8 +38,8 @@ class MicroBatch:
         weight: the number of items that its loss is a mean of.
         window_weight: the sum of the weights of the window's micro-batches on all ranks.
         ranks: the number of ranks that have data in this micro-batch.
-        opens: it is the first micro-batch of its window.
-        closes: it is the last micro-batch of its window, after which the optimizers step.
+        opens: whether it is the first micro-batch of its window.
+        closes: whether it is the last micro-batch of its window, after which the optimizers step.
     """
 
     batch: Any
@@ -54,7 +54,7 @@ class MicroBatch:
 
     @property
     def joins(self) -> bool:
-        """Whether this rank has no sample of it, and runs it only so that its collectives match the other ranks'."""
+        """Whether this rank has no sample of it and runs it only so that its collectives match the others'."""
         return self.samples == 0
 
     def with_batch(self, batch: Any) -> MicroBatch:
@@ -91,7 +91,7 @@ def sharded_windows(
         size: micro-batches of a window.
         world_size: the number of ranks that the data is split over.
         shards: the shares of ``batches``, if they are known in advance: a batch is then read only when it is trained
-            on. With None a whole window is read to learn them.
+            on. With None, a whole window is read first.
     """
     while True:
         if shards is None:
@@ -139,10 +139,12 @@ def exchanged_windows(
     last: Any = NO_BATCH,
     read_ahead: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Yield windows whose weights, or whose end, each rank knows only of its own data: one small all-reduce a window.
+    """Yield windows for data whose weights or length each rank knows only for its own part.
 
-    The next window is read, and its all-reduce started, while the current one is trained on. A rank without data left
-    joins with its last batch until all ranks have finished.
+    Costs one small all-reduce per window.
+
+    With ``read_ahead``, the next window is read, and its all-reduce started, while the current one is trained on. A
+    rank without data left joins with its last batch until all ranks have finished.
 
     Args:
         batches: this rank's batches, at most ``limit`` of them.
@@ -151,24 +153,24 @@ def exchanged_windows(
         weigh: the module's ``batch_weight``; None to weight by samples.
         limit: micro-batches after which every rank stops; None to stop when all data has ended.
         data_world_size: the number of ranks that the data is split over; None for all.
-        counts: this rank's batches count; of several ranks that read the same data, one counts.
+        counts: whether this rank's batches count; of several ranks that read the same data, only one does.
         last: the batch before the first of ``batches``; `NO_BATCH` if there was none.
-        read_ahead: read the next window before the current one is trained on.
+        read_ahead: whether the next window is read before the current one is trained on.
     """
     world_size = data_world_size or control.world_size
     number = 0
 
     def read() -> tuple[list[tuple[Any, BatchShard, float]], Pending]:
         nonlocal last, number
-        room = size if limit is None else max(0, min(size, limit - number))
+        capacity = size if limit is None else max(0, min(size, limit - number))
         window: list[tuple[Any, BatchShard, float]] = []
-        for batch, shard in islice(batches, room):
+        for batch, shard in islice(batches, capacity):
             last = batch
             weight = 0.0 if shard.joins else float(shard.samples)
             if weigh is not None and not shard.joins:
                 weight = validate_weight(weigh(batch), control.rank, number + len(window))
             window.append((batch, shard, weight))
-        if last is not NO_BATCH and (len(window) < room or not read_ahead):
+        if last is not NO_BATCH and (len(window) < capacity or not read_ahead):
             # Copied before a step modifies it, since this rank may have to join with it. Without read-ahead the end of
             # the data is not known yet.
             last = copy_containers(last)
@@ -191,7 +193,7 @@ def exchanged_windows(
             return
         if last is NO_BATCH:
             raise ConfigurationError(
-                f"Rank {control.rank} got no batch at all from its training loader.",
+                f"Rank {control.rank} got no batch from its training loader.",
                 "each rank reads its own part of an iterable data set, and a rank without any batch cannot join the "
                 "others.",
                 "split the stream so that every rank gets at least one batch.",
@@ -233,5 +235,5 @@ def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
 
 
 def _total_samples(shard: BatchShard) -> int:
-    assert shard.total is not None  # a static source knows it
+    assert shard.total is not None  # known in advance for these sources
     return shard.total

@@ -1,4 +1,4 @@
-"""Reduces a value to the same number on every rank, for decisions that all ranks must make alike."""
+"""Reduces a value to the same number on every rank, for decisions that must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from drivetrain._distributed.control_plane import ControlPlane
 def agreed_value(control: ControlPlane, name: str, value: torch.Tensor | float | None) -> float | None:
     """Return one value for all ranks; None if no rank has one. Collective.
 
-    A value that is equal on all ranks is returned unchanged. Others (a step's value, ``sync_dist=False``) are averaged
-    over the ranks that have one, since a rank without data may have logged nothing.
+    A value that is equal on all ranks is returned unchanged. Other values (of a step, or with ``sync_dist=False``) are
+    averaged over the ranks that have one, since a rank without data may have logged nothing.
 
     Args:
         control: the control plane.
@@ -19,9 +19,9 @@ def agreed_value(control: ControlPlane, name: str, value: torch.Tensor | float |
         value: this rank's value.
 
     Raises:
-        DistributedError: the other ranks made another call, as when a callback exists on some ranks only.
+        DistributedError: other ranks made a different call, for example because a callback exists on some ranks only.
     """
-    control.agree(f"the value of {name!r}, which decides something")
+    control.agree(f"the value of {name!r}, on which a decision depends")
     local = torch.zeros(2, dtype=torch.float64)
     if value is not None:
         local[0], local[1] = 1.0, value

@@ -1,4 +1,4 @@
-"""Entry: one logged key, with its latest value and what it has accumulated in the epoch."""
+"""Entry: one logged key, with its latest value and the values accumulated in the epoch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FOLD_AT = 64  # number of pending values at which they are reduced to one
 
 
 class Entry:
-    """The state of one logged key. Device tensors stay on their device; nothing here waits for it.
+    """The state of one logged key. Device tensors stay on their device; no method waits for it.
 
     Args:
         name: the key.
@@ -54,10 +54,10 @@ class Entry:
         "fresh",
         "last",
         "loader",
+        "loader_idx",
         "logger",
         "metric",
         "name",
-        "of_loader",
         "on_epoch",
         "on_step",
         "operation",
@@ -99,7 +99,8 @@ class Entry:
         self.metric = metric
         self.attribute = attribute
         self.loader = loader
-        self.of_loader: int | None = None  # the index of the loader that first logged it, if there are several
+        # With several loaders, the index of the one that was evaluated when the key was first logged.
+        self.loader_idx: int | None = None
         self.last: torch.Tensor | float | None = None
         self.reduced: torch.Tensor | float | None = None  # the value of `last` after the latest reduction over ranks
         self.result: torch.Tensor | None = None
@@ -134,7 +135,7 @@ class Entry:
         return self.resumed and self.total is None and not self.waiting
 
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
-        """Add one value to the epoch. The weight is that of a mean; other operations only count values."""
+        """Add one value to the epoch. The weight is used by a mean; for other operations it only counts values."""
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight
@@ -227,7 +228,7 @@ class Entry:
         return entry
 
     def merge(self, other: Self) -> None:
-        """Add the values that another rank had accumulated."""
+        """Add the values that another rank has accumulated."""
         if other.total is not None:
             self.total = self._combine(self.total, other.total)
         self.weight += other.weight
@@ -262,7 +263,7 @@ def operation_of(reduce_fx: Any) -> str | None:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` in the widest floating-point type of its device."""
+    """Return ``value`` in the widest floating-point type that its device supports."""
     return value.double() if value.device.type != "mps" else value.float()
 
 
@@ -272,9 +273,11 @@ def raise_options_mismatch(name: str, before: tuple[Any, ...], after: tuple[Any,
     Raises:
         ConfigurationError: always; names the options that changed.
     """
-    labels = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist")
+    option_names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist")
     changed = [
-        f"{label} from {old!r} to {new!r}" for label, old, new in zip(labels, before, after, strict=True) if old != new
+        f"{option} from {old!r} to {new!r}"
+        for option, old, new in zip(option_names, before, after, strict=True)
+        if old != new
     ]
     raise ConfigurationError(
         f"log({name!r}) was called with other options than before: {', '.join(changed)}.",

@@ -14,7 +14,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 
 
 def all_ranks() -> None:
-    """Return None, torch's value for the group of all ranks. A named function, since a `Fit` has to be picklable."""
+    """Return None, torch's value for the group of all ranks. A named function, since a `Fit` must be picklable."""
 
 
 class MetricObjects:
@@ -78,14 +78,14 @@ class MetricObjects:
         )
 
     def logged(self, key: str, metric: Any) -> None:
-        """Note that the epoch value ``key`` comes from ``metric``. After the reduction, its present state counts."""
+        """Note that ``metric`` was logged as the epoch value ``key``; after the reduction, keep its present state."""
         if self._ending:
             # The hook may reset the metric next, and computing it now would communicate.
             self._epoch_values.pop(key, None)
             self._states[key] = metric_state(metric)
 
     def computed(self, name: str, key: str, metric: Any, together: bool) -> torch.Tensor:
-        """Return the epoch value ``key`` as `computed` does; cached until the key is logged again."""
+        """Return the epoch value ``key`` as the function `computed` does; cached until the key is logged again."""
         value = self._epoch_values.get(key)
         if value is None:
             value = computed(name, metric, together, self.group(), self._states.pop(key, None))
@@ -94,7 +94,7 @@ class MetricObjects:
         return value
 
     def end_epoch(self) -> None:
-        """Note that the epoch's data have ended and its values are computed."""
+        """Note that the epoch's data has ended and its values are computed."""
         self._ending = True
 
     def begin_epoch(self) -> None:
@@ -111,14 +111,14 @@ class MetricObjects:
 
 def is_metric(value: Any) -> bool:
     """Return True if ``value`` is a `torchmetrics.Metric`."""
-    # Code that has a metric has imported torchmetrics; others need not import it.
+    # Code that has a metric has imported torchmetrics, so it is not imported here.
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def metric_state(metric: Any) -> dict[str, Any]:
     """Return a copy of the states declared with add_state, and of the metric's own bookkeeping."""
-    return {name: _copy(value) for name, value in _saved_attributes(metric).items()}
+    return {name: _copy_state(value) for name, value in _saved_attributes(metric).items()}
 
 
 def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
@@ -159,11 +159,9 @@ def merge_metric_states(name: str, metric: Any, states: Sequence[Mapping[str, An
         return states[0]
     if unreducible and not has_own_merge:
         raise _unmergeable(name, metric, f"dist_reduce_fx=None for {', '.join(unreducible)} does not define a merge")
-    merge_states = {**states[0], "_update_count": sum(state["_update_count"] for state in states), "_computed": None}
+    common = {**states[0], "_update_count": sum(state["_update_count"] for state in states), "_computed": None}
     try:
-        return merge_states | (
-            _merge_by_metric(metric, states) if has_own_merge else _merge_by_reductions(metric, states)
-        )
+        return common | (_merge_by_metric(metric, states) if has_own_merge else _merge_by_reductions(metric, states))
     except Exception as error:
         raise _unmergeable(name, metric, f"{type(error).__name__}: {error}") from error
 
@@ -171,7 +169,7 @@ def merge_metric_states(name: str, metric: Any, states: Sequence[Mapping[str, An
 def _merge_by_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     current = _saved_attributes(metric)
     try:
-        set_metric_state(metric, {key: _copy(value) for key, value in states[0].items()})
+        set_metric_state(metric, {key: _copy_state(value) for key, value in states[0].items()})
         for state in states[1:]:
             metric.merge_state({key: state[key] for key in metric._defaults})
             metric._update_count += state["_update_count"]
@@ -183,19 +181,19 @@ def _merge_by_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[s
 def _merge_by_reductions(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     from torchmetrics.utilities import dim_zero_cat  # already imported, since there is a metric
 
-    merge_states: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for key, reduction in metric._reductions.items():
         parts = [state[key] for state in states]
         if any(isinstance(part, list) for part in parts):
-            merge_states[key] = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+            merged[key] = [element for part in parts for element in (part if isinstance(part, list) else [part])]
         elif reduction is dim_zero_cat:
-            merge_states[key] = dim_zero_cat(parts)
+            merged[key] = dim_zero_cat(parts)
         else:
             try:
-                merge_states[key] = reduction(torch.stack(parts))
+                merged[key] = reduction(torch.stack(parts))
             except Exception as error:
-                raise ValueError(f"of {key}: {error}") from error
-    return merge_states
+                raise ValueError(f"state {key}: {error}") from error
+    return merged
 
 
 def _has_tensor(states: Sequence[Mapping[str, Any]], key: str) -> bool:
@@ -216,13 +214,13 @@ def _saved_attributes(metric: Any) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in names if name in metric.__dict__}
 
 
-def _copy(value: Any) -> Any:
+def _copy_state(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()  # a tensor with a graph, as from a metric called on a loss, has no deepcopy
     if type(value) in (list, tuple):
-        return type(value)(_copy(part) for part in value)
+        return type(value)(_copy_state(part) for part in value)
     if type(value) is dict:
-        return {key: _copy(part) for key, part in value.items()}
+        return {key: _copy_state(part) for key, part in value.items()}
     return copy.deepcopy(value)
 
 
@@ -234,9 +232,9 @@ def computed(
     Args:
         name: the key, for errors.
         metric: the metric object.
-        together: compute over all ranks; collective then.
+        together: whether to compute over all ranks, which is collective.
         group: the process group, if the metric sets none itself; None for all ranks.
-        state: the state to compute from instead of the present one.
+        state: the state to compute from instead of the present state.
 
     Raises:
         ConfigurationError: the value is not a single number.
@@ -252,7 +250,7 @@ def computed(
         metric.sync_on_compute, metric.process_group = before
         if state is not None:
             set_metric_state(metric, current)
-    # A copy, since the value may be the very tensor that the metric updates.
+    # A copy, since the value may be the tensor that the metric updates.
     return as_scalar(name, metric, value).to("cpu", copy=True)
 
 

@@ -40,7 +40,7 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
-        self.speaks = True  # False on all but one of the ranks that read the same data
+        self.speaks = True  # whether this rank's values count; of several ranks that read the same data, only one's do
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
@@ -54,11 +54,10 @@ class MetricStore:
         """Its number of samples, if the sampler knows it."""
         self.dataloader_idx: int | None = None
         self.had_data = False
-        """Whether this rank had samples of its own in the stage's epoch: from every loader, if there are several."""
+        """Whether this rank had its own samples in the stage's epoch: from every loader, if there are several."""
         self._had_data: dict[str | None, bool] = {}
-        self._joined_late = (
-            False  # this rank did not exist at the start of the epoch and may lack keys logged until then
-        )
+        # Whether this rank did not exist at the start of the epoch, so that it may lack keys that others have logged.
+        self._joined_late = False
         self._values: dict[str, Tensor | float] = {}
 
     # Called by steps
@@ -85,7 +84,7 @@ class MetricStore:
         if entry is None or entry.options != options:
             entry = self._get_or_create(name, value, options, entry, metric_attribute)
         if self.muted:
-            return  # the key is registered first, since ranks with data reduce it with this one
+            return  # the key is registered above, since all ranks reduce it together
         if entry.metric is not None:
             self._record_metric(entry, value)
             return
@@ -107,12 +106,12 @@ class MetricStore:
             elif batch_size is None:
                 entry.accumulate(value, self._weight())
             else:
-                plain = type(batch_size) is int and batch_size >= 0
-                entry.accumulate(value, batch_size if plain else weight(name, batch_size))
+                is_valid_int = type(batch_size) is int and batch_size >= 0
+                entry.accumulate(value, batch_size if is_valid_int else weight(name, batch_size))
 
     def _weight(self) -> float:
         if self.batch is None:
-            return 1  # between micro-batches: the size of the last one is unrelated
+            return 1  # between micro-batches the size of the last batch is unrelated
         if self.samples is None:
             self.samples = first_dimension(self.batch)
         return self.samples
@@ -155,12 +154,12 @@ class MetricStore:
         if metric is None:
             number(name, value)  # checks the first value, also on a rank without data
         loader = f"/dataloader_idx_{self.dataloader_idx}"
-        in_step = self.batch is not None and self.stage == "train"
+        within_step = self.batch is not None and self.stage == "train"
         entry = Entry(
             name,
             options,
-            on_step=in_step if on_step is None else on_step,
-            on_epoch=not in_step if on_epoch is None else on_epoch,
+            on_step=within_step if on_step is None else on_step,
+            on_epoch=not within_step if on_epoch is None else on_epoch,
             prog_bar=prog_bar,
             logger=logger,
             operation=operation,
@@ -169,7 +168,7 @@ class MetricStore:
             attribute=None if metric is None else attribute or self.objects.attribute_of(name, metric),
             loader=loader if name.endswith(loader) else "",
         )
-        entry.of_loader = self.dataloader_idx
+        entry.loader_idx = self.dataloader_idx
         self.entries[name] = entry
         return entry
 
@@ -207,12 +206,12 @@ class MetricStore:
 
     def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
         """Return the reduced epoch values of the stage by name, with one packed collective if ``together``."""
-        plain = sorted(
+        numeric = sorted(
             (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None and not entry.idle),
             key=lambda entry: entry.name,
         )
-        shared = [entry for entry in plain if entry.sync_dist is not False]
-        local = [entry for entry in plain if entry.sync_dist is False]
+        shared = [entry for entry in numeric if entry.sync_dist is not False]
+        local = [entry for entry in numeric if entry.sync_dist is False]
         metrics = sorted(
             (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is not None),
             key=lambda entry: entry.name,
@@ -314,7 +313,7 @@ class MetricStore:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return all logged values under each of their names; epoch values once they are reduced."""
         values: dict[str, Tensor | float] = dict(self._values)
-        for entry in self._all():
+        for entry in self._all_entries():
             if entry.on_step and entry.last is not None:
                 values[entry.step_name] = entry.last
                 if entry.result is None:
@@ -325,7 +324,7 @@ class MetricStore:
 
     def known_names(self) -> set[str]:
         """Return every name that `callback_metrics` has, or will have once logged values are reduced."""
-        names = {name for entry in self._all() for name in (entry.name, entry.step_name, entry.epoch_name)}
+        names = {name for entry in self._all_entries() for name in (entry.name, entry.step_name, entry.epoch_name)}
         return names.union(self._values)
 
     def logged_metrics(self) -> dict[str, Tensor]:
@@ -371,7 +370,7 @@ class MetricStore:
     def capture(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
         """Save the present state of training, and return a function that completes it to a `state_dict` later.
 
-        The function adds the then current state of evaluations. Nothing is summed up before it is called.
+        The function adds the state of evaluations at the time of its call. Nothing is summed up before.
 
         Args:
             attributes: the attribute names of the metric objects to save.
@@ -388,7 +387,7 @@ class MetricStore:
         }
         trained = {entry.attribute for entry in entries.values()}
         state["stages"]["train"] = _states_of(entries)
-        state["objects"] |= {name: kept for name, kept in objects.items() if name not in evaluated - trained}
+        state["objects"] |= {name: saved for name, saved in objects.items() if name not in evaluated - trained}
         state["had_data"]["train"] = had_data
         return state
 
@@ -401,16 +400,16 @@ class MetricStore:
         """
         for state in states:
             for entries in state["stages"].values():
-                for name, kept in entries.items():
-                    Entry.of_state(name, kept, torch.device("cpu"))
+                for name, saved in entries.items():
+                    Entry.of_state(name, saved, torch.device("cpu"))
             for name, value in state["values"].items():
                 check_value(name, value)
-            if not all(type(had) is bool for had in state["had_data"].values()):
+            if not all(type(flag) is bool for flag in state["had_data"].values()):
                 raise ValueError(f"had_data is {state['had_data']!r}")
         self.objects.merge_states([state["objects"] for state in states])
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        """Load results of `state_dict`: of this rank, or of several ranks that this one replaces.
+        """Load the results of `state_dict`: from this rank, or from several ranks that this one replaces.
 
         Enter a stage afterwards. All other logged values are dropped.
         """
@@ -421,8 +420,8 @@ class MetricStore:
         for state in states:
             for stage, entries in state["stages"].items():
                 known = self._stages.setdefault(stage, {})
-                for name, kept in entries.items():
-                    entry = Entry.of_state(name, kept, device)
+                for name, saved in entries.items():
+                    entry = Entry.of_state(name, saved, device)
                     if entry.attribute is not None:
                         entry.metric = self.objects.at(entry.attribute)
                     if name in known:
@@ -430,19 +429,19 @@ class MetricStore:
                     else:
                         known[name] = entry
             self._values |= state["values"]
-            for stage, had in state["had_data"].items():
-                self._had_data[stage] = self._had_data.get(stage, False) or had
+            for stage, had_data in state["had_data"].items():
+                self._had_data[stage] = self._had_data.get(stage, False) or had_data
 
     def restore(self, values: dict[str, float]) -> None:
         """Add values from another process or a checkpoint as if they had been logged here."""
         self._values.update({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
 
-    def _all(self) -> Iterable[Entry]:
+    def _all_entries(self) -> Iterable[Entry]:
         return (entry for entries in self._stages.values() for entry in entries.values())
 
     def _select(self, flag: str) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
-        for entry in self._all():
+        for entry in self._all_entries():
             if not getattr(entry, flag):
                 continue
             if entry.on_step and entry.last is not None:

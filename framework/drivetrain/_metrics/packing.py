@@ -93,7 +93,7 @@ class Part(IntEnum):
 def gather_packed(
     control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], part: Part
 ) -> tuple[list[str], torch.Tensor]:
-    """Gather every rank's numbers in one collective; in more if they do not fit or a rank had no data.
+    """Gather every rank's numbers in one collective, or in more if they do not fit or a rank had no data.
 
     Args:
         control: the control plane.
@@ -107,7 +107,7 @@ def gather_packed(
         keys that a rank without data does not know.
 
     Raises:
-        DistributedError: the keys of the ranks differ; every rank names those that are not on all of them.
+        DistributedError: the keys of the ranks differ; the error names the keys that some ranks lack.
     """
     digest = hashlib.blake2b("\n".join(keys).encode(), digest_size=8).digest()
     header = [
@@ -137,21 +137,27 @@ def _gather_differing(
 ) -> tuple[list[str], torch.Tensor]:
     """Gather from ranks with different keys, because some had no data; raise an error for any other difference."""
     gathered = control.gather_objects((int(part), list(keys), list(numbers)))
-    ranks: list[tuple[Part, list[str], list[float]]] = [(Part(code), own, values) for code, own, values in gathered]
-    complete = [own for part, own, _ in ranks if part is Part.WHOLE]
-    with_numbers = {key for _, own, values in ranks for key in own[: len(values) // 2]}
+    ranks: list[tuple[Part, list[str], list[float]]] = [
+        (Part(code), rank_keys, values) for code, rank_keys, values in gathered
+    ]
+    complete = [rank_keys for part, rank_keys, _ in ranks if part is Part.WHOLE]
+    with_numbers = {key for _, rank_keys, values in ranks for key in rank_keys[: len(values) // 2]}
     # If no rank had all data, none knows all keys.
     known = (
         complete[0]
         if complete
-        else sorted({key for _, own, _ in ranks for key in own}, key=lambda key: (key not in with_numbers, key))
+        else sorted(
+            {key for _, rank_keys, _ in ranks for key in rank_keys}, key=lambda key: (key not in with_numbers, key)
+        )
     )
-    if any(own != known for own in complete) or any(not set(own) <= set(known) for _, own, _ in ranks):
-        _raise_differing_keys([own if part is not Part.NONE else None for part, own, _ in ranks])
+    if any(rank_keys != known for rank_keys in complete) or any(
+        not set(rank_keys) <= set(known) for _, rank_keys, _ in ranks
+    ):
+        _raise_differing_keys([rank_keys if part is not Part.NONE else None for part, rank_keys, _ in ranks])
     rows = []
-    for part, own, values in ranks:
+    for part, rank_keys, values in ranks:
         if part is not Part.NONE:
-            pairs = {key: values[2 * index : 2 * index + 2] for index, key in enumerate(own)}
+            pairs = {key: values[2 * index : 2 * index + 2] for index, key in enumerate(rank_keys)}
             rows.append([number for key in known if key in with_numbers for number in pairs.get(key, (0.0, 0.0))])
     return known, torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(with_numbers))
 
@@ -170,14 +176,14 @@ def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
     raise DistributedError(
         f"The logged keys differ between ranks: {'; '.join(lines)}.",
         "an epoch's values are reduced over all ranks together.",
-        "log the same keys on every rank, or with sync_dist=False for values that belong to one rank.",
+        "log the same keys on every rank; use sync_dist=False for values that belong to one rank.",
     )
 
 
 def combine(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
     """Combine the ranks' totals and weights, each of shape (ranks,), into one number; None if nothing was logged.
 
-    Computed in double precision: a count of tokens soon exceeds single precision.
+    Computed in double precision, since single precision cannot represent large counts, of tokens for example.
     """
     logged = weights > 0
     if not bool(logged.any()):

@@ -95,7 +95,7 @@ def _local(name: str, value: Any) -> Tensor:
 
 def _from_numpy(name: str, value: Any) -> Any:
     """Return NumPy scalars and one-element arrays as Python numbers; anything else unchanged."""
-    numpy = sys.modules.get("numpy")  # imported already if the value is NumPy's
+    numpy = sys.modules.get("numpy")  # already imported if the value is a NumPy object
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
         return value
     if value.size != 1:

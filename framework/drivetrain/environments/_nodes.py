@@ -12,7 +12,7 @@ def infer_placement(rank: int, world_size: int, local_rank: int, local_world_siz
     Launchers assign ranks to nodes in blocks or round-robin; the local rank shows which of the two.
 
     Raises:
-        ConfigurationError: the numbers fit neither, as when nodes have different numbers of processes.
+        ConfigurationError: the numbers fit neither, for example because nodes have different numbers of processes.
     """
     num_nodes, rest = divmod(world_size, local_world_size) if local_world_size else (0, 1)
     if rest == 0 and rank % local_world_size == local_rank:
@@ -22,8 +22,8 @@ def infer_placement(rank: int, world_size: int, local_rank: int, local_world_siz
     else:
         raise ConfigurationError(
             f"rank {rank} of {world_size} is number {local_rank} of {local_world_size} on its node",
-            "with the same number of processes per node, neither block nor round-robin order gives these, so the "
-            "node is unknown",
+            "with the same number of processes per node, neither block nor round-robin order gives these "
+            "numbers, so the node is unknown",
             "start the same number of processes on every node, or use torchrun, which sets the node rank",
         )
     return Placement(

@@ -16,7 +16,7 @@ class Variables:
 
     Args:
         variables: as in ``os.environ``.
-        launcher: the launcher that should have set them, for errors.
+        launcher: the launcher that sets them, for errors.
     """
 
     __slots__ = ("_launcher", "_values")
@@ -79,5 +79,5 @@ class Variables:
 
 
 def job_port(*job: str) -> int:
-    """Return a port derived from the job's name: the same for all its processes, and rarely the same for two jobs."""
+    """Return a port derived from the job's name: the same in all its processes, and rarely the same for two jobs."""
     return _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _PORTS

@@ -14,7 +14,7 @@ from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
 from drivetrain.environments.torchrun import TorchrunEnvironment
 
-# The innermost launcher comes first: torchrun under srun counts as torchrun, mpirun in a SLURM job as MPI, and jsrun
+# The innermost launcher has precedence: torchrun under srun counts as torchrun, mpirun in a SLURM job as MPI, and jsrun
 # also sets variables of Open MPI. Kubeflow's variables are a subset of torchrun's, so it is checked first.
 _ENVIRONMENTS: tuple[type[Environment], ...] = (
     KubeflowEnvironment,

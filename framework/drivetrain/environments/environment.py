@@ -16,10 +16,10 @@ class Environment(ABC):
     """Reads rank, world size and rendezvous address from the variables of a launcher or cluster.
 
     A subclass implements `placement`. The other members have defaults: `main_address` is ``MASTER_ADDR`` (else this
-    machine) and `main_port` is ``MASTER_PORT``; no agent hosts the store (`agent_store`) and nothing was restarted
-    (`restart_count`). An environment whose processes drivetrain has to start sets `started_us` to False and may
-    implement `first_on_node`. Only a copy of the variables is read, taken at construction, so that an environment can
-    be tested without the cluster.
+    machine) and `main_port` is ``MASTER_PORT``; no agent hosts the store (`agent_store`), and `restart_count`
+    is 0 unless torchrun sets it. An environment whose processes drivetrain has to start sets `started_us` to False and
+    may implement `first_on_node`. Only a copy of the variables is read, taken at construction, so that an environment
+    can be tested without the cluster.
 
     Pass one to ``Fit(environment=...)``, or register a callable without arguments that returns one in the entry-point
     group ``drivetrain.environments`` and pass its name.
@@ -32,7 +32,7 @@ class Environment(ABC):
     """The name for ``Fit(environment=...)`` and for errors; the class's name by default."""
 
     started_us: ClassVar[bool] = True
-    """Whether the processes were started by something else, so that drivetrain starts none."""
+    """Whether the launcher or cluster has started the processes, so that drivetrain starts none."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -103,12 +103,12 @@ class Environment(ABC):
 
     @property
     def agent_store(self) -> bool:
-        """Whether a launcher's agent hosts the store at `main_address`, so that rank 0 must not."""
+        """Whether a launcher's agent hosts the store at `main_address`, so that rank 0 must not host it."""
         return False
 
     @property
     def restart_count(self) -> int:
-        """How often the processes were restarted. Keys in a store that outlives them must include it."""
+        """How often the processes were restarted. Keys in a store that outlives the processes must include it."""
         return self.variables.integer_or(0, "TORCHELASTIC_RESTART_COUNT")
 
     def _default_address(self) -> str:

@@ -51,7 +51,7 @@ class LSFEnvironment(Environment):
         return self.variables.text("JSM_NAMESPACE_ID", "PMIX_NAMESPACE") or ""
 
     def _hosts(self) -> list[str]:
-        """Return the job's hosts in order, each once."""
+        """Return the job's hosts in order, without duplicates."""
         file = self.variables.text("LSB_DJOB_RANKFILE")
         counts = self.variables.text("LSB_MCPU_HOSTS")
         if file is not None and Path(file).is_file():

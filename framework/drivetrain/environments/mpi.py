@@ -31,7 +31,7 @@ class MPIEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if one implementation's rank and size are set; `srun` sets PMI's too, which do not count."""
+        """Return True if the rank and size of an MPI implementation are set. PMI's are ignored if `srun` set them."""
         in_slurm_step = "SLURM_STEP_ID" in variables
         return any(
             bool(variables.get(rank) and variables.get(size)) and not (rank == "PMI_RANK" and in_slurm_step)

@@ -22,7 +22,7 @@ class PlainEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True: this is the environment of a process that is in no other."""
+        """Return True: this is the environment of every process that is in no other."""
         return True
 
     def placement(self) -> Placement:

@@ -25,7 +25,7 @@ class SlurmEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True inside a step that srun started, except in the interactive shells that it starts."""
+        """Return True inside a step that srun started, except in interactive shells."""
         step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
         if not step or not variables.get("SLURM_PROCID") or step == _INTERACTIVE_STEP:
             return False
@@ -34,8 +34,8 @@ class SlurmEnvironment(Environment):
             return False
         if variables.get("SLURM_JOB_NAME") not in _SHELLS:
             return True
-        # `salloc`, then `srun -n 4 python train.py` in its shell: the job name is the shell's, but these are four tasks
-        # of one run. `srun --pty bash`, then the script in that shell: one process, which may start others itself.
+        # After `salloc`, `srun -n 4 python train.py` in its shell starts four tasks of one run, although the job has
+        # the shell's name. After `srun --pty bash`, a script in that shell is one process, which may start others.
         is_the_shell = step == "0" and "SLURM_PTY_PORT" in variables
         return tasks != "1" and not is_the_shell
 
@@ -56,7 +56,7 @@ class SlurmEnvironment(Environment):
                     "SLURM_STEP_NUM_NODES",
                     "SLURM_NNODES",
                 ],
-                f"tasks a node are {per_node}, which are not {world_size} tasks on {num_nodes} node(s)",
+                f"the tasks per node are {per_node}, which does not give {world_size} tasks on {num_nodes} node(s)",
                 "start the processes with srun, and do not set SLURM's variables by hand",
             )
         if node_rank >= num_nodes:

@@ -19,7 +19,7 @@ class TorchrunEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if ``RANK`` and ``WORLD_SIZE`` are set, even alone: such processes are no separate runs."""
+        """Return True if ``RANK`` and ``WORLD_SIZE`` are set, which means that this process is one rank of a run."""
         return bool(variables.get("RANK") and variables.get("WORLD_SIZE"))
 
     def placement(self) -> Placement:

@@ -1,4 +1,4 @@
-"""Starts and supervises processes with torch's elastic multiprocessing. Only this module uses its private parts."""
+"""Starts and supervises processes with torch's elastic multiprocessing. Only this module uses its internals."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Processes:
         return {self._first_rank + index: code for index, code in enumerate(codes)}
 
     def failures(self) -> list[Failure]:
-        """Return the failures of the ranks: as they reported them, else by their exit codes."""
+        """Return the failures of the ranks, from their reports or else from their exit codes."""
         for rank, code in self.exit_codes().items():
             if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
                 continue
@@ -121,9 +121,9 @@ class Processes:
         return [self._failures[rank] for rank in sorted(self._failures)]
 
     def values(self) -> dict[int, Any] | None:
-        """Return the return value of each rank once all have returned; None before.
+        """Return the return value of each rank once all have returned; None before that.
 
-        None also after a failure: the other ranks get time to stop by themselves and to report.
+        Also None after a failure, so that the other ranks have time to stop by themselves and to report.
         """
         with _silence_loggers():
             result = self._context.wait(timeout=0)
@@ -224,7 +224,7 @@ class _NonBlockingEvent:
 
 
 def polls(seconds: float) -> Iterator[None]:
-    """Yield at once, and then every few milliseconds until ``seconds`` have passed."""
+    """Yield at once, and then every 20 milliseconds until ``seconds`` have passed."""
     until = time.monotonic() + seconds
     while True:
         yield
@@ -235,7 +235,7 @@ def polls(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _silence_loggers() -> Iterator[None]:
-    """Silence elastic's loggers: what they would log is raised as an error of ours."""
+    """Silence elastic's loggers, since drivetrain reports the failures itself."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

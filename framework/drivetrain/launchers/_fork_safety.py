@@ -1,4 +1,4 @@
-"""Tells whether this process can be forked safely."""
+"""Checks whether this process can be forked safely."""
 
 from __future__ import annotations
 

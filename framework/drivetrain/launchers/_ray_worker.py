@@ -32,14 +32,14 @@ class Worker:
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
-    def where(self) -> WorkerLocation:
+    def location(self) -> WorkerLocation:
         """Return where Ray placed this worker."""
         ray = importlib.import_module("ray")
         context = ray.get_runtime_context()
         return WorkerLocation(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
 
     def host(self, address: str) -> int:
-        """Host the rendezvous store at ``address``, this machine's, and return its port."""
+        """Host the rendezvous store at ``address``, an address of this machine, and return its port."""
         self._store = host(address, 0)
         return int(self._store.port)
 
@@ -47,11 +47,11 @@ class Worker:
         self, placement: Placement, address: str, port: int, devices: list[str], paths: list[str], work: bytes
     ) -> bytes | Failure:
         """Call the pickled function in ``work`` as one rank; return its pickled value, or the failure."""
-        # The caller's import paths, for modules outside the environment that exist on this machine too.
+        # The caller's import paths, for modules outside the environment that also exist on this machine.
         sys.path += [path for path in paths if path not in sys.path]
         os.environ.update(torchrun_variables(placement, address, port))
         if devices:
-            # Ray shows each worker only its own devices, while a rank selects its own by local rank among its node's.
+            # Ray makes only a worker's own devices visible, but a rank selects one of its node's by local rank.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = os.environ.get("OMP_NUM_THREADS")
         torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))

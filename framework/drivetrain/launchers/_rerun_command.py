@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 def rerun_command() -> list[str]:
     """Return the command line that runs this script again: interpreter, its options, script or module, arguments.
 
-    The arguments are those in ``sys.argv`` now: a script that edits it passes the edited ones on.
+    The arguments are the current ones in ``sys.argv``: a script that has edited it passes on the edited arguments.
 
     Raises:
         ConfigurationError: there is no script, or this process does not run it from the start.
@@ -27,7 +27,7 @@ def rerun_command() -> list[str]:
         )
     main = sys.modules["__main__"]
     spec = main.__spec__
-    # The interpreter's own options (-X, -W, -O, ...), as multiprocessing finds them for its children.
+    # The interpreter's own options (-X, -W, -O, ...), as multiprocessing passes them to its children.
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if spec is not None and spec.name != "__main__":
         target = ["-m", spec.name.removesuffix(".__main__")]

@@ -9,7 +9,7 @@ from types import FrameType
 # Modules of such programs that appear on the call stack.
 _CALLERS = {"_pytest": "pytest", "unittest.case": "unittest", "doctest": "doctest", "nose2": "nose2"}
 
-# Names of such programs, for code that they call from a thread of their own, and of servers.
+# Names of such programs, to recognize code that they call from another thread, and names of servers.
 _PROGRAMS = (
     *("pytest", "py.test", "unittest", "nose2", "behave", "asv"),
     *("celery", "gunicorn", "uvicorn", "hypercorn", "flask", "streamlit", "airflow", "luigi"),

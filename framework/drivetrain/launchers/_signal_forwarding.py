@@ -24,10 +24,10 @@ class SignalForwarding:
         self._processes = processes
         self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
         self._previous: dict[int, Any] = {}
-        self._passed: set[int] = set()
+        self._forwarded: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._pass) for number in self._numbers}
+        self._previous = {number: signal.signal(number, self._forward) for number in self._numbers}
         return self
 
     def __exit__(
@@ -39,7 +39,7 @@ class SignalForwarding:
 
     def fatal_signal(self, failures: Sequence[Failure]) -> int | None:
         """Return a forwarded signal that ended a rank, because the rank did not handle it; None if there is none."""
-        for number in self._passed:
+        for number in self._forwarded:
             name = signal.Signals(number).name
             for failure in failures:
                 # In function processes, elastic's handler of SIGTERM raises.
@@ -48,6 +48,6 @@ class SignalForwarding:
                     return number
         return None
 
-    def _pass(self, number: int, frame: FrameType | None) -> None:
-        self._passed.add(number)
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._forwarded.add(number)
         self._processes.send(number)

@@ -1,4 +1,4 @@
-"""The environment variables of started processes: torchrun's, so that any library understands them."""
+"""The environment variables of started processes: the ones that torchrun sets, which most libraries understand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from drivetrain.environments import Placement
 
 DEFAULT_RUN_ID = "drivetrain"
-"""The run id of jobs without a name. It does not distinguish one job from another."""
+"""The run id of jobs without a name, which does not distinguish them."""
 
 
 def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = DEFAULT_RUN_ID) -> dict[str, str]:

@@ -66,10 +66,10 @@ def named_launcher(setting: str | Launcher) -> Launcher | None:
 
 
 def _choose_automatically() -> Launcher:
-    """Return a launcher that runs the script again, or one that calls a function where that is not possible.
+    """Return a launcher that runs the script again, or one that calls a function if that is not possible.
 
-    The latter serves notebooks, REPLs and pytest. It forks where that is safe: only then do functions and classes that
-    are defined there exist in the started processes.
+    The latter is for notebooks, REPLs and pytest. It forks if that is safe, since functions and classes that are
+    defined there exist only in forked processes.
 
     Raises:
         ConfigurationError: this process is a Ray worker.

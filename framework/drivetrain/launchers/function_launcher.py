@@ -30,7 +30,7 @@ from drivetrain.launchers.world import World, current_world, identify_new_job, s
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
 
-# Imported before `init_process_group`: if DDP imports torch._dynamo after it, the group's threads never end.
+# torch._dynamo is imported before `init_process_group`: if DDP imports it later, the group's threads never end.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "drivetrain.launchers.function_launcher")
 
 
@@ -90,7 +90,7 @@ class FunctionLauncher(Launcher):
             pass_on: signals to forward from the caller to the ranks.
 
         Raises:
-            ConfigurationError: ``fn`` or an argument cannot be pickled, or a launcher started this process itself.
+            ConfigurationError: ``fn`` or an argument cannot be pickled, or a launcher has started this process.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
         return self.launch_all(placement, fn, *args, address=address, port=port, pass_on=pass_on)[0]
@@ -132,21 +132,21 @@ class FunctionLauncher(Launcher):
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
-        passing = SignalForwarding(processes, pass_on)
+        forwarding = SignalForwarding(processes, pass_on)
         try:
             if listener is not None:
                 # Only after the fork: a thread of the store that resolves a peer's address holds a lock, and a process
                 # forked at that moment would find it locked forever. Ranks that connect earlier wait.
                 store = host_on(listener, address, job)
             processes.store = store
-            with passing:
+            with forwarding:
                 values = self._wait(processes)
         except KeyboardInterrupt:
             # The terminal sends SIGINT to the ranks too.
             processes.wait(self._grace)
             raise
         except BaseException:
-            number = passing.fatal_signal(processes.failures())
+            number = forwarding.fatal_signal(processes.failures())
             if number is not None:
                 signal.raise_signal(number)
             raise
@@ -157,7 +157,7 @@ class FunctionLauncher(Launcher):
 
     def _wait(self, processes: Processes) -> dict[int, bytes]:
         for _ in polls(float("inf")):
-            # Checked before `values`, where elastic terminates the other ranks as soon as one has ended without a
+            # Checked before `values`, in which elastic terminates the other ranks as soon as one has ended without a
             # value. They should stop by themselves and report their own failures.
             codes = processes.exit_codes()
             failures = processes.failures()
@@ -190,7 +190,7 @@ class FunctionLauncher(Launcher):
                 original.__cause__ = error
                 return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
-            error.fix += '; where the script has no `if __name__ == "__main__":`, put its work under one'
+            error.fix += '; if the script has no `if __name__ == "__main__":`, put its work under one'
         return error
 
 
@@ -222,7 +222,7 @@ def _run(job: _RankJob, work: _Call | bytes) -> bytes:
     # OpenMP's threads do not survive a fork, and waiting for them would never end.
     forked = job.start_method == "fork"
     torch.set_num_threads(1 if forked else suggested_threads(job.placement.local_world_size))
-    _restore_surroundings(job)
+    _restore_process_settings(job)
     if job.listener is not None:
         job.listener.close()
     world = World("function", job.placement, job.address, job.port, job=job.job)
@@ -236,7 +236,7 @@ def _run(job: _RankJob, work: _Call | bytes) -> bytes:
         raise
 
 
-def _restore_surroundings(job: _RankJob) -> None:
+def _restore_process_settings(job: _RankJob) -> None:
     """Restore the caller's environment variables, working directory and multiprocessing start method.
 
     The fork server has those of the moment when it was started. With its own start method, each DataLoader worker would

@@ -66,8 +66,8 @@ class RayLauncher(Launcher):
         if counted is None or not counted.chosen:
             raise ConfigurationError(
                 f"devices={devices!r} with launcher='ray'",
-                "the caller does not see the machines that the cluster will give it",
-                "give the number of workers on each node, devices=2",
+                "the caller does not know the machines that the cluster will assign",
+                "give the number of workers on each node, such as devices=2",
             )
         kind = "cuda" if accelerator in ("gpu", "cuda") else resolve_devices(accelerator, "auto").type
         return Devices(kind, counted.indices, chosen=True)
@@ -103,13 +103,13 @@ class RayLauncher(Launcher):
         """Call ``fn(*args)`` as `launch` does and return the values of all ranks, by rank."""
         ray = _import_ray()
         with ProcessState():  # ray.init sets signal handlers and variables
-            ours = not ray.is_initialized()
-            if ours:
+            started_here = not ray.is_initialized()
+            if started_here:
                 ray.init(address=self._address, include_dashboard=False, logging_level="error")
             try:
                 return self._launch(ray, placement, _dump(ray, fn, args), device)
             finally:
-                if ours:
+                if started_here:
                     ray.shutdown()
 
     def _launch(self, ray: Any, placement: Placement, work: bytes, device: str) -> list[Any]:
@@ -148,12 +148,12 @@ class RayLauncher(Launcher):
 
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
         places = [_placement_of(placement, rank) for rank in range(placement.world_size)]
-        outcomes = self._collect(ray, [actor.where.remote() for actor in actors])
-        wheres: list[WorkerLocation] = _all_or_raise(outcomes)
-        [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote(wheres[0].address)]))
+        outcomes = self._collect(ray, [actor.location.remote() for actor in actors])
+        locations: list[WorkerLocation] = _all_or_raise(outcomes)
+        [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote(locations[0].address)]))
         shared, paths = ray.put(work), [path for path in sys.path if path]
         calls = [
-            actor.run.remote(place, wheres[0].address, port, _devices_of(place, wheres), paths, shared)
+            actor.run.remote(place, locations[0].address, port, _devices_of(place, locations), paths, shared)
             for actor, place in zip(actors, places, strict=True)
         ]
         return [pickle.loads(value) for value in _all_or_raise(self._collect(ray, calls))]
@@ -163,8 +163,8 @@ class RayLauncher(Launcher):
         outcomes: list[Any] = [None] * len(calls)
         rank_of = {call: rank for rank, call in enumerate(calls)}
         end = float("inf")
-        while rank_of and (left := end - time.monotonic()) > 0:
-            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if end == float("inf") else left)
+        while rank_of and (remaining := end - time.monotonic()) > 0:
+            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if end == float("inf") else remaining)
             for call in done:
                 rank = rank_of.pop(call)
                 outcomes[rank] = _get_outcome(ray, rank, call)
@@ -202,10 +202,10 @@ def _placement_of(first: Placement, rank: int) -> Placement:
     return replace(first, rank=rank, local_rank=local_rank, node_rank=node)
 
 
-def _devices_of(place: Placement, wheres: Sequence[WorkerLocation]) -> list[str]:
+def _devices_of(place: Placement, locations: Sequence[WorkerLocation]) -> list[str]:
     """Return the devices of all workers of the node, by local rank, since each rank selects its own by local rank."""
     begin = place.node_rank * place.local_world_size
-    return [device for where in wheres[begin : begin + place.local_world_size] for device in where.devices]
+    return [device for location in locations[begin : begin + place.local_world_size] for device in location.devices]
 
 
 def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
@@ -214,7 +214,7 @@ def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     except ray.exceptions.RayTaskError as error:  # raised outside the user's function
         return Failure.of_exception(rank, error.cause or error)
     except ray.exceptions.RayError as error:
-        # The actor is gone: killed, out of memory, or with its machine. Ray's text identifies it and gives the reason.
+        # The actor was killed, ran out of memory or was lost with its machine. Ray's text names it and the reason.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = [line for line in lines if not line.startswith(_IDENTITY_LINES)]
         where = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))

@@ -48,7 +48,7 @@ class SubprocessLauncher(Launcher):
         self._grace_after_failure = grace_after_failure
 
     def command(self) -> list[str]:
-        """Return the command line of the other ranks. Override it to prefix a program such as ``nice``, which execs it.
+        """Return the command line of the other ranks. Override it to prefix a program that execs it, such as ``nice``.
 
         Raises:
             ConfigurationError: there is no script, or it cannot be run again.
@@ -56,7 +56,7 @@ class SubprocessLauncher(Launcher):
         return rerun_command()
 
     def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
-        """Start the processes of this node, or return the world of those that an earlier call started.
+        """Start the processes of this node, or return the world of the processes that an earlier call started.
 
         Args:
             placement: the caller's placement, with the first rank of its node.
@@ -107,7 +107,7 @@ class SubprocessLauncher(Launcher):
         return Processes.of_script(placement.rank + 1, command, variables)
 
     def _finish(self, world: World, processes: Processes) -> None:
-        """Wait for the other ranks at the caller's exit, end those left, and exit with their failure if any."""
+        """Wait for the other ranks when the caller exits, terminate late ones, and exit with their failure if any."""
         if not world.is_current_process:
             return
         error = getattr(sys, "last_value", None)

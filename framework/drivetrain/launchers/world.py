@@ -19,8 +19,8 @@ from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers._parent_watchdog import die_with_parent
 
-# Environment variables of a process that runs the caller's script again. Its children inherit them; the parent's id
-# tells it from them.
+# Environment variables of a process that runs the caller's script again. Its children inherit them too, but
+# their parent has another process id than `PARENT_VARIABLE`.
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
@@ -36,7 +36,7 @@ class World:
 
     Attributes:
         kind: "subprocess" if all run the caller's script and the caller is one of them; "function" if they run a
-            function for a caller that is no rank.
+            function for a caller that is not a rank.
         placement: this process's placement.
         address: the host of the store.
         port: the store's port.
@@ -59,7 +59,7 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
-        self._job = job  # None: the store does not name its job
+        self._job = job  # None if the store does not name its job
         self._refused: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
@@ -73,7 +73,7 @@ class World:
 
     @property
     def has_external_store(self) -> bool:
-        """Whether the store is hosted by a caller that is no rank itself and outlives the ranks."""
+        """Whether the store is hosted by a caller that is not a rank and outlives the ranks."""
         return self.kind == "function"
 
     def store(self, prefix: str) -> Store:
@@ -178,7 +178,7 @@ _world: World | None = None
 
 
 def current_world() -> World | None:
-    """Return the world that this process belongs to, or None if it is on its own.
+    """Return the world that this process belongs to, or None if it is not part of a launched run.
 
     In a process that runs the caller's script again, the first call connects it to the caller: from then on it ends
     when the caller does, and reports its errors to it.
@@ -223,7 +223,7 @@ def _join() -> World | None:
 
 
 def _report_uncaught(world: World) -> None:
-    # The interpreter sets it for the exception that ends it. Unlike `sys.excepthook`, reading it has no side effect.
+    # The interpreter stores an uncaught exception there. Reading it is simpler than replacing `sys.excepthook`.
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and world.is_current_process:
         world.report(error)

@@ -26,21 +26,21 @@ def clip_gradients(
     """Clip the gradients of all ``optimizers`` together, in place.
 
     Gives the results of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` on whole gradients, bit for bit if all
-    are plain. It also supports what those do not: plain and sharded gradients together, two device meshes, sparse
+    are plain. It also supports cases that they do not: plain and sharded gradients together, two device meshes, sparse
     gradients. It does not wait for the device, except to coalesce sparse gradients on an accelerator and to move the
     norms of gradients on several devices to one.
 
     Args:
         optimizers: the optimizers whose gradients are clipped; the norm is over all of them.
-        max_norm: the largest norm, or with ``"value"`` the largest magnitude of an element.
+        max_norm: the largest allowed norm (``"norm"``) or magnitude of one element (``"value"``).
         algorithm: ``"norm"`` or ``"value"``.
         scale: the loss scale, of shape (), by which all gradients are divided in the same pass; only with ``"norm"``.
 
     Returns:
-        Tensor of shape (): the total norm before clipping, for ``"value"`` the largest magnitude; 0 without gradients.
+        Tensor of shape (): the total norm (largest magnitude for ``"value"``) before clipping; 0 without gradients.
 
     Raises:
-        ConfigurationError: for another algorithm.
+        ConfigurationError: ``algorithm`` is unknown.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigurationError(
@@ -69,7 +69,7 @@ def clip_gradients(
     if scale is not None:
         total = total / scale.to(device)
     # As in torch: multiplying always, by 1 if there is nothing to clip, avoids a synchronization with the device.
-    # `max_norm / ...` computes the same product through three more Python calls.
+    # `max_norm / ...` computes the same value with three more Python calls.
     coefficient = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     if scale is not None:
         coefficient = coefficient / scale.to(device)

@@ -27,7 +27,7 @@ def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dic
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                # Checks the attribute, not the class: importing DTensor takes long, and without it there are none.
+                # Checks the attribute rather than the class, since importing DTensor is slow.
                 if type(gradient) is Tensor or (mesh := getattr(gradient, "device_mesh", None)) is None:
                     plain.append(parameter)
                 else:

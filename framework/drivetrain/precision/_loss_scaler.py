@@ -52,7 +52,7 @@ class LossScaler:
         self.unscaled: dict[int, Optimizer] = {}
         """Optimizers with unscaled gradients, by ``id``; holding them keeps the ids valid."""
         self._overflowed: dict[int, bool] = {}
-        """The decision for each of them, once it was made."""
+        """The decision for each of them, once it is made: whether there was an overflow."""
         self._stepped: set[int] = set()
         """Optimizers for which `step` was called since the last update, whether they stepped or not."""
         self._checks: list[Tensor] = []
@@ -81,7 +81,7 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale and check for overflow, without waiting for the device."""
         scaler = self.scaler
-        if id(optimizer) in self.unscaled or scaler._scale is None:  # None: no loss was ever scaled
+        if id(optimizer) in self.unscaled or scaler._scale is None:  # None: no loss has been scaled yet
             return
         plain, sharded = group_by_mesh((optimizer,))
         parts: list[Any] = [optimizer]
@@ -95,13 +95,13 @@ class LossScaler:
             else:
                 scaler.unscale_(part)
             # GradScaler would otherwise refuse to unscale the optimizer again before the update.
-            infs = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
-            self._checks.extend(infs)
-            self._unused_checks.extend(infs)
+            results = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
+            self._checks.extend(results)
+            self._unused_checks.extend(results)
         self.unscaled[id(optimizer)] = optimizer
 
     def _unscale_on_host(self, part: Any) -> None:
-        """Unscale offloaded gradients with a synchronous copy of the scale; GradScaler's own may not have arrived."""
+        """Unscale offloaded gradients with a synchronous copy of the scale; GradScaler's copy may not have arrived."""
         scaler, scale = self.scaler, self.scaler._scale
         assert scale is not None
         scaler._scale = scale.cpu()
@@ -159,7 +159,7 @@ class LossScaler:
         optimizer.step()
         return True
 
-    def wait(self, optimizers: Iterable[Optimizer]) -> None:
+    def note_scaled(self, optimizers: Iterable[Optimizer]) -> None:
         """Before an update, note which of ``optimizers`` still have scaled gradients, which `update` then rescales."""
         self._to_rescale = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
 
@@ -174,9 +174,9 @@ class LossScaler:
         """
         states = self.scaler._per_optimizer_states
         states.clear()
-        waiting, self._to_rescale = self._to_rescale, []
+        to_rescale, self._to_rescale = self._to_rescale, []
         scale = self.scaler._scale
-        before = scale.clone() if waiting and scale is not None else None
+        before = scale.clone() if to_rescale and scale is not None else None
         if self._checks:  # GradScaler.update raises without any check
             states[0] = {"found_inf_per_device": dict(enumerate(self._checks))}
             self.scaler.update()
@@ -194,24 +194,25 @@ class LossScaler:
             if at_floor is not None:
                 at_floor(LOSS_SCALE_FLOOR)
         if before is not None and scale is not None:
-            multiply(waiting, scale / before)  # exact, since GradScaler changes the scale by powers of two by default
+            # Exact, since GradScaler changes the scale by powers of two by default.
+            multiply(to_rescale, scale / before)
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
-        found, self._unused_checks = self._unused_checks, []
+        flags, self._unused_checks = self._unused_checks, []
         if reducer is not None:
-            if not found:  # this rank has no gradients but takes part in the reduction
+            if not flags:  # this rank has no gradients but takes part in the reduction
                 scale = cast(Tensor, self.scaler._scale)
-                found.append(torch.zeros((), device=scale.device))
-                self._checks.extend(found)
-            for other in found[1:]:
-                found[0].add_(other.to(found[0].device))
-            reducer(found[0])  # in place, so that `update` sees the result too
-            return bool(found[0].item())
-        if not found:
+                flags.append(torch.zeros((), device=scale.device))
+                self._checks.extend(flags)
+            for flag in flags[1:]:
+                flags[0].add_(flag.to(flags[0].device))
+            reducer(flags[0])  # in place, so that `update` sees the result too
+            return bool(flags[0].item())
+        if not flags:
             return False
-        total = found[0]
-        for other in found[1:]:
-            total = total + other.to(total.device)
+        total = flags[0]
+        for flag in flags[1:]:
+            total = total + flag.to(total.device)
         return bool(total.item())
 
 

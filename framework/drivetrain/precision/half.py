@@ -20,7 +20,7 @@ class HalfPrecision(SingleDtypePrecision):
         precision: ``"bf16-true"`` or ``"16-true"``.
 
     Raises:
-        ConfigurationError: the name is another one.
+        ConfigurationError: the name is unknown.
     """
 
     def __init__(self, precision: str = "bf16-true") -> None:

@@ -33,7 +33,7 @@ class MixedPrecision(Precision):
         scaler: your own scaler for ``"16-mixed"``; default ``torch.amp.GradScaler(device)``.
 
     Raises:
-        ConfigurationError: the name is another one, the device has no autocast, or ``"bf16-mixed"`` got a scaler.
+        ConfigurationError: the name is unknown, the device has no autocast, or ``"bf16-mixed"`` got a scaler.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MixedPrecision(Precision):
         return (self._scaler or self._build()).scaler if self.scales_loss else None
 
     def check_device(self, device: torch.device) -> None:
-        """Raise an error for a device of another type than autocast was set up for, and for CUDA if there is none.
+        """Raise an error for a device of another type than autocast was set up for, and for CUDA if not available.
 
         Autocast and the scaler would only warn and disable themselves.
         """
@@ -158,10 +158,10 @@ class MixedPrecision(Precision):
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
         """Rescale gradients that are still scaled at the next `update` by its change of the loss scale."""
         if self.scales_loss:
-            (self._scaler or self._build()).wait(optimizers)
+            (self._scaler or self._build()).note_scaled(optimizers)
 
     def update(self) -> None:
-        """Halve the loss scale after an overflow, down to 2^-24; raise it after a long run of steps without one."""
+        """Halve the loss scale after an overflow, down to 2^-24; raise it after many steps without an overflow."""
         if self.scales_loss:
             (self._scaler or self._build()).update(self.at_floor)
 
@@ -177,6 +177,6 @@ class MixedPrecision(Precision):
             scaler.load_state_dict({**scaler.state_dict(), **state_dict})
 
     def _build(self) -> LossScaler:
-        # Built at first use: a scaler for CUDA queries the driver, which constructing settings must not do (A-01).
+        # Built at first use: a scaler for CUDA queries the driver, which constructing settings must not do.
         self._scaler = LossScaler(self._own_scaler or GradScaler(self.device_type))
         return self._scaler

@@ -59,7 +59,7 @@ class Precision:
     """
 
     name: str = "32-true"
-    """The canonical name for users; the name of the class by default in subclasses."""
+    """The canonical name for users; subclasses have the name of the class by default."""
 
     param_dtype: torch.dtype = torch.float32
     """Dtype of the parameters and their updates."""
@@ -68,7 +68,7 @@ class Precision:
     """Dtype of matrix products and convolutions."""
 
     reduce_dtype: torch.dtype = torch.float32
-    """Dtype in which gradients are reduced over ranks. DDP uses the parameters' dtype and refuses another one."""
+    """Dtype in which gradients are reduced over ranks. DDP uses the parameters' dtype and refuses any other."""
 
     output_dtype: torch.dtype = torch.float32
     """Dtype of the module's outputs."""
@@ -80,18 +80,18 @@ class Precision:
     """Whether `convert_batch` does anything."""
 
     scales_loss: bool = False
-    """Whether `unscale` and `update` do anything, and `backward` more than ``loss.backward()``."""
+    """Whether `unscale` and `update` do anything, and `backward` does more than ``loss.backward()``."""
 
     clips_scaled: bool = False
     """Whether `clip_gradients` also unscales. The engine then skips `unscale`, unless something reads the gradients
-    before clipping: one pass over them instead of two."""
+    before clipping, which saves one pass over them."""
 
     found_inf_reducer: Callable[[Tensor], None] | None = None
     """Combines the overflow flag over all ranks, in place: a float tensor of shape (), above zero after an overflow.
     Replicated gradients and those of one device mesh do not need it, since infinities spread in their reductions."""
 
     at_floor: Callable[[float], None] | None = None
-    """Called with the loss scale if an overflow has reduced it to the smallest one."""
+    """Called with the loss scale if an overflow has reduced it to the smallest scale."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -166,7 +166,7 @@ class Precision:
             largest magnitude of one element before clipping.
 
         Raises:
-            ConfigurationError: ``algorithm`` is neither of the two.
+            ConfigurationError: ``algorithm`` is unknown.
         """
         return clip_gradients((optimizers,) if isinstance(optimizers, Optimizer) else optimizers, max_norm, algorithm)
 
@@ -176,7 +176,7 @@ class Precision:
         return True
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note ``optimizers`` whose scaled gradients may outlive the next `update`, which has to rescale them then.
+        """Note ``optimizers`` whose scaled gradients are kept after the next `update`, which has to rescale them.
 
         Called in manual optimization, where an optimizer may step in a later ``training_step`` than its backward.
         """
@@ -185,7 +185,7 @@ class Precision:
         """Adapt the loss scale, once per step after all optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: JSON-able values."""
+        """Return the state for a checkpoint, as JSON-serializable values."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

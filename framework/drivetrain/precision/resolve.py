@@ -42,7 +42,7 @@ _NAMES = EntryPointRegistry[Precision](
 
 
 def canonical_name(setting: str | int) -> str:
-    """Return the canonical name of a precision given by name or shorthand. Creates none.
+    """Return the canonical name of a precision given by name or shorthand, without creating it.
 
     Raises:
         ConfigurationError: the name is unknown; suggests the closest known one.

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-# `TrainModule._apply` reads it. It is set in the instance's `__dict__`, which bypasses nn.Module.__setattr__.
+# The attribute that `TrainModule._apply` reads. Setting it in `__dict__` bypasses `nn.Module.__setattr__`.
 _HELD = "_held"
 
 
 def hold(module: nn.Module) -> None:
-    """Refuse to move or cast ``module`` until `release`."""
+    """Lock ``module``, so that it refuses to be moved or cast until `release`."""
     module.__dict__[_HELD] = True
 
 
@@ -24,10 +24,10 @@ def release(module: nn.Module) -> None:
 @contextmanager
 def may_move(module: nn.Module) -> Iterator[None]:
     """Allow the strategy to move or cast a locked module within this context."""
-    held = module.__dict__.get(_HELD, False)
+    was_locked = module.__dict__.get(_HELD, False)
     release(module)
     try:
         yield
     finally:
-        if held:
+        if was_locked:
             hold(module)

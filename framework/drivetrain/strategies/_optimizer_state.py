@@ -12,7 +12,7 @@ from drivetrain.errors import CheckpointError
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return each parameter's plain name by ``id(parameter)``; of tied names the first of ``named_parameters()``."""
+    """Return each parameter's plain name by ``id(parameter)``; for tied parameters, the first of their names."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
@@ -20,7 +20,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
 
     Raises:
-        CheckpointError: the optimizer holds a parameter, or has state for something, that is not in the module.
+        CheckpointError: the optimizer holds a parameter that is not in the module, or has state for another object.
     """
     names = parameter_names(module)
     groups = []
@@ -34,9 +34,11 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
                 "register the parameters on the module, or leave them out of the optimizer.",
             )
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
-    foreign: list[Any] = [key for key in optimizer.state if id(key) not in names]
-    if foreign:
-        found = [f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in foreign]
+    unknown_keys: list[Any] = [key for key in optimizer.state if id(key) not in names]
+    if unknown_keys:
+        found = [
+            f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in unknown_keys
+        ]
         raise CheckpointError(
             f"{type(optimizer).__name__} has state for {', '.join(found[:5])}, which is not a parameter of the module.",
             "optimizer state is saved by parameter name.",
@@ -56,12 +58,12 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
     own_groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     check_optimizer_fits(optimizer, own_groups, saved)
     index = {name: number for number, name in enumerate(name for group in own_groups for name in group)}
-    groups, begin = [], 0
+    groups, start = [], 0
     for group, group_names in zip(saved["param_groups"], own_groups, strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
-        # torch looks up each value's parameter in it: constant time in a range, linear in a list.
-        groups.append({**settings, "params": range(begin, begin + len(group_names))})
-        begin += len(group_names)
+        # torch searches it for each value's parameter, which takes constant time in a range and linear time in a list.
+        groups.append({**settings, "params": range(start, start + len(group_names))})
+        start += len(group_names)
     state = {index[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -85,10 +87,10 @@ def regroup_parameters(
     wanted = {name for group in groups for name in group}
     if not wanted <= set(named) or any(name not in named for group in own for name in group):
         return []
-    rest = [[name for name in group if name not in wanted] for group in own]
-    idle = [[name for name in group if not named[name].requires_grad] for group in rest]
-    idle += [[]] * (len(groups) - len(idle))
-    complete = [[*group, *also] for group, also in zip(groups, idle, strict=False)]
+    unsaved = [[name for name in group if name not in wanted] for group in own]
+    frozen = [[name for name in group if not named[name].requires_grad] for group in unsaved]
+    frozen += [[]] * (len(groups) - len(frozen))
+    complete = [[*group, *frozen_names] for group, frozen_names in zip(groups, frozen, strict=False)]
     if [set(group) for group in own] == [set(group) for group in complete]:
         return []
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -18,7 +18,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 
 _runs = itertools.count()
-"""Numbers the distributed runs of this process, so that no two share keys in the store."""
+"""Numbers the distributed runs of this process, so that no two of them share keys in the store."""
 
 
 class ProcessGroup:
@@ -27,7 +27,7 @@ class ProcessGroup:
     Args:
         backend: backend of collectives; None selects gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the same after the first step; None keeps ``timeout``.
+        step_timeout: the timeout after the first step; None keeps ``timeout``.
     """
 
     def __init__(self, backend: str | None, timeout: timedelta, step_timeout: timedelta | None = None) -> None:
@@ -45,8 +45,8 @@ class ProcessGroup:
         Raises:
             ConfigurationError: the user's group contradicts the settings, or there is neither a group nor a store.
         """
-        # DDP imports dynamo later, which would keep the group's threads alive past its end: the process could abort at
-        # exit.
+        # DDP would import dynamo later, which keeps the group's threads alive after the group is destroyed: the process
+        # could then abort at exit.
         importlib.import_module("torch._dynamo")
         if dist.is_initialized():
             self._check_users_group(placement, device)
@@ -74,10 +74,10 @@ class ProcessGroup:
         self.control = GroupControl(
             self._control_group, control_store, rank, world_size, self.timeout, then=self._after_first_step
         )
-        own: Store = control_store.clone()  # type: ignore[attr-defined]
+        watchdog_store: Store = control_store.clone()  # type: ignore[attr-defined]
         # NCCL kernels keep waiting for a failed rank, and so does every thread that waits for such a kernel.
         abort = abort_nccl if self._owned and uses_nccl() else None
-        self._watchdog = Watchdog(own, rank, self.control.flight.leave, abort)
+        self._watchdog = Watchdog(watchdog_store, rank, self.control.flight.leave, abort)
         return self.control
 
     def _after_first_step(self) -> None:

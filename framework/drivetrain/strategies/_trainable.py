@@ -77,7 +77,7 @@ class TrainableChange:
 
     @property
     def digest(self) -> str:
-        """A digest of all names: the text shows only some of them."""
+        """A digest of all names, of which the text shows only some."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
@@ -85,15 +85,21 @@ def parameters_created_within_window(names: Iterable[str], strategy: str) -> Con
     """Return the error for parameters that were created in an open window."""
     return ConfigurationError(
         f"A layer was created within training_step or an open accumulation window: {listed(list(names))}.",
-        f"{strategy} exchanges gradients of the parameters that were trainable when the window opened: those of the "
-        "new ones would not be exchanged.",
+        f"{strategy} exchanges gradients of the parameters that were trainable when the window opened, and not of "
+        "the new ones.",
         "build it in configure_model and freeze it until it is needed; under DDP it may be created between windows, "
         "for example in on_train_epoch_start.",
     )
 
 
 def changed_within_window(names: Iterable[str], strategy: str, toggles: bool = False) -> ConfigurationError:
-    """Return the error for parameters whose ``requires_grad`` changed in an open window, or by an open toggle."""
+    """Return the error for parameters whose ``requires_grad`` changed in an open window.
+
+    Args:
+        names: the parameters.
+        strategy: the name of the strategy's class.
+        toggles: whether to mention that an optimizer may still be toggled.
+    """
     return ConfigurationError(
         f"requires_grad of {listed(list(names))} was changed within training_step or an open accumulation window.",
         f"{strategy} exchanges gradients of the parameters that were trainable when the window opened: others would "

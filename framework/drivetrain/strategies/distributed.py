@@ -34,7 +34,7 @@ class DistributedStrategy(Strategy):
     Args:
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the same after the first step; None keeps ``timeout``.
+        step_timeout: the timeout after the first step; None keeps ``timeout``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DistributedStrategy(Strategy):
     def exchange_gradients(self) -> None:
         """Average the gradients accumulated in a window over the ranks. Collective.
 
-        A gradient missing on some ranks counts as zero there; one missing on all ranks stays missing. A gradient that
+        A gradient missing on some ranks counts as zero there; one missing on all ranks remains None. A gradient that
         is sparse on some ranks and dense on others becomes dense.
         """
         trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
@@ -105,13 +105,13 @@ class DistributedStrategy(Strategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
-            super().trainable_changed(module)  # only the override knows whether its exchange adapts
+            super().trainable_changed(module)  # only the override knows whether it adapts
         elif self.world_size > 1:
             known = {id(parameter) for parameter in self._broadcast_parameters}
-            fresh = [parameter for parameter in module.parameters() if id(parameter) not in known]
+            new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known]
             self._broadcast_parameters = tuple(module.parameters())
-            if fresh:
-                broadcast_together(fresh)
+            if new_parameters:
+                broadcast_together(new_parameters)
 
     def restore_module(self) -> None:
         if self.module is not None and self.world_size > 1:
@@ -153,9 +153,9 @@ def _common_form(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
     """Return the parameter's gradient in the form common to all ranks; zeros if this rank has none."""
     gradient = parameter.grad
     if gradient is None and sparse:
-        # The layout of an embedding's gradient, with no rows.
-        nowhere = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(nowhere, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+        # An empty gradient in the layout of an embedding's gradient.
+        no_indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(no_indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
     if gradient is None:
         return torch.zeros_like(parameter)
     return gradient if sparse or not gradient.is_sparse else gradient.to_dense()

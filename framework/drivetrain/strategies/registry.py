@@ -25,7 +25,7 @@ StrategyName = Literal[
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
 ]
-"""The names that come with drivetrain, for completion in editors; names of other packages are valid too."""
+"""The names that come with drivetrain, for completion in editors; names from other packages are valid too."""
 
 
 _NAMES = EntryPointRegistry[Strategy](

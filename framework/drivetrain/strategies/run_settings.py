@@ -1,4 +1,4 @@
-"""The run's settings that a strategy with an engine of its own needs."""
+"""The settings of a run, for strategies that have their own engine."""
 
 from __future__ import annotations
 

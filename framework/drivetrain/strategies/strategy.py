@@ -34,8 +34,8 @@ StepRunner = Callable[..., Any]
 class StrategyPlacement:
     """Rank, device and data share of this process.
 
-    Override `data_rank`, `data_world_size`, `is_data_leader` and `data_group` together where several ranks hold parts
-    of one replica and therefore read the same data (tensor parallelism). The other properties are final.
+    Override `data_rank`, `data_world_size`, `is_data_leader` and `data_group` together if several ranks hold parts of
+    one replica and therefore read the same data (tensor parallelism). The other properties are final.
     """
 
     placement: Placement
@@ -51,7 +51,7 @@ class StrategyPlacement:
             placement: rank and world size of this process.
             device: the device that this process computes on.
             precision: the run's precision.
-            store: the rendezvous store, where the processes were started together and have no process group yet.
+            store: the rendezvous store, if the processes were started together and have no process group yet.
         """
         self.placement = placement
         self.device = device
@@ -62,7 +62,7 @@ class StrategyPlacement:
     @property
     @final
     def root_device(self) -> torch.device:
-        """`device`, by Lightning's name."""
+        """`device` under its name in Lightning."""
         return self.device
 
     @property
@@ -89,7 +89,7 @@ class StrategyPlacement:
 
     @property
     def data_rank(self) -> int:
-        """Index of the data share that this rank reads. Differs from `rank` where ranks hold parts of one replica."""
+        """Index of the data share that this rank reads. Differs from `rank` if ranks hold parts of one replica."""
         return self.rank
 
     @property
@@ -99,7 +99,7 @@ class StrategyPlacement:
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank reports for its data share, where several ranks read the same one."""
+        """Whether this rank reports for its data share, if several ranks read the same share."""
         return True
 
     @property
@@ -109,12 +109,12 @@ class StrategyPlacement:
 
     @property
     def device_mesh(self) -> Any:
-        """The `torch.distributed.device_mesh.DeviceMesh` of the run; None where the strategy has none."""
+        """The `torch.distributed.device_mesh.DeviceMesh` of the run; None if the strategy has none."""
         return None
 
 
 class StrategyLifecycle:
-    """What happens before the first step and after the last one. All methods may be overridden."""
+    """Setup before the first step and cleanup after the last one. All methods may be overridden."""
 
     device: torch.device
     precision: Precision
@@ -135,7 +135,7 @@ class StrategyLifecycle:
         """Refuse a module that this strategy cannot train. Called before `setup_module`.
 
         Raises:
-            ConfigurationError: with the value, the reason and the fix.
+            ConfigurationError: the strategy cannot train ``module``.
         """
 
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -162,7 +162,7 @@ class StrategyLifecycle:
         return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
 
     def teardown(self) -> None:
-        """Release all that this strategy acquired. Runs after a failure too, so it must not wait for other ranks."""
+        """Release what this strategy acquired. Also runs after a failure, so it must not wait for other ranks."""
         self.module = None
         self.optimizers = []
 
@@ -200,22 +200,22 @@ class StrategyOptimization(StrategyPlacement):
     def trainable_changed(self, module: torch.nn.Module) -> None:
         """Adapt to a changed set of trainable parameters, or refuse it. Called between windows, on all ranks.
 
-        It changes where parameters were frozen or unfrozen, layers created, or groups added to an optimizer. A
-        single-process strategy that reads ``requires_grad`` in every step has nothing to do.
+        The set changes when parameters are frozen or unfrozen, layers are created, or groups are added to an optimizer.
+        A single-process strategy that reads ``requires_grad`` in every step has nothing to do.
 
         Raises:
-            ConfigurationError: the strategy cannot train ``module`` that way, or it has several ranks and does not
+            ConfigurationError: the strategy cannot train ``module`` with them, or it has several ranks and does not
                 override this method.
         """
         if self.world_size > 1:
             raise ConfigurationError(
                 f"The set of trainable parameters changed within a run, under {type(self).__name__}.",
                 "the strategy does not define how it adapts, so gradients might be exchanged for the wrong parameters.",
-                "override Strategy.trainable_changed, or train each phase in a fit of its own.",
+                "override Strategy.trainable_changed, or train each phase in a separate fit.",
             )
 
     def adding_group(self, optimizer: Optimizer) -> None:
-        """Refuse ``optimizer.add_param_group`` within a run where the strategy does not support it.
+        """Refuse ``optimizer.add_param_group`` within a run if the strategy does not support it.
 
         Raises:
             ConfigurationError: the strategy does not support it.
@@ -228,9 +228,9 @@ class StrategyOptimization(StrategyPlacement):
         return move_to(batch, self.device, non_blocking=True)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Return the context for a micro-batch's forward and backward; gradients are exchanged where ``enabled``.
+        """Return the context for a micro-batch's forward and backward; gradients are exchanged if ``enabled``.
 
-        It is enabled for the last micro-batch of a window and for each ``manual_backward``. If the enabled context is a
+        Called with True for the last micro-batch of a window and for each ``manual_backward``. If it then returns a
         `nullcontext`, the loop does not enter it.
         """
         return nullcontext()
@@ -244,7 +244,7 @@ class StrategyOptimization(StrategyPlacement):
         return _zeroed_gradients(self.module)
 
     def forget_gradients(self) -> None:
-        """Drop the gradients accumulated in this window that are stored outside the parameters' ``grad``."""
+        """Drop gradients accumulated in this window that are stored elsewhere than in the parameters' ``grad``."""
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
         """Return a context in which only ``optimizer``'s parameters require gradients (``toggled_optimizer``)."""
@@ -262,12 +262,12 @@ class StrategyOptimization(StrategyPlacement):
     def clip_gradients(
         self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
     ) -> torch.Tensor:
-        """Clip over the parameters of all given optimizers together; return the global norm before, shape ()."""
+        """Clip the gradients of all given optimizers together; return the global norm before clipping, of shape ()."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         return self.precision.clip_gradients(optimizers, max_norm, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step one optimizer; return False where an fp16 overflow skipped the step."""
+        """Step one optimizer; return False if the step was skipped because of an fp16 overflow."""
         return self.precision.step(optimizer, closure)
 
     def finish_step(self) -> None:
@@ -276,14 +276,14 @@ class StrategyOptimization(StrategyPlacement):
 
 
 class StrategyCollectives:
-    """Collectives for user code and the engine. All may be overridden; the defaults are those of one process."""
+    """Collectives for user code and the engine. All may be overridden; the defaults are for a single process."""
 
     def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return ``tensor`` reduced over all ranks; ``op`` is "mean", "sum", "max" or "min"."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        """Return shape (W, *tensor.shape), in rank order; with ``sync_grads`` its backward sums over the ranks."""
+        """Return shape (world_size, *tensor.shape), by rank; with ``sync_grads`` its backward sums over the ranks."""
         return tensor.unsqueeze(0)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -294,7 +294,7 @@ class StrategyCollectives:
         """Wait until all ranks have arrived."""
 
     def broadcast_module(self, module: torch.nn.Module) -> None:
-        """Copy rank 0's weights to every rank. Called once after `setup_optimizers`, where there are several ranks."""
+        """Copy rank 0's weights to every rank. Called once after `setup_optimizers`, if there are several ranks."""
 
     def sync_buffers(self, module: torch.nn.Module) -> None:
         """Copy rank 0's buffers to every rank."""
@@ -304,7 +304,7 @@ class StrategyState:
     """Weights and optimizer state by the names of the bare module, whatever wraps it.
 
     All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank; one that
-    shards it overrides all of them but `save_beside`.
+    shards it overrides all of them except `save_beside`.
     """
 
     module: torch.nn.Module | None
@@ -315,7 +315,7 @@ class StrategyState:
         return {} if self.module is None else dict(self.module.state_dict())
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what `model_state` returned, under this strategy or another.
+        """Load a result of `model_state` of this strategy or another.
 
         Args:
             state: values by name: whole tensors, DTensors, or a `ParameterShard` of the region that `model_regions`
@@ -331,14 +331,14 @@ class StrategyState:
         return named_optimizer_state(self.module, self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        """Load what `optimizer_state` returned, matched by name; takes the same values as `load_model_state`."""
+        """Load a result of `optimizer_state`, matched by name; takes the same kinds of values as `load_model_state`."""
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
 
     def shard_of(self, value: torch.Tensor | ParameterShard) -> torch.Tensor | ParameterShard:
-        """Return what this rank holds of a value of `model_state` or `optimizer_state`. Does not communicate.
+        """Return this rank's part of a value of `model_state` or `optimizer_state`. Does not communicate.
 
-        The result is a tensor where every rank holds the whole, and a `ParameterShard` where each holds a part.
+        The result is a tensor if every rank holds the whole value, and a `ParameterShard` if each holds a part.
         """
         return value
 
@@ -347,7 +347,7 @@ class StrategyState:
         return {}
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
-        """Return the same for one optimizer's state of parameter shape, by parameter name."""
+        """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
 
     def save_beside(self, path: str) -> None:
@@ -405,7 +405,7 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
         self.module: torch.nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
-        """Learning-rate schedulers that the strategy built itself; each steps once per optimizer step."""
+        """Learning-rate schedulers that the strategy built itself; each of them steps once per optimizer step."""
 
     @abstractmethod
     def setup_module(self, module: torch.nn.Module) -> StepRunner:
@@ -441,7 +441,9 @@ def _zeroed_gradients(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _only_parameters_of(module: torch.nn.Module, optimizer: Any) -> Iterator[None]:
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    others = [each for each in module.parameters() if each.requires_grad and id(each) not in optimized]
+    others = [
+        parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in optimized
+    ]
     for parameter in others:
         parameter.requires_grad_(False)
     try:

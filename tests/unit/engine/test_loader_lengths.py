@@ -120,7 +120,7 @@ def test_training_goes_through_all_the_data(
     assert (run.global_step, run.current_epoch) == (2 * came, 2)
     assert run.num_training_batches == length
     (told,) = said(caplog)
-    assert f"training loader proved wrong: it said {length} micro-batches an epoch, and {came} came" in told
+    assert f"training loader proved wrong: it is {length} micro-batches per epoch, but {came} were read" in told
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -142,7 +142,7 @@ def test_evaluation_goes_through_all_the_data(
     seen = outputs if stage == "predict" else module.evaluated
     assert len(list(itertools.chain(*seen))) == samples, name
     (told,) = said(caplog)
-    assert f"{length} micro-batches an epoch, and {came} came" in told
+    assert f"{length} micro-batches per epoch, but {came} were read" in told
 
 
 def test_validation_within_fit_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +153,7 @@ def test_validation_within_fit_says_it_once(tmp_path: Path, caplog: pytest.LogCa
     )
     assert sum(map(len, module.evaluated)) == 3 * (4 + 10) + 4 + 8
     (told,) = said(caplog)
-    assert "validation loader 1 proved wrong: it said 3 micro-batches an epoch, and 4 came" in told
+    assert "validation loader 1 proved wrong: it is 3 micro-batches per epoch, but 4 were read" in told
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_never_ends_is_said_before_its_end(tmp_path: Path, caplog: pytest.L
     run.fit(Tiny(), DataLoader(Endless(), 2))
     assert run.global_step > 20
     (told,) = said(caplog)
-    assert "5 micro-batches an epoch, and at least 21 came" in told
+    assert "5 micro-batches per epoch, but at least 21 were read" in told
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_an_epoch_without_one_step_is_said_once(
 ) -> None:
     # I-05
     fit(tmp_path, max_epochs=3, **options).fit(kind(), loader(8, 1))
-    (said,) = [one for one in warned(caplog) if "without one optimizer step" in one]
+    (said,) = [one for one in warned(caplog) if "without an optimizer step" in one]
     assert "epoch 0" in said
 
 
