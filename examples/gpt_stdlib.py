@@ -30,7 +30,7 @@ class GPT(TrainModule):
     def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, lr: float = 6e-3):
         super().__init__()
         self.save_hyperparameters()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256, bias=False)
@@ -39,7 +39,7 @@ class GPT(TrainModule):
         self.head.weight = self.bytes.weight  # tied weights work under every strategy
 
     def forward(self, text: Tensor) -> Tensor:  # (batch, time) -> (batch, time, 256)
-        embedded = self.bytes(text) + self.places.weight[: text.shape[1]]
+        embedded = self.bytes(text) + self.positions.weight[: text.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], self.device)
         return self.head(self.blocks(embedded, mask, is_causal=True))
 
@@ -68,8 +68,8 @@ class GPT(TrainModule):
     def write(self, start: str) -> str:
         text = torch.tensor([[PAD, *start.encode()]], device=self.device)
         while text.shape[1] < LENGTH:
-            likely = self(text)[0, -1].div(0.7).softmax(-1)
-            text = torch.cat([text, likely.multinomial(1)[None]], dim=1)
+            probabilities = self(text)[0, -1].div(0.7).softmax(-1)
+            text = torch.cat([text, probabilities.multinomial(1)[None]], dim=1)
         return bytes(text[0, 1:].tolist()).decode(errors="backslashreplace")
 
 
@@ -136,7 +136,7 @@ Files in {logger.log_dir}:
 
 What to run next:
     python -m drivetrain.checkpoint show {os.path.relpath(checkpoint)}
-    python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2    (another strategy is one word)
+    python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2    (selects another strategy)
     python examples/gpt_stdlib.py --help""")
 
 

@@ -1,7 +1,7 @@
 """k-fold cross-validation: every sample is predicted once, by a module that was not trained on it.
 
 Common mistake: one module, callback or fitted scaler for all folds. The held-out part of the second fold was training
-data of the first, so the score wrongly rises from fold to fold. Build everything within the loop, from one seed.
+data of the first, so the score wrongly rises from fold to fold. Build everything within the loop, from the same seed.
 """
 
 import torch

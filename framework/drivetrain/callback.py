@@ -343,8 +343,8 @@ class Callback:
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return a function that tells whether a batch's predictions exist from an earlier run.
 
-        Called once, by predict with ``return_predictions=False``. Batches that every answering callback already has
-        are skipped, including their hooks.
+        Called once, by predict with ``return_predictions=False``. A batch is skipped, including its hooks, if all such
+        functions return True for it.
 
         Returns:
             ``is_predicted(indices, batch_idx, dataloader_idx)``, where ``indices`` is what `RunContext.batch_indices`

@@ -124,8 +124,8 @@ def search_largest(
         mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
         init_val: the first size; halved until one fits.
         max_trials: the maximum number of sizes to try.
-        available: returns the number of samples that a rank has, or None until a trial has revealed it; larger sizes
-            are no different.
+        available: returns the number of samples that a rank has, or None until a trial has revealed it. Larger sizes
+            make no difference.
 
     Raises:
         ConfigurationError: none of the sizes fits.
@@ -144,7 +144,7 @@ def search_largest(
             break
         else:
             size = (lower + upper) // 2
-        if size == lower:  # no size is left between low and high
+        if size == lower:  # no size is left between lower and upper
             break
     if lower == 0:
         raise ConfigurationError(

@@ -41,7 +41,7 @@ class ForwardShapes:
         inputs: shapes of the tensors that the submodule was called with first.
         outputs: shapes of the tensors that its first call returned.
         flops: FLOPs of all its calls, including its children's.
-        missing: why nothing is known; "" if everything is.
+        missing: why shapes and FLOPs are unknown; "" if they are known.
     """
 
     inputs: dict[str, Shapes] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def _run_forward(module: nn.Module, example: Any, device: torch.device) -> Forwa
 
 
 class _FakeTensors:
-    """Creates a fake tensor for each tensor, and the same one for the same tensor.
+    """Maps tensors to fake tensors; the same tensor always maps to the same fake one.
 
     Floating-point tensors become float32 whatever the run's precision, so the example need not be cast.
     """
@@ -143,7 +143,7 @@ class _FakeTensors:
                 if sharded:  # the strategy's hooks gather weights
                     attributes.update({name: OrderedDict() for name in _HOOKS})
             for attributes in run_handles:  # fake tensors cannot be logged
-                attributes["log"] = attributes["log_dict"] = _ignore
+                attributes["log"] = attributes["log_dict"] = _do_nothing
             yield
         finally:
             for attributes, before in kept:
@@ -151,7 +151,7 @@ class _FakeTensors:
                 attributes.update(before)
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 

@@ -164,10 +164,10 @@ class LRRangeTest(Callback):
         self._record_loss(trainer, total / weights if weights else math.nan)
 
     def _rate_at(self, step: int) -> float:
-        part = min(step, self._steps - 1) / max(1, self._steps - 1)
+        fraction = min(step, self._steps - 1) / max(1, self._steps - 1)
         if self._mode == "linear":
-            return self._min + part * (self._max - self._min)
-        return float(self._min * (self._max / self._min) ** part)
+            return self._min + fraction * (self._max - self._min)
+        return float(self._min * (self._max / self._min) ** fraction)
 
     def _record_loss(self, trainer: RunContext, loss: float) -> None:
         """Record the loss of a step, which is the same on every rank, and stop if it diverges."""

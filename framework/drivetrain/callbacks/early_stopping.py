@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
         divergence_threshold: stop as soon as the value is worse than this.
         check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). None chooses
             the epoch's end if validation runs once per epoch or not at all, and the validation's end otherwise.
-        log_rank_zero_only: must be True: all ranks decide alike, so only rank 0 prints.
+        log_rank_zero_only: must be True: all ranks make the same decision, so only rank 0 prints.
 
     Attributes:
         wait_count: checks since the last improvement.

@@ -34,7 +34,7 @@ class ReplicaCheck(Callback):
     """Compares checksums of all parameters and buffers between ranks, and raises an error if replicas differ.
 
     Replicas that start with the same weights and apply the same gradients stay bit-identical. If they diverge, every
-    rank trains a different model without any sign of it, because the loss still falls. The check runs at the start of
+    rank trains a different model, and the loss does not show it. The check runs at the start of
     training, every ``every_n_steps`` steps and at the end of training. It costs one pass over the weights and one small
     collective.
 
@@ -125,8 +125,8 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     labels = list(tensors)
     _compare_labels(control, labels, when)
     parts = [_local_part(tensor) for tensor in tensors.values()]
-    mine = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
-    gathered = control.all_gather(mine)
+    local = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
+    gathered = control.all_gather(local)
     sums, shards = gathered[:, : len(labels)], gathered[:, len(labels) :]
     if not shards.any() and bool((sums == sums[0]).all()):
         return
@@ -153,8 +153,8 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
 def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None:
     """Raise an error if the ranks have different labels, because the next collective would hang or mix up tensors."""
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-    if not bool((control.all_gather(mine) == mine).all()):
+    local = torch.tensor([int.from_bytes(digest, "big", signed=True)])
+    if not bool((control.all_gather(local) == local).all()):
         labels_by_rank = control.gather_objects(labels)
         common = set.intersection(*map(set, labels_by_rank))
         unmatched = next(

@@ -276,7 +276,7 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of JSON-able values; other values are converted to text."""
+    """A table of JSON-serializable values; other values are converted to text."""
 
     columns: list[str]
     rows: list[list[Any]]
