@@ -1,4 +1,4 @@
-"""RichProgressBar: a progress bar styled_lines with rich."""
+"""RichProgressBar: a progress bar drawn with rich."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 
 
 class RichProgressBar(ProgressBar):
-    """A `ProgressBar` styled_lines with rich, in color, and with the bar of a validation below that of its epoch.
+    """A `ProgressBar` drawn with rich, in color, and with the bar of a validation below that of its epoch.
 
     It uses no thread: the training loop draws it, as often as the plain bar.
 
@@ -30,12 +30,12 @@ class RichProgressBar(ProgressBar):
         if not rich_is_installed():
             raise ConfigurationError(
                 "RichProgressBar needs rich, which is not installed",
-                "the bar is styled_lines with that package",
+                "the bar is drawn with that package",
                 "pip install 'drivetrain[rich]' (or rich itself), or use ProgressBar",
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        # The metrics, time and remaining time with which the epoch's bar was styled_lines last.
+        # The metrics, time and remaining time with which the epoch's bar was drawn last.
         self._epoch: tuple[Mapping[str, float], float, str] | None = None
         self._last_lines: list[str] = []
 

@@ -86,7 +86,7 @@ class PhaseTimes:
         self.root = Phase(name, None)
         self.overhead_ns = 0
         self.overlapping: dict[str, list[int]] = {}
-        """The calls and nanoseconds of phases that ended after their parent phase, and so overlap other phases."""
+        """The calls and nanoseconds of phases that ended after their parent phase, and thus overlap others."""
         self.began = self._last = perf_counter_ns()
         self.ended: int | None = None
         self._top: Phase | None = self.root

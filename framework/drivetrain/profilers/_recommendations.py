@@ -1,4 +1,4 @@
-"""Recommendations that follow from the shares of a run's time."""
+"""Recommendations, derived from how a run's time is divided among its phases."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def next_steps(root: Phase, run: ProfiledRun, small_operations: SmallOperations 
 
 
 _CHECKPOINT_ADVICE = (
-    "save less often (every_n_train_steps, every_n_epochs), or while training goes on (Checkpoint(save_async=True))."
+    "save less often (every_n_train_steps, every_n_epochs), or while training continues (Checkpoint(save_async=True))."
 )
 _WINDOWS_ADVICE = "make the ranks' data equally fast, and give their sampler a length."
 _OPTIMIZER_ADVICE = "use a fused optimizer (fused=True), or step less often (accumulate_grad_batches)."
