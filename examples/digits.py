@@ -71,7 +71,7 @@ def main() -> None:
     labels = held_out.tensors[1]
     wrong = (predicted != labels).nonzero().flatten().tolist()
     count = len(labels)
-    fit.print(f"{count - len(wrong)} of {count} held-out digits are right: {1 - len(wrong) / count:.1%}")
+    fit.print(f"{count - len(wrong)} of {count} held-out digits are classified correctly: {1 - len(wrong) / count:.1%}")
     for i in wrong[:5]:
         fit.print(f"  image {i} shows a {labels[i]}, classified as a {predicted[i]}")
 

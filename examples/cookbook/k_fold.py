@@ -45,11 +45,10 @@ def main() -> None:
         predicted[held_out] = torch.cat(fit.predict(module, loader)).argmax(-1)
         scores.append((predicted[held_out] == y[held_out]).float().mean())
 
-    spread = torch.stack(scores)
-    print(
-        f"{(predicted >= 0).sum()} of {len(y)} samples predicted, {(predicted == y).float().mean():.1%} of them right"
-    )
-    print(f"Accuracy over 5 folds: {spread.mean():.3f}, standard deviation {spread.std():.3f}")
+    fold_scores = torch.stack(scores)
+    accuracy = (predicted == y).float().mean()
+    print(f"{(predicted >= 0).sum()} of {len(y)} samples predicted, {accuracy:.1%} of them correctly")
+    print(f"Accuracy over 5 folds: {fold_scores.mean():.3f}, standard deviation {fold_scores.std():.3f}")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def test_class_imbalance_weighs_batches_exactly(tmp_path: Path) -> None:
 @requires_package("sklearn")
 def test_k_fold_predicts_each_sample_once(tmp_path: Path) -> None:
     printed = printed_by(RECIPES / "k_fold.py", folder=tmp_path)
-    predicted, samples, right = numbers(r"(\d+) of (\d+) samples predicted, ([\d.]+)% of them right", printed)
+    predicted, samples, right = numbers(r"(\d+) of (\d+) samples predicted, ([\d.]+)% of them correctly", printed)
     assert predicted == samples == 178
     assert right > 94
     assert numbers(r"Accuracy over 5 folds: ([\d.]+), standard deviation ([\d.]+)", printed)[1] < 0.05

@@ -1,4 +1,4 @@
-"""Resolves settings with the precedence code, environment, file, default.
+"""Resolves settings: code takes precedence over the environment, the environment over the file.
 
 The signature that `resolved_settings` decorates is the only place that defines arguments, their types and defaults.
 Reading settings has no side effects.

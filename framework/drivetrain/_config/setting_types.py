@@ -74,8 +74,8 @@ class Accepted(NamedTuple):
     def _take_list(self, values: list[Any]) -> tuple[bool, Any]:
         if self.elements is None:
             return _REFUSED
-        taken = [self.elements.take(value) for value in values]
-        return (True, [value for _, value in taken]) if all(fits for fits, _ in taken) else _REFUSED
+        results = [self.elements.take(value) for value in values]
+        return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED
 
     def __str__(self) -> str:
         names = {

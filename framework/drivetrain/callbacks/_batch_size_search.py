@@ -93,24 +93,24 @@ def find_batch_size(
             set_attribute(batch_arg_name, size, module, datamodule)
             return loaders if loaders is None else resized(loaders, size)
 
-        first = FirstBatchSize()
-        if not trials.fits(first, steps_per_trial, prepare):
+        first_batch = FirstBatchSize()
+        if not trials.fits(first_batch, steps_per_trial, prepare):
             return False
-        if first.samples is not None and first.samples > size:
+        if first_batch.samples is not None and first_batch.samples > size:
             raise ConfigurationError(
-                f"{batch_arg_name}={size}, but the first batch holds {first.samples} samples.",
+                f"{batch_arg_name}={size}, but the first batch holds {first_batch.samples} samples.",
                 "the loader does not use that attribute, or the samples are not in the batch's first dimension, so "
                 "changing it cannot find a batch size.",
                 f"build the loader with batch_size=self.{batch_arg_name}, or choose the size by hand.",
             )
-        if first.samples is not None and 0 < first.samples < size:
-            available = first.samples
+        if first_batch.samples is not None and 0 < first_batch.samples < size:
+            available = first_batch.samples
         return True
 
     size = search_largest(fits, mode, init_val, max_trials, lambda: available)
     set_attribute(batch_arg_name, size, trials.module, trials.datamodule)
-    more = "" if available is None else "; a rank has no more samples than that"
-    trials.say("The largest batch size that fits is %d%s.", size, more)
+    suffix = "" if available is None else "; a rank has no more samples than that"
+    trials.say("The largest batch size that fits is %d%s.", size, suffix)
     return size
 
 

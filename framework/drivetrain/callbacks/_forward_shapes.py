@@ -120,11 +120,11 @@ class _FakeTensors:
     def installed_in(self, module: nn.Module) -> Iterator[None]:
         """Replace all tensors of ``module`` by fake ones and detach it from its run; restore it on exit."""
         children = list(module.modules())
-        kept = [(child.__dict__, dict(child.__dict__)) for child in children]
+        saved = [(child.__dict__, dict(child.__dict__)) for child in children]
         run_handles = [vars(child) for child in children if isinstance(child, RunHandle)]
         sharded = any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in module.parameters())
         try:
-            for attributes, before in kept:
+            for attributes, before in saved:
                 for name, value in before.items():
                     if isinstance(value, torch.Tensor | list | tuple | dict | deque) and name != "_modules":
                         # Most containers are empty, such as hooks; copying those is ten times faster.
@@ -146,7 +146,7 @@ class _FakeTensors:
                 attributes["log"] = attributes["log_dict"] = _do_nothing
             yield
         finally:
-            for attributes, before in kept:
+            for attributes, before in saved:
                 attributes.clear()
                 attributes.update(before)
 

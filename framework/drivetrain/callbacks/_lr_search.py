@@ -87,13 +87,13 @@ class LRFind:
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
         last = len(self.results["loss"]) - skip_end
-        kept = [index for index in range(skip_begin, last) if math.isfinite(self.results["loss"][index])]
-        if len(kept) < 2:
+        indices = [index for index in range(skip_begin, last) if math.isfinite(self.results["loss"][index])]
+        if len(indices) < 2:
             return None
-        losses = torch.tensor([self.results["loss"][index] for index in kept], dtype=torch.float64)
-        rates = torch.tensor([self.results["lr"][index] for index in kept], dtype=torch.float64)
+        losses = torch.tensor([self.results["loss"][index] for index in indices], dtype=torch.float64)
+        rates = torch.tensor([self.results["lr"][index] for index in indices], dtype=torch.float64)
         (slopes,) = torch.gradient(losses, spacing=[rates.log10() if self.mode == "exponential" else rates])
-        return kept[int(slopes.argmin())]
+        return indices[int(slopes.argmin())]
 
 
 class LRRangeTest(Callback):

@@ -96,17 +96,17 @@ class BasePredictionWriter(Callback):
         if self.write_interval != "batch":
             from drivetrain._loops.outputs import on_host  # imported only if needed
 
-            for kept, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
-                kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # if on_predict_start is overridden
-                kept[dataloader_idx].append(value)
+            for stored, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
+                stored.extend([] for _ in range(dataloader_idx + 1 - len(stored)))  # if on_predict_start is overridden
+                stored[dataloader_idx].append(value)
 
     def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Write the outputs of the epoch."""
         predictions, indices = self._predictions, self._indices
         self._predictions, self._indices = [], []
         if self.write_interval != "batch":
-            one_loader = len(predictions) == 1
-            self.write_on_epoch_end(trainer, module, predictions[0] if one_loader else predictions, indices)
+            has_one_loader = len(predictions) == 1
+            self.write_on_epoch_end(trainer, module, predictions[0] if has_one_loader else predictions, indices)
 
 
 class PredictionWriter(BasePredictionWriter):

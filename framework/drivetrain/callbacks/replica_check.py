@@ -133,11 +133,15 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     differing = [
         index
         for index in range(len(labels))
-        if any(len(by_sum) > 1 for by_sum in _holders(sums[:, index], shards[:, index]))
+        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _holders(sums[:, index], shards[:, index]))
     ]
     if differing:
         first = differing[0]
-        groups = next(by_sum for by_sum in _holders(sums[:, first], shards[:, first]) if len(by_sum) > 1)
+        groups = next(
+            ranks_by_checksum
+            for ranks_by_checksum in _holders(sums[:, first], shards[:, first])
+            if len(ranks_by_checksum) > 1
+        )
         raise DistributedError(
             f"The replicas differ {when}: {labels[first]} is not the same on {_format_groups(groups)}"
             + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
@@ -188,7 +192,7 @@ def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
     by_shard = spread(shards.tolist())
     values = sums.tolist()
     return [
-        {value: [ranks[i] for i in places] for value, places in spread([values[rank] for rank in ranks]).items()}
+        {value: [ranks[i] for i in positions] for value, positions in spread([values[rank] for rank in ranks]).items()}
         for ranks in by_shard.values()
     ]
 

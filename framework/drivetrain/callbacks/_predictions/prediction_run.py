@@ -155,8 +155,8 @@ class PredictionRun:
                 for indices, _ in written_by_rank
                 for stem, text in indices
             ]
-            kept = [part for part, _ in self.store.earlier_parts.values()]
-            written = sum(entry.samples for part in (*kept, *parts) for entry in part.entries)
+            earlier = [part for part, _ in self.store.earlier_parts.values()]
+            written = sum(entry.samples for part in (*earlier, *parts) for entry in part.entries)
             seen = sum(count for _, count in written_by_rank)
             if written != seen:
                 raise CheckpointError(
