@@ -65,15 +65,15 @@ class GPT(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @torch.no_grad()
-    def write(self, start: str) -> str:
-        text = torch.tensor([[PAD, *start.encode()]], device=self.device)
+    def generate(self, prompt: str) -> str:
+        text = torch.tensor([[PAD, *prompt.encode()]], device=self.device)
         while text.shape[1] < LENGTH:
             probabilities = self(text)[0, -1].div(0.7).softmax(-1)
             text = torch.cat([text, probabilities.multinomial(1)[None]], dim=1)
         return bytes(text[0, 1:].tolist()).decode(errors="backslashreplace")
 
 
-def page(text: str, columns: int = 96) -> str:
+def wrap_text(text: str, columns: int = 96) -> str:
     """Format text for the terminal: indented, wrapped after ``columns``, with unprintable characters escaped."""
     escaped = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
     lines = (line[at : at + columns] for line in escaped.split("\n") for at in range(0, len(line) or 1, columns))
@@ -114,13 +114,12 @@ def main() -> None:
     model = GPT()
 
     (before,) = fit.test(model, test_loader, verbose=False)
-    fit.print(
-        f"Before training it writes noise (bytes that are not text appear as \\xf3):\n\n{page(model.write('def '))}"
-    )
+    noise = wrap_text(model.generate("def "))
+    fit.print(f"Before training it writes noise (bytes that are not text appear as \\xf3):\n\n{noise}")
     fit.fit(model, train_loader)
     (after,) = fit.test(model, test_loader, verbose=False)
 
-    texts = "\n".join(page(model.write(start)) for start in ("import ", "def ", "class "))
+    texts = "\n".join(wrap_text(model.generate(prompt)) for prompt in ("import ", "def ", "class "))
     fit.print(f"\nAfter {fit.global_step} steps it writes:\n\n{texts}")
     for when, loss in ("before", before["held_out_loss"]), ("after", after["held_out_loss"]):
         fit.print(f"Held-out files, {when}: loss {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte")

@@ -118,24 +118,24 @@ class SecretFilter:
             )
 
 
-def _without(value: Any, where: tuple[str, ...], left_out: list[str], within: tuple[int, ...] = ()) -> Any:
+def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancestors: tuple[int, ...] = ()) -> Any:
     """Return ``value`` without secrets; the object itself if it contains none."""
-    if len(where) > _MAX_DEPTH or id(value) in within:
+    if len(location) > _MAX_DEPTH or id(value) in ancestors:
         return value
-    within = (*within, id(value))
+    ancestors = (*ancestors, id(value))
     named = _named_parts(value)
     if named is not None:
         before, kept = len(left_out), {}
         for key, part in named:
-            path = (*where, str(key))
-            if isinstance(key, str) and names_a_secret(key) and _holds_text(part):
+            path = (*location, str(key))
+            if isinstance(key, str) and names_a_secret(key) and _contains_text(part):
                 left_out.append(".".join(path))
             else:
-                kept[key] = _without(part, path, left_out, within)
+                kept[key] = _without(part, path, left_out, ancestors)
         return value if len(left_out) == before else kept
     if isinstance(value, list | tuple):
         before = len(left_out)
-        parts = [_without(part, (*where, str(index)), left_out, within) for index, part in enumerate(value)]
+        parts = [_without(part, (*location, str(index)), left_out, ancestors) for index, part in enumerate(value)]
         kept_parts = parts if isinstance(value, list) else tuple(parts)
         return value if len(left_out) == before else kept_parts
     return value
@@ -152,13 +152,13 @@ def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _holds_text(value: Any, within: tuple[int, ...] = ()) -> bool:
+def _contains_text(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
     if isinstance(value, str | bytes | bytearray):
         return bool(value)
-    if len(within) > _MAX_DEPTH or id(value) in within:
+    if len(ancestors) > _MAX_DEPTH or id(value) in ancestors:
         return False
-    within = (*within, id(value))
-    return any(_holds_text(part, within) for part in _parts(value))
+    ancestors = (*ancestors, id(value))
+    return any(_contains_text(part, ancestors) for part in _parts(value))
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -89,7 +89,7 @@ class Accepted(NamedTuple):
         descriptions = [repr(literal) for literal in self.literals]
         descriptions += [words for kind, words in names.items() if kind in self.kinds]
         if self.elements is not None and not self.elements.only_objects:
-            descriptions.append(f"a list, each element of it {self.elements}")
+            descriptions.append(f"a list whose elements are {self.elements}")
         if self.none:
             descriptions.append("none")
         return " or ".join(descriptions)

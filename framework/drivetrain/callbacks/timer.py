@@ -100,7 +100,7 @@ class Timer(Callback):
             self._stop(running)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start the clock of training, and stop at once if a resumed run has no time left."""
+        """Start the clock of training, and stop immediately if a resumed run has no time left."""
         self._start("train")
         self._deadline = self._running_since["train"] + self._limit - self._spent["train"]
         self._check(trainer)

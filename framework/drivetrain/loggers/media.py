@@ -15,7 +15,7 @@ from drivetrain.errors import ConfigurationError
 _CHUNK = 1 << 22  # elements that are counted at once; finding their bins takes 8 bytes for each
 
 
-# Pictures
+# Images
 
 
 def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -56,7 +56,7 @@ class Phase:
         for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk((*path, child.name))
 
-    def within(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
+    def time_in(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
         """Return the total time of the outermost descendants with one of these names.
 
         Args:
@@ -68,7 +68,7 @@ class Phase:
             if child.name in names:
                 total += child.total_ns
             elif child.name not in excluded:
-                total += child.within(names, excluded)
+                total += child.time_in(names, excluded)
         return total
 
 

@@ -18,7 +18,7 @@ _STAGES = ("fit", "validate", "test", "predict")
 
 
 class Tuner:
-    """Finds a learning rate or a batch size by trial runs that change nothing but the attribute for the result.
+    """Finds a learning rate or a batch size by trial runs that change only the attribute for the result.
 
     A trial runs a copy of the module with the strategy, precision and devices of the `Fit`, but without its callbacks,
     loggers and checkpoints. All ranks get the same result. Like `Fit.fit`, the methods must be called on every rank.
