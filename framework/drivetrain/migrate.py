@@ -50,7 +50,7 @@ _ARGUMENT_NOTES = {
     "retain_graph": "retain_graph= is refused: add the losses, and call manual_backward once",
 }
 _MODULE_VARIABLES = ("self", "module", "pl_module", "model")
-# Lines as Python has them; str.splitlines also splits at other separators.
+# Lines as Python's tokenizer splits them; str.splitlines also splits at other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 Edits: TypeAlias = dict[tuple[int, int], tuple[tuple[int, int], str, str]]
@@ -455,7 +455,7 @@ def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int
     for (number, column), (end, old, new) in sorted(edits.items(), reverse=True):
         first, last = starts[number - 1] + column, starts[end[0] - 1] + end[1]
         current = text[first:last].decode(errors="replace")
-        # Python 3.11 has wrong columns in f-strings.
+        # Python 3.11 reports wrong columns in f-strings.
         if old and re.sub(r"\s", "", current) != re.sub(r"\s", "", old):
             remaining.append((number, f"replace {old} by {new}"))
             continue

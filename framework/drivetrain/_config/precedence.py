@@ -188,7 +188,7 @@ def _from_file(
     path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
     try:
         path = directory() / path
-        # The default file may be missing, a file that the user named may not.
+        # A missing default file is not an error; a missing file that the user named is.
         if named is None and not path.exists():
             return {}
         text = path.read_text(encoding="utf-8")

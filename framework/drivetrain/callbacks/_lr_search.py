@@ -115,7 +115,7 @@ class LRRangeTest(Callback):
         self._average = 0.0
         self._best = math.inf
         self._last_step = 0
-        self._sum: Any = 0.0  # of the window's losses, weighted
+        self._sum: Any = 0.0  # weighted sum of the window's losses
         self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:

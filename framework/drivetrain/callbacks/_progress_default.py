@@ -31,7 +31,7 @@ class ProgressLines(ProgressBar):
         return False
 
     def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
-        # No batch hook has counted: take the engine's counter for training, and the total for an evaluation.
+        # The batch hooks do not count: use the engine's counter for training, and the total for an evaluation.
         if phase is not None:
             phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
         super()._end_phase(trainer, phase)

@@ -240,7 +240,7 @@ class MLFlowLogger(DirectoryLogger):
             self.experiment.set_terminated(self._last_opened[1], _STATUS.get(status, "FAILED"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process connects itself.
+        return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process opens its own connection.
 
     # The run
 
