@@ -37,7 +37,7 @@ class Transformer(TrainModule):
             return
         self.peak_before = peak_memory()
         width, depth = self.hparams.width, self.hparams.depth
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
@@ -47,7 +47,7 @@ class Transformer(TrainModule):
     def loss(self, text: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, self.device)
         assert self.blocks is not None
-        hidden = self.blocks(self.bytes(text[:, :-1]) + self.places.weight, mask, is_causal=True)
+        hidden = self.blocks(self.bytes(text[:, :-1]) + self.positions.weight, mask, is_causal=True)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), text[:, 1:].flatten())
 
     def training_step(self, text: Tensor) -> Tensor:
@@ -64,12 +64,14 @@ class MemoryReport(Callback):
     """Prints the memory of each rank and the validation loss, and saves the sharded model after training."""
 
     def on_fit_start(self, trainer: RunContext, module: Transformer) -> None:
-        grown = peak_memory() - module.peak_before
+        growth = peak_memory() - module.peak_before
         whole = sum(parameter.nbytes for parameter in module.parameters())
         local = sum(parameter.to_local().nbytes for parameter in module.parameters())  # type: ignore[attr-defined]
         trainer.print(f"The whole model is {whole / MIB:.1f} MiB of parameters")
-        for rank, (held, more) in enumerate(module.all_gather(torch.tensor([local, grown])).tolist()):
-            trainer.print(f"Rank {rank} holds {held / MIB:.1f} MiB, and took {more / MIB:.1f} MiB at most to get there")
+        for rank, (shards, peak) in enumerate(module.all_gather(torch.tensor([local, growth])).tolist()):
+            trainer.print(
+                f"Rank {rank} holds {shards / MIB:.1f} MiB, and its memory grew by at most {peak / MIB:.1f} MiB"
+            )
 
     def on_validation_end(self, trainer: RunContext, module: Transformer) -> None:
         trainer.print(f"Step {trainer.global_step}: held-out loss {trainer.callback_metrics['held_out_loss']:.3f}")

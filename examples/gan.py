@@ -28,38 +28,41 @@ class GAN(TrainModule):
         return self.generator(torch.randn(count, self.hparams.noise, device=self.device))
 
     def training_step(self, images: Tensor) -> None:
-        for_generator, for_critic = self.optimizers()
+        generator_optimizer, critic_optimizer = self.optimizers()
 
-        with self.toggled_optimizer(for_critic):
+        with self.toggled_optimizer(critic_optimizer):
             real, fake = self.critic(images), self.critic(self(len(images)).detach())
-            loss = says(real, 0.9) + says(fake, 0.0)
-            for_critic.zero_grad()
+            loss = loss_against(real, 0.9) + loss_against(fake, 0.0)
+            critic_optimizer.zero_grad()
             self.manual_backward(loss)
-            for_critic.step()
-        caught = ((real > 0).float().mean() + (fake < 0).float().mean()) / 2
-        self.log_dict({"critic_loss": loss, "caught": caught}, on_step=False, on_epoch=True, prog_bar=True)
+            critic_optimizer.step()
+        critic_accuracy = ((real > 0).float().mean() + (fake < 0).float().mean()) / 2
+        self.log_dict(
+            {"critic_loss": loss, "critic_accuracy": critic_accuracy}, on_step=False, on_epoch=True, prog_bar=True
+        )
 
-        with self.toggled_optimizer(for_generator):
-            loss = says(self.critic(self(len(images))), 1.0)
-            for_generator.zero_grad()
+        with self.toggled_optimizer(generator_optimizer):
+            loss = loss_against(self.critic(self(len(images))), 1.0)
+            generator_optimizer.zero_grad()
             self.manual_backward(loss)
-            for_generator.step()
+            generator_optimizer.step()
         self.log("generator_loss", loss, on_step=False, on_epoch=True, prog_bar=True)
 
     def configure_optimizers(self):
         networks = (self.generator, self.critic)
-        return [torch.optim.Adam(each.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999)) for each in networks]
+        return [torch.optim.Adam(network.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999)) for network in networks]
 
 
 def layers(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Linear(inputs, outputs), nn.LeakyReLU(0.2)]
 
 
-def says(logits: Tensor, real: float) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, real))
+def loss_against(logits: Tensor, target: float) -> Tensor:
+    """Return the loss for the same target, between 0 (fake) and 1 (real), for all images."""
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
 
 
-def drawn(images: Tensor) -> str:
+def as_text(images: Tensor) -> str:
     """Render images of shape (count, 64) side by side as text."""
     rows = (images.view(-1, 8, 8) * 4.99).int().transpose(0, 1).tolist()
     return "\n".join("   ".join("".join(" .+#@"[value] * 2 for value in line) for line in row) for row in rows)
@@ -78,8 +81,9 @@ def main() -> None:
     model = GAN()
     fit.fit(model, DataLoader(images, batch_size=64 // options.devices, shuffle=True, drop_last=True))
     real, fake = images.mean(0), model(1000).detach().mean(0)
-    fit.print(f"The mean image of 1000 drawn digits is {(real - fake).abs().mean():.3f} from the real one, in [0, 1].")
-    fit.print(drawn(model(6).detach()))
+    difference = (real - fake).abs().mean()
+    fit.print(f"The mean of 1000 generated images differs by {difference:.3f} from that of the real ones, in [0, 1]")
+    fit.print(as_text(model(6).detach()))
 
 
 if __name__ == "__main__":

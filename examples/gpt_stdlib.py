@@ -30,7 +30,7 @@ class GPT(TrainModule):
     def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, lr: float = 6e-3):
         super().__init__()
         self.save_hyperparameters()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256, bias=False)
@@ -39,7 +39,7 @@ class GPT(TrainModule):
         self.head.weight = self.bytes.weight  # tied weights work under every strategy
 
     def forward(self, text: Tensor) -> Tensor:  # (batch, time) -> (batch, time, 256)
-        embedded = self.bytes(text) + self.places.weight[: text.shape[1]]
+        embedded = self.bytes(text) + self.positions.weight[: text.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], self.device)
         return self.head(self.blocks(embedded, mask, is_causal=True))
 
@@ -65,15 +65,15 @@ class GPT(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @torch.no_grad()
-    def write(self, start: str) -> str:
-        text = torch.tensor([[PAD, *start.encode()]], device=self.device)
+    def generate(self, prompt: str) -> str:
+        text = torch.tensor([[PAD, *prompt.encode()]], device=self.device)
         while text.shape[1] < LENGTH:
-            likely = self(text)[0, -1].div(0.7).softmax(-1)
-            text = torch.cat([text, likely.multinomial(1)[None]], dim=1)
+            probabilities = self(text)[0, -1].div(0.7).softmax(-1)
+            text = torch.cat([text, probabilities.multinomial(1)[None]], dim=1)
         return bytes(text[0, 1:].tolist()).decode(errors="backslashreplace")
 
 
-def page(text: str, columns: int = 96) -> str:
+def wrap_text(text: str, columns: int = 96) -> str:
     """Format text for the terminal: indented, wrapped after ``columns``, with unprintable characters escaped."""
     escaped = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
     lines = (line[at : at + columns] for line in escaped.split("\n") for at in range(0, len(line) or 1, columns))
@@ -114,13 +114,12 @@ def main() -> None:
     model = GPT()
 
     (before,) = fit.test(model, test_loader, verbose=False)
-    fit.print(
-        f"Before training it writes noise (bytes that are not text appear as \\xf3):\n\n{page(model.write('def '))}"
-    )
+    noise = wrap_text(model.generate("def "))
+    fit.print(f"Before training it writes noise (bytes that are not text appear as \\xf3):\n\n{noise}")
     fit.fit(model, train_loader)
     (after,) = fit.test(model, test_loader, verbose=False)
 
-    texts = "\n".join(page(model.write(start)) for start in ("import ", "def ", "class "))
+    texts = "\n".join(wrap_text(model.generate(prompt)) for prompt in ("import ", "def ", "class "))
     fit.print(f"\nAfter {fit.global_step} steps it writes:\n\n{texts}")
     for when, loss in ("before", before["held_out_loss"]), ("after", after["held_out_loss"]):
         fit.print(f"Held-out files, {when}: loss {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte")
@@ -136,7 +135,7 @@ Files in {logger.log_dir}:
 
 What to run next:
     python -m drivetrain.checkpoint show {os.path.relpath(checkpoint)}
-    python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2    (another strategy is one word)
+    python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2    (selects another strategy)
     python examples/gpt_stdlib.py --help""")
 
 

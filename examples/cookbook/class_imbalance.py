@@ -39,7 +39,7 @@ def main() -> None:
     values, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(values, dtype=torch.float32) / 16, (torch.tensor(digits) == 8).long()
     train, held_out = torch.arange(len(labels)) < 1200, torch.arange(len(labels)) >= 1200
-    train[labels.nonzero()[20:, 0]] = False  # keep 20 images of an 8
+    train[labels.nonzero()[20:, 0]] = False  # keep only 20 images of an 8
     data = TensorDataset(images[train], labels[train])
     test = DataLoader(TensorDataset(images[held_out], labels[held_out]), batch_size=600)
     balanced = 1 / torch.bincount(labels[train])
@@ -55,10 +55,8 @@ def main() -> None:
     for name, module in ("without weights", plain), ("with weights", weighted):
         says_eight = torch.cat(Fit().predict(module, test)) == 1
         is_eight = labels[held_out] == 1
-        found, wrongly = says_eight[is_eight].float().mean(), says_eight[~is_eight].float().mean()
-        print(
-            f"{name.capitalize()}, {found:.1%} of the eights are found, and {wrongly:.1%} of the others taken for one"
-        )
+        recall, false_positives = says_eight[is_eight].float().mean(), says_eight[~is_eight].float().mean()
+        print(f"{name.capitalize()}: recall {recall:.1%}, false positive rate {false_positives:.1%}")
     pairs = zip(weighted.parameters(), split.parameters(), strict=True)
     print(f"Batches of 64 and 4 x 16 end within {max((a - b).abs().max().item() for a, b in pairs):.1e} of each other")
 

@@ -1,8 +1,8 @@
-"""Debugging NaN: the loss looks fine, and the model predicts nothing but NaN.
+"""Debugging NaN: the loss is finite, but the model predicts only NaN.
 
 Common mistake: watching only the loss. For two equal inputs the square root is taken at 0, where its slope is infinite.
-The mask is applied too late, so the gradient is NaN although the loss is finite. From then on all weights are NaN,
-but the mask turns these values into 0, so the loss stays finite. First find the step with
+`torch.where` masks the result too late: the gradient is NaN although the loss is finite. After that step all weights
+are NaN, but the mask turns the NaN distances into 0, so the loss stays finite. First find the step with
 `NonFiniteGuard(check_gradients=True)`, which is cheap, then the operation with `Fit(detect_anomaly=True)`, which is
 slow.
 """
@@ -30,8 +30,8 @@ class Distances(TrainModule):
         self.embed = nn.Linear(4, 4)
 
     def training_step(self, batch):
-        one, other, distance = batch
-        squared = (self.embed(one) - self.embed(other)).square().sum(1)
+        first, second, distance = batch
+        squared = (self.embed(first) - self.embed(second)).square().sum(1)
         loss = (self.root(squared) - distance).square().mean()
         self.log("loss", loss)
         return loss
@@ -42,9 +42,9 @@ class Distances(TrainModule):
 
 def train(root, **options) -> None:
     seed_everything(0)
-    one, other = torch.rand(2, 400, 4)
-    other[100] = one[100]  # batch 12 has a pair of equal samples
-    data = TensorDataset(one, other, 2 * (one - other).norm(dim=1))
+    first, second = torch.rand(2, 400, 4)
+    second[100] = first[100]  # batch 12 has a pair of equal samples
+    data = TensorDataset(first, second, 2 * (first - second).norm(dim=1))
     module, fit = Distances(root), Fit(max_epochs=1, seed=0, **options)
     try:
         fit.fit(module, DataLoader(data, batch_size=8))

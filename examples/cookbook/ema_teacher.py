@@ -1,4 +1,4 @@
-"""An EMA teacher: 40% of the labels are random, so the student also learns from a slow average of itself.
+"""An EMA teacher: 40% of the labels are random, so the student also learns from a moving average of itself.
 
 Common mistake: updating the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
 once per micro-batch, so the average changes faster than intended; `optimizer_step` runs once per step. A teacher
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Fit, TrainModule, seed_everything
 
 
-class Taught(TrainModule):
-    def __init__(self, trust: float, decay: float = 0.995):
+class MeanTeacher(TrainModule):
+    def __init__(self, teacher_weight: float, decay: float = 0.995):
         super().__init__()
         self.save_hyperparameters()
         self.student = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -26,13 +26,14 @@ class Taught(TrainModule):
 
     def training_step(self, batch):
         images, labels = batch
-        taught = self.teacher(images).softmax(-1)
-        target = torch.lerp(F.one_hot(labels, 10).to(taught), taught, self.hparams.trust)
+        predicted = self.teacher(images).softmax(-1)
+        target = torch.lerp(F.one_hot(labels, 10).to(predicted), predicted, self.hparams.teacher_weight)
         return F.cross_entropy(self.student(images), target)
 
     def optimizer_step(self, *args, **options):
         super().optimizer_step(*args, **options)
-        with torch.no_grad():  # in place and not through .data, so that the engine detects an update that is lost
+        # Update in place, but not through .data: the engine raises an error if a strategy would lose the update.
+        with torch.no_grad():
             for average, weight in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 average.lerp_(weight, 1 - self.hparams.decay)
 
@@ -53,12 +54,12 @@ def main() -> None:
     train_loader = DataLoader(TensorDataset(images[:1400], noisy[:1400]), batch_size=50, shuffle=True)
     test_loader = DataLoader(TensorDataset(images[1400:], labels[1400:]), batch_size=400)
 
-    for name, trust in ("alone", 0.0), ("taught", 0.9):
-        module = Taught(trust)
+    for name, weight in ("without teacher", 0.0), ("with teacher", 0.9):
+        module = MeanTeacher(weight)
         fit = Fit(max_epochs=30, seed=0)
         fit.fit(module, train_loader)
-        [right] = fit.test(module, test_loader, verbose=False)
-        print(f"Right, {name}: the student on {right['student']:.1%}, its teacher on {right['teacher']:.1%}")
+        [accuracy] = fit.test(module, test_loader, verbose=False)
+        print(f"Accuracy {name}: student {accuracy['student']:.1%}, average {accuracy['teacher']:.1%}")
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ class GAN(TrainModule):
         return self.generator(torch.randn(count, 8, device=self.device))
 
     def training_step(self, real: Tensor) -> None:
-        for_generator, for_critic = self.optimizers()
+        generator_optimizer, critic_optimizer = self.optimizers()
         fake = self(len(real))
-        with self.toggled_optimizer(for_critic):
+        with self.toggled_optimizer(critic_optimizer):
             loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
-            self.step(for_critic, loss)
-        with self.toggled_optimizer(for_generator):
-            self.step(for_generator, F.softplus(-self.critic(self(len(real)))).mean())
+            self.step(critic_optimizer, loss)
+        with self.toggled_optimizer(generator_optimizer):
+            self.step(generator_optimizer, F.softplus(-self.critic(self(len(real)))).mean())
 
     def step(self, optimizer, loss: Tensor) -> None:
         optimizer.zero_grad()
@@ -44,7 +44,7 @@ class GAN(TrainModule):
         optimizer.step()
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(each.parameters(), 2e-3, (0.5, 0.99)) for each in (self.generator, self.critic)]
+        return [torch.optim.Adam(net.parameters(), 2e-3, (0.5, 0.99)) for net in (self.generator, self.critic)]
 
 
 def main() -> None:
@@ -55,10 +55,10 @@ def main() -> None:
     fit = Fit(max_epochs=20, seed=0)
     fit.fit(gan, DataLoader(circle, batch_size=256, shuffle=True, drop_last=True))
 
-    drawn = gan(2000).detach()
-    distance = (drawn.norm(dim=1) - 1).abs().mean()
-    eighths = torch.atan2(drawn[:, 1], drawn[:, 0]).div(torch.pi / 4).floor().unique()
-    print(f"Drawn points lie {distance:.3f} from the circle, in {len(eighths)} of its 8 parts")
+    points = gan(2000).detach()
+    distance = (points.norm(dim=1) - 1).abs().mean()
+    octants = torch.atan2(points[:, 1], points[:, 0]).div(torch.pi / 4).floor().unique()
+    print(f"Generated points lie {distance:.3f} from the circle, in {len(octants)} of its 8 parts")
 
 
 if __name__ == "__main__":

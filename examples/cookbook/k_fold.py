@@ -1,7 +1,7 @@
 """k-fold cross-validation: every sample is predicted once, by a module that was not trained on it.
 
 Common mistake: one module, callback or fitted scaler for all folds. The held-out part of the second fold was training
-data of the first, so the score wrongly rises from fold to fold. Build everything within the loop, from one seed.
+data of the first, so the score wrongly rises from fold to fold. Build everything within the loop, from the same seed.
 """
 
 import torch
@@ -45,11 +45,10 @@ def main() -> None:
         predicted[held_out] = torch.cat(fit.predict(module, loader)).argmax(-1)
         scores.append((predicted[held_out] == y[held_out]).float().mean())
 
-    spread = torch.stack(scores)
-    print(
-        f"{(predicted >= 0).sum()} of {len(y)} samples predicted, {(predicted == y).float().mean():.1%} of them right"
-    )
-    print(f"Accuracy over 5 folds: {spread.mean():.3f}, standard deviation {spread.std():.3f}")
+    fold_scores = torch.stack(scores)
+    accuracy = (predicted == y).float().mean()
+    print(f"{(predicted >= 0).sum()} of {len(y)} samples predicted, {accuracy:.1%} of them correctly")
+    print(f"Accuracy over 5 folds: {fold_scores.mean():.3f}, standard deviation {fold_scores.std():.3f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Common mistake: logging in every step. Images are copied from the device, which stalls it. Keep the samples of one
 validation batch and log them at the end of the epoch, but not in the sanity check, before any training.
-No check of the rank is needed: loggers of ranks above 0 write nothing.
+You need not check the rank: loggers of ranks above 0 write nothing.
 """
 
 import torch
@@ -29,15 +29,15 @@ class Autoencoder(TrainModule):
         return F.mse_loss(self(images), images)
 
     def validation_step(self, images, batch_idx):
-        redrawn = self(images)
-        self.log("val_loss", F.mse_loss(redrawn, images))
+        reconstructed = self(images)
+        self.log("val_loss", F.mse_loss(reconstructed, images))
         if batch_idx == 0:
-            self.shown = torch.stack([images[:8], redrawn[:8]])
+            self.samples = torch.stack([images[:8], reconstructed[:8]])
 
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:
-            rows = self.shown.view(2, 8, 8, 8).transpose(1, 2).reshape(1, 16, 64)  # (channel, height, width)
-            self.logger.log_image("given, redrawn", rows, self.global_step)
+            rows = self.samples.view(2, 8, 8, 8).transpose(1, 2).reshape(1, 16, 64)  # (channel, height, width)
+            self.logger.log_image("inputs, reconstructions", rows, self.global_step)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -53,8 +53,8 @@ def main() -> None:
     )
 
     events = EventAccumulator(logger.log_dir, {"images": 0}).Reload()
-    written = events.Images("given, redrawn")
-    print(f"Images at steps {[one.step for one in written]}, each {written[-1].width} x {written[-1].height}")
+    written = events.Images("inputs, reconstructions")
+    print(f"Images at steps {[image.step for image in written]}, each {written[-1].width} x {written[-1].height}")
     print(f"Validation loss: {fit.callback_metrics['val_loss']:.4f}, the images' variance is {images.var():.4f}")
 
 

@@ -31,7 +31,7 @@ class Adapted(TrainModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(filter(lambda one: one.requires_grad, self.parameters()), lr=2e-2)
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=2e-2)
 
 
 def pretrained(folder: Path, seed: int) -> str:
@@ -58,14 +58,14 @@ def main(folder: Path) -> None:
     fit.fit(module, loader)
 
     adapter = Path(fit.checkpoint_callback.last_model_path)
-    again = Adapted.load_from_checkpoint(adapter)
-    assert torch.equal(again.model.get_input_embeddings().weight, frozen)
-    print(f"The loss went to {fit.callback_metrics['loss_epoch']:.2f}, from {torch.tensor(256).log():.2f}")
-    print(f"The adapter takes {nbytes(adapter):,} bytes, its base {nbytes(Path(base)):,}")
+    loaded = Adapted.load_from_checkpoint(adapter)
+    assert torch.equal(loaded.model.get_input_embeddings().weight, frozen)
+    print(f"The loss is {fit.callback_metrics['loss_epoch']:.2f}, and was {torch.tensor(256).log():.2f} at the start")
+    print(f"The adapter takes {nbytes(adapter):,} bytes, the base model {nbytes(Path(base)):,}")
     try:
         Adapted.load_from_checkpoint(adapter, base=another)
     except CheckpointError as error:
-        print(f"On another base: {error}")
+        print(f"With another base model: {error}")
 
 
 if __name__ == "__main__":

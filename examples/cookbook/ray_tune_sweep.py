@@ -68,7 +68,7 @@ def main() -> None:
     )
     results = tuner.fit()
     best = results.get_best_result("val_accuracy", "max")
-    early = sum(one.metrics["training_iteration"] < 8 for one in results)
+    early = sum(result.metrics["training_iteration"] < 8 for result in results)
     print(
         f"Accuracy {best.metrics['val_accuracy']:.1%} with {best.config}; {early} of {len(results)} trials ended early"
     )

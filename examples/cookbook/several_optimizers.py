@@ -33,12 +33,12 @@ class Classifier(TrainModule):
 
     def configure_optimizers(self):
         matrices = [p for p in self.body.parameters() if p.ndim == 2]  # AdamW is better for the head
-        taken = {id(one) for one in matrices}
-        rest = [one for one in self.parameters() if id(one) not in taken]
+        matrix_ids = {id(p) for p in matrices}
+        rest = [p for p in self.parameters() if id(p) not in matrix_ids]
         optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]
         steps = self.trainer.estimated_stepping_batches
-        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, steps) for each in optimizers]
-        return optimizers, [{"scheduler": each, "interval": "step"} for each in schedules]
+        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) for optimizer in optimizers]
+        return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     values, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(values, dtype=torch.float32) / 16, torch.tensor(digits)
     module = Classifier()
-    before = [one.detach().clone() for one in module.parameters()]
+    before = [p.detach().clone() for p in module.parameters()]
     fit = Fit(max_epochs=10, gradient_clip_val=1.0, seed=0)
     fit.fit(module, DataLoader(TensorDataset(images[:1400], labels[:1400]), batch_size=50, shuffle=True))
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain import Fit, TrainModule, seed_everything
 from drivetrain.data import split_by_rank
 
-LENGTH = 65  # bytes of a piece
+LENGTH = 65  # bytes per piece
 
 
 class Pieces(IterableDataset):
@@ -70,11 +70,11 @@ def train(steps: int, ckpt_path: str | None = None) -> tuple[Fit, Bigrams, int]:
 
 
 def main() -> None:
-    _, undisturbed, whole = train(300)
+    _, uninterrupted, whole = train(300)
     stopped, _, part = train(200)
     _, resumed, rest = train(300, ckpt_path=stopped.checkpoint_callback.last_model_path)
-    print(f"Pieces read: {whole} at a stretch; {part} and, after a stop, {rest}")
-    print(f"The weights are the same: {torch.equal(undisturbed.next.weight, resumed.next.weight)}")
+    print(f"Pieces read: {whole} in one run; {part} before a stop and {rest} after it")
+    print(f"The weights are the same: {torch.equal(uninterrupted.next.weight, resumed.next.weight)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Testing a module with pytest: that it runs, can learn, gives the same result on two ranks, and can be resumed.
+"""Testing a module with pytest: it runs, can learn, gives the same result on two ranks, and can be resumed.
 
     pytest examples/cookbook/test_a_module.py
 
@@ -41,7 +41,7 @@ def loader(batch_size: int) -> DataLoader:
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size, shuffle=True)
 
 
-def fitted(batch_size: int, ckpt_path=None, **options) -> tuple[Fit, Classifier]:
+def fit_classifier(batch_size: int, ckpt_path=None, **options) -> tuple[Fit, Classifier]:
     seed_everything(0)
     fit, module = Fit(accelerator="cpu", seed=0, logger=False, **options), Classifier()
     fit.fit(module, loader(batch_size), loader(batch_size), ckpt_path=ckpt_path)
@@ -49,7 +49,7 @@ def fitted(batch_size: int, ckpt_path=None, **options) -> tuple[Fit, Classifier]
 
 
 def weights_of_two_ranks() -> dict[str, torch.Tensor]:
-    return fitted(8, devices=2, strategy="ddp", max_epochs=2, enable_checkpointing=False)[1].state_dict()
+    return fit_classifier(8, devices=2, strategy="ddp", max_epochs=2, enable_checkpointing=False)[1].state_dict()
 
 
 @pytest.fixture(autouse=True)
@@ -58,23 +58,23 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def test_every_step_and_hook_runs():
-    fitted(8, fast_dev_run=True)
+    fit_classifier(8, fast_dev_run=True)
 
 
-def test_it_learns_one_batch_by_heart():
-    fit, _ = fitted(8, overfit_batches=1, max_epochs=100, enable_checkpointing=False, log_every_n_steps=1)
+def test_it_overfits_one_batch():
+    fit, _ = fit_classifier(8, overfit_batches=1, max_epochs=100, enable_checkpointing=False, log_every_n_steps=1)
     assert fit.callback_metrics["loss"] < 0.01
 
 
-def test_two_ranks_train_what_one_process_does():
+def test_two_ranks_match_one_process():
     ranks = run_distributed(weights_of_two_ranks, 2, process_group=None)
     assert_equal_ranks(ranks)
-    _, alone = fitted(16, max_epochs=2, enable_checkpointing=False)  # 2 x 8
-    assert_close_states(ranks[0], alone.state_dict(), atol=1e-6)
+    _, single = fit_classifier(16, max_epochs=2, enable_checkpointing=False)  # 2 x 8
+    assert_close_states(ranks[0], single.state_dict(), atol=1e-6)
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
-    stopped, _ = fitted(8, max_steps=10)
-    _, resumed = fitted(8, ckpt_path=stopped.checkpoint_callback.last_model_path, max_steps=20)
-    _, undisturbed = fitted(8, max_steps=20)
-    assert_close_states(resumed.state_dict(), undisturbed.state_dict(), atol=0, rtol=0)
+def test_resumed_run_matches_uninterrupted_run():
+    stopped, _ = fit_classifier(8, max_steps=10)
+    _, resumed = fit_classifier(8, ckpt_path=stopped.checkpoint_callback.last_model_path, max_steps=20)
+    _, uninterrupted = fit_classifier(8, max_steps=20)
+    assert_close_states(resumed.state_dict(), uninterrupted.state_dict(), atol=0, rtol=0)

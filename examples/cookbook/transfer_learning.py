@@ -36,7 +36,7 @@ class Classifier(TrainModule):
 
     def configure_optimizers(self):
         # Only the trainable parameters: the callback adds the backbone later as a new group.
-        return torch.optim.AdamW(filter(lambda one: one.requires_grad, self.parameters()), lr=self.hparams.lr)
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=self.hparams.lr)
 
 
 def new_backbone() -> nn.Module:
@@ -55,23 +55,23 @@ def main() -> None:
     seed_everything(0)
     values, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(values, dtype=torch.float32) / 16, torch.tensor(digits)
-    much = TensorDataset(images[:1000], labels[:1000])  # which digit is it?
-    few = TensorDataset(images[1000:1040], labels[1000:1040] % 2)  # is it an odd one?
+    large = TensorDataset(images[:1000], labels[:1000])  # the first task: which digit is it?
+    small = TensorDataset(images[1000:1040], labels[1000:1040] % 2)  # the second task: is the digit odd?
     held_out = DataLoader(TensorDataset(images[1040:], labels[1040:] % 2), batch_size=400)
 
     pretrained = Classifier(new_backbone(), classes=10)
-    train(pretrained, much, epochs=10)
+    train(pretrained, large, epochs=10)
     modules = {name: Classifier(new_backbone(), classes=2) for name in ("from scratch", "all at once", "head first")}
     for name, module in modules.items():
         if name != "from scratch":
             module.backbone.load_state_dict(pretrained.backbone.state_dict())
-    train(modules["from scratch"], few, epochs=40)
-    train(modules["all at once"], few, epochs=40)
-    train(modules["head first"], few, 40, BackboneFinetuning(unfreeze_backbone_at_epoch=30, train_bn=False))
+    train(modules["from scratch"], small, epochs=40)
+    train(modules["all at once"], small, epochs=40)
+    train(modules["head first"], small, 40, BackboneFinetuning(unfreeze_backbone_at_epoch=30, train_bn=False))
 
     for name, module in modules.items():
         [result] = Fit().test(module, held_out, verbose=False)
-        print(f"Right with 40 labelled images, {name}: {result['accuracy']:.1%}")
+        print(f"Accuracy with 40 labelled images, {name}: {result['accuracy']:.1%}")
 
 
 if __name__ == "__main__":

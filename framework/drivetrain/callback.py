@@ -133,7 +133,7 @@ class Callback:
         """Called last, even after a failure."""
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
-        """Called when anything in the run raised ``exception``, which is re-raised afterwards."""
+        """Called when the run raised ``exception``, which is re-raised afterwards."""
 
     def on_save_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
         """Add JSON-serializable values or tensors to ``checkpoint``, a dict that only this callback sees."""
@@ -260,8 +260,8 @@ class Callback:
     def before_launch(self, trials: Trials) -> None:
         """Search for a setting before the run starts. Called first, before processes are launched and `setup`.
 
-        This is the place for settings that are found by trial runs and that the module or data module is built with,
-        such as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls it.
+        Override it for settings that trial runs determine and that the module or data module reads during set-up, such
+        as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls it.
         Callbacks returned by the module's ``configure_callbacks`` do not exist yet and are not called.
 
         Args:
@@ -343,8 +343,8 @@ class Callback:
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return a function that tells whether a batch's predictions exist from an earlier run.
 
-        Called once, by predict with ``return_predictions=False``. Batches that every answering callback already has
-        are skipped, including their hooks.
+        Called once, by predict with ``return_predictions=False``. A batch is skipped, including its hooks, if all such
+        functions return True for it.
 
         Returns:
             ``is_predicted(indices, batch_idx, dataloader_idx)``, where ``indices`` is what `RunContext.batch_indices`

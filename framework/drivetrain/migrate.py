@@ -44,13 +44,13 @@ _PUBLIC_MODULES = (
     "drivetrain.environments",
 )
 _STRATEGIES = ("DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy")
-_REMARKS = {
+_ARGUMENT_NOTES = {
     "plugins": "plugins= has no counterpart: pass environment=, precision= or strategy=",
     "weights_only": "weights_only= is not needed: a checkpoint holds no pickle",
     "retain_graph": "retain_graph= is refused: add the losses, and call manual_backward once",
 }
-_MODULES = ("self", "module", "pl_module", "model")
-# Lines as Python has them; str.splitlines also splits at other separators.
+_MODULE_VARIABLES = ("self", "module", "pl_module", "model")
+# Lines as Python's tokenizer splits them; str.splitlines also splits at other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 Edits: TypeAlias = dict[tuple[int, int], tuple[tuple[int, int], str, str]]
@@ -190,8 +190,8 @@ def _collect_names(tree: ast.AST) -> _Names:
     exported = _exported_names(tree)
     for name, old in names.classes.items():
         new = _RENAMED_CLASSES.get(old, old)
-        theirs = new != old and (new in bound or (new in used and new not in names.classes))
-        if name in bound or theirs or name in exported:
+        new_is_taken = new != old and (new in bound or (new in used and new not in names.classes))
+        if name in bound or new_is_taken or name in exported:
             names.aliased.add(name)
     _mark_shadowed(tree, names)
     return names
@@ -213,32 +213,32 @@ def _has_counterpart(module: str) -> bool:
 
 def _bound_names(tree: ast.AST, lightning_nodes: set[int]) -> set[str]:
     """Return all names that the file binds other than by an import from Lightning."""
-    names_found: set[str] = set()
+    found_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names_found.add(node.id)
+            found_names.add(node.id)
         elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names_found.add(node.name)
+            found_names.add(node.name)
         elif isinstance(node, ast.arg):
-            names_found.add(node.arg)
+            found_names.add(node.arg)
         elif isinstance(node, ast.Global | ast.Nonlocal):
-            names_found.update(node.names)
+            found_names.update(node.names)
         elif isinstance(node, ast.alias) and id(node) not in lightning_nodes:
-            names_found.add((node.asname or node.name).partition(".")[0])
+            found_names.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name is not None:
-            names_found.add(node.name)
-    return names_found
+            found_names.add(node.name)
+    return found_names
 
 
 def _exported_names(tree: ast.AST) -> set[str]:
     """Return the strings in ``__all__``, which other files may import."""
-    names_found: set[str] = set()
+    found_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(child, ast.Name) and child.id == "__all__" for child in targets):
-                names_found |= {str(child.value) for child in ast.walk(node.value) if isinstance(child, ast.Constant)}
-    return names_found
+                found_names |= {str(child.value) for child in ast.walk(node.value) if isinstance(child, ast.Constant)}
+    return found_names
 
 
 def _mark_shadowed(tree: ast.AST, names: _Names) -> None:
@@ -341,10 +341,10 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
     if path is None:
         if names.class_of(node.value) == "Trainer" and not hasattr(import_module("drivetrain").Fit, node.attr):
             remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
-        for end, text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
-            if owner == end or owner.endswith(f".{end}"):
-                _, known_attribute, advice = text(end, node.attr).partition(": ")
-                if known_attribute:
+        for name, error_text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
+            if owner == name or owner.endswith(f".{name}"):
+                _, separator, advice = error_text(name, node.attr).partition(": ")
+                if separator:
                     remaining.append((node.lineno, f"{owner}.{node.attr}: {advice.rstrip('.')}"))
         return
     name = _RENAMED_CLASSES.get(node.attr, node.attr)
@@ -420,13 +420,15 @@ def _argument_notes(node: ast.Call, names: _Names) -> Iterator[tuple[int, str]]:
         if name is None:
             continue
         advice = find_replacement(name) if is_trainer else None
-        if name in _REMARKS and (is_trainer or called in ("fit", "validate", "test", "predict", "manual_backward")):
-            advice = _REMARKS[name]
+        if name in _ARGUMENT_NOTES and (
+            is_trainer or called in ("fit", "validate", "test", "predict", "manual_backward")
+        ):
+            advice = _ARGUMENT_NOTES[name]
         if advice is not None:
             yield keyword.value.lineno, f"{name}=: {advice}"
     if is_trainer and node.args:
         yield node.lineno, "Trainer(...) has positional arguments: Fit takes keywords"
-    if called == "log" and len(node.args) > 2 and owner.rpartition(".")[2] in (*_MODULES, "lightning_module"):
+    if called == "log" and len(node.args) > 2 and owner.rpartition(".")[2] in (*_MODULE_VARIABLES, "lightning_module"):
         yield node.lineno, "log(...) has positional options: write them by name, as prog_bar=True"
 
 
@@ -453,7 +455,7 @@ def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int
     for (number, column), (end, old, new) in sorted(edits.items(), reverse=True):
         first, last = starts[number - 1] + column, starts[end[0] - 1] + end[1]
         current = text[first:last].decode(errors="replace")
-        # Python 3.11 has wrong columns in f-strings.
+        # Python 3.11 reports wrong columns in f-strings.
         if old and re.sub(r"\s", "", current) != re.sub(r"\s", "", old):
             remaining.append((number, f"replace {old} by {new}"))
             continue
@@ -495,19 +497,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m drivetrain.migrate", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Python files written for Lightning")
     parser.add_argument("--write", action="store_true", help="change the files instead of printing a diff")
-    arguments_given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     failed = 0
-    for path in arguments_given.files:
+    for path in options.files:
         try:
             source, encoding = _read(path)
             migrated = migrate(source)
-            if arguments_given.write and migrated.source != source:
+            if options.write and migrated.source != source:
                 _write(path, migrated.source.encode(encoding))
         except (OSError, ValueError, SyntaxError, RecursionError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             failed = 1
             continue
-        if not arguments_given.write:
+        if not options.write:
             sys.stdout.writelines(_diff_lines(path, source, migrated.source))
         for line, text in migrated.remaining:
             print(f"{path}:{line}: {text}")

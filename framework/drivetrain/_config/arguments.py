@@ -66,15 +66,15 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         raise ConfigurationError(
             f"benchmark=True with deterministic={values['deterministic']!r}.",
             "cuDNN's benchmark selects algorithms by measured speed, which differs from run to run.",
-            "drop one of them.",
+            "remove one of them.",
         )
     if not isinstance(values["compile"], Mapping):
         _check_switch("compile", values["compile"], (True, False), " or a dict of torch.compile's options")
     if values["plugins"] is not None:
         raise ConfigurationError(
             f"plugins={values['plugins']!r}.",
-            "this version has no plugins; the argument is reserved.",
-            "drop it, and pass objects as strategy=, precision= or environment=.",
+            "plugins are not supported; the argument is reserved.",
+            "remove it, and pass objects as strategy=, precision= or environment=.",
         )
     if values["barebones"]:
         _check_barebones(values, chosen)
@@ -130,12 +130,12 @@ def signal_numbers(names: Any) -> list[int]:
 def _check_limit(name: str, value: Any, zero: bool = True) -> None:
     if value is None:
         return
-    whole = type(value) is int and value >= (0 if zero else 1)
-    part = type(value) is float and 0.0 <= value <= 1.0 and (zero or value > 0.0)
-    if not (whole or part):
+    is_count = type(value) is int and value >= (0 if zero else 1)
+    is_fraction = type(value) is float and 0.0 <= value <= 1.0 and (zero or value > 0.0)
+    if not (is_count or is_fraction):
         raise ConfigurationError(
             f"{name}={value!r}.",
-            "an int counts micro-batches; a float is a part of them, from 0.0 to 1.0.",
+            "an int counts micro-batches; a float is a fraction of them, from 0.0 to 1.0.",
             f"use {name}=10 for ten, or {name}=0.1 for a tenth.",
         )
 
@@ -149,14 +149,14 @@ def _check_count(name: str, value: Any, lowest: int, none: bool = False) -> None
         )
 
 
-def _check_switch(name: str, value: Any, known: tuple[Any, ...], or_else: str = "") -> None:
-    if any(value is one or (isinstance(one, str) and value == one) for one in known):
+def _check_switch(name: str, value: Any, known: tuple[Any, ...], alternative: str = "") -> None:
+    if any(value is choice or (isinstance(choice, str) and value == choice) for choice in known):
         return
-    hint = nearest(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
+    hint = nearest(value, [choice for choice in known if isinstance(choice, str)]) if isinstance(value, str) else ""
     raise ConfigurationError(
         f"{name}={value!r}.{hint}",
-        "other values are not guessed at: bool('no') is True.",
-        f"use {', '.join(map(repr, known))}{or_else}.",
+        "other values are not converted, because bool('no') is True.",
+        f"use {', '.join(map(repr, known))}{alternative}.",
     )
 
 
@@ -174,7 +174,7 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
     if algorithm not in CLIP_ALGORITHMS:
         raise ConfigurationError(
             f"gradient_clip_algorithm={algorithm!r}.{nearest(str(algorithm), CLIP_ALGORITHMS)}",
-            "gradients are clipped over their global norm or value by value.",
+            "gradients are clipped by their global norm or by value.",
             "use 'norm' or 'value'.",
         )
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
@@ -199,5 +199,5 @@ def _check_barebones(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
             raise ConfigurationError(
                 f"barebones=True with {name}={values[name]!r}.",
                 "barebones leaves out everything but the loop, to measure it.",
-                f"drop {name}, or barebones.",
+                f"remove {name}, or barebones.",
             )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OURS = "drivetrain"
+_DISTRIBUTION = "drivetrain"
 """The name of drivetrain's own distribution."""
 
 
@@ -60,7 +60,7 @@ class EntryPointRegistry(Generic[T]):
         return {name: point for name, point in points.items() if name not in self.ours}
 
     def check(self, name: object, spelling: str | None = None) -> None:
-        """Raise an error for an unknown name. Constructs nothing.
+        """Raise an error for an unknown name, without constructing anything.
 
         Args:
             name: the name as the user wrote it.
@@ -120,11 +120,11 @@ class EntryPointRegistry(Generic[T]):
 
 @cache
 def _registered(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Return the installed entry points of a group; cached per ``path``, the present ``sys.path``."""
+    """Return the installed entry points of a group; cached per ``path``, the current ``sys.path``."""
     from importlib.metadata import entry_points
 
     points: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
-        if point.name not in points or (point.dist is not None and point.dist.name == _OURS):
+        if point.name not in points or (point.dist is not None and point.dist.name == _DISTRIBUTION):
             points[point.name] = point
     return points

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 _CALLBACKS = "write a Callback: its hooks are called at these moments"
-_LOOPS = "trainer.current_epoch, .global_step, .batch_idx, .is_last_batch and .should_stop say where the run is; " + (
-    "for steps of your own set self.automatic_optimization = False in the module"
+_LOOPS = (
+    "read trainer.current_epoch, .global_step, .batch_idx, .is_last_batch and .should_stop; to control the steps, set "
+    "self.automatic_optimization = False in the module"
 )
 _TRAINERS = {
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
@@ -12,7 +13,7 @@ _TRAINERS = {
     "checkpoint_connector": "use trainer.save_checkpoint(path), and fit(ckpt_path=...)",
     "data_connector": "read trainer.train_dataloader and .val_dataloaders, or return loaders from a DataModule",
     "callback_connector": "read or append to trainer.callbacks",
-    "signal_connector": "read trainer.received_sigterm; Fit(preemption_signals=...) says which signals end a run",
+    "signal_connector": "read trainer.received_sigterm; Fit(preemption_signals=...) sets which signals end a run",
     "accelerator_connector": "read trainer.strategy, .precision, .num_devices and .device_ids",
     "precision_plugin": "read trainer.precision",
     "accelerator_backend": "read trainer.strategy.device",
@@ -23,12 +24,12 @@ _TRAINERS = {
     "tpu_cores": "read trainer.num_devices",
     "root_device": "read trainer.strategy.root_device",
     "lightning_optimizers": "read trainer.optimizers",
-    "optimizer_frequencies": "set self.automatic_optimization = False, and step in training_step whom you like",
+    "optimizer_frequencies": "set self.automatic_optimization = False, and step the optimizers in training_step",
     "weights_save_path": "read trainer.default_root_dir, or give Checkpoint(dirpath=...)",
     "resume_from_checkpoint": "pass fit(ckpt_path=...)",
     "data_parallel_device_ids": "read trainer.device_ids",
     "world_rank": "read trainer.global_rank",
-    "is_overridden": "ask whether the class has the method",
+    "is_overridden": "check whether the class defines the method",
     "tune": "use drivetrain.tuner",
     "tuner": "use drivetrain.tuner",
     "call_hook": _CALLBACKS,
@@ -48,12 +49,12 @@ _TRAINERS = {
     "prediction_writer_callbacks": "look in trainer.callbacks for BasePredictionWriter",
 }
 _STRATEGIES = {
-    "model": "read trainer.model, or strategy.module, which no strategy wraps in another",
+    "model": "read trainer.model, or strategy.module, which strategies do not wrap",
     "lightning_module": "read trainer.lightning_module",
     "precision_plugin": "read strategy.precision",
     "accelerator": "read strategy.device",
     "cluster_environment": "pass Fit(environment=...), and read strategy.placement",
-    "checkpoint_io": "a checkpoint goes to any fsspec URL: use trainer.save_checkpoint(url)",
+    "checkpoint_io": "checkpoints can be written to any fsspec URL: use trainer.save_checkpoint(url)",
     "lr_scheduler_configs": "read trainer.lr_scheduler_configs",
     "global_rank": "read strategy.rank",
     "is_global_zero": "read trainer.is_global_zero",

@@ -1,4 +1,4 @@
-"""Resolves settings with the precedence code, environment, file, default.
+"""Resolves settings: code takes precedence over the environment, the environment over the file.
 
 The signature that `resolved_settings` decorates is the only place that defines arguments, their types and defaults.
 Reading settings has no side effects.
@@ -164,12 +164,12 @@ def _from_environment(
         if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
             continue
         if variable not in names:
-            known_as = _new_name(variable.removeprefix(PREFIX))
-            if known_as is not None:
+            replacement = _new_name(variable.removeprefix(PREFIX))
+            if replacement is not None:
                 raise ConfigurationError(
                     f"The environment variable {_format_argument(variable, text)} has no effect.",
                     f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
-                    f"Unset it, and {known_as}; {PREFIX}<NAME> sets an argument of that name.",
+                    f"Unset it, and {replacement}; {PREFIX}<NAME> sets an argument of that name.",
                 )
             raise ConfigurationError(
                 f"The environment variable {_format_argument(variable, text)} has no effect."
@@ -188,7 +188,7 @@ def _from_file(
     path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
     try:
         path = directory() / path
-        # The default file may be missing, a file that the user named may not.
+        # A missing default file is not an error; a missing file that the user named is.
         if named is None and not path.exists():
             return {}
         text = path.read_text(encoding="utf-8")
@@ -225,9 +225,9 @@ def _new_name(name: str) -> str | None:
 
 
 def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
-    known_as = _new_name(name)
-    if known_as is not None:
-        return ConfigurationError(what, f"{given} has another name here or is set elsewhere.", f"{known_as}.")
+    replacement = _new_name(name)
+    if replacement is not None:
+        return ConfigurationError(what, f"{given} has another name here or is set elsewhere.", f"{replacement}.")
     return ConfigurationError(
         what + nearest(name, parameters),
         f"{given} would have no effect.",
@@ -253,7 +253,7 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
 
 
 def _format_argument(name: str, value: Any, sign: str = "=") -> str:
-    """How a name was given its value, for an error; a secret is not shown."""
+    """Format a name with its value for an error message; the value of a secret is not shown."""
     return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
 
 

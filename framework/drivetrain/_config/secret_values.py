@@ -1,4 +1,4 @@
-"""Secrets among values: known by their names, and left out of everything that a run keeps or sends elsewhere."""
+"""Finds secrets by their names, and removes them from everything that a run stores or sends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SECRETS = frozenset(
         *("apikey", "apikeys", "accesskey", "accesskeys"),
     )
 )
-_KEYS_TO = frozenset(("api", "access"))
+_KEY_PREFIXES = frozenset(("api", "access"))
 
-# A tokenizer's tokens, by the word before "token", and what is no token, by the word behind it.
-_OF_A_TOKENIZER = frozenset(
+# Words before "token" that denote a token of a tokenizer.
+_TOKENIZER_WORDS = frozenset(
     (
         *("pad", "padding", "eos", "bos", "sos", "eot", "eod", "unk", "unknown", "oov", "cls", "class", "sep"),
         *("separator", "mask", "special", "start", "stop", "end", "begin", "blank", "image", "video", "audio", "box"),
@@ -30,27 +30,26 @@ _OF_A_TOKENIZER = frozenset(
         *("register", "query", "next", "first", "last"),
     )
 )
-_VALUES = frozenset(
-    ("", "value", "string", "str", "text", "secret", "key", "file", "path")
-)  # of a ``token_mixer`` it says nothing
+# Words after "token" in the name of a secret; other words, as in ``token_mixer``, denote something else.
+_SECRET_SUFFIXES = frozenset(("", "value", "string", "str", "text", "secret", "key", "file", "path"))
 
-_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
-_DEEPEST = 100  # levels of nesting; cycles have no end
-_WITHHELD = "..."
+_NAME_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
+_MAX_DEPTH = 100  # levels of nesting to search
+_REDACTED = "..."
 
 
 def names_a_secret(name: str) -> bool:
     """Return True if text under this name is a secret.
 
     One of the name's words (``apiToken``, ``API_TOKEN`` and ``api-token`` have two) must be token, password, passwd,
-    secret or passphrase, or two of them api key or access key. A tokenizer's tokens are not secrets: ``pad_token``,
-    ``eos_token_id``, ``max_tokens``.
+    secret or passphrase, or two successive words must be api key or access key. A tokenizer's tokens are not secrets:
+    ``pad_token``, ``eos_token_id``, ``max_tokens``.
     """
     words = [word.lower() for word in _WORD.findall(name)]
-    for word, before, behind in zip(words, ["", *words], [*words[1:], ""], strict=False):
-        if word in _SECRETS or (word in ("key", "keys") and before in _KEYS_TO):
+    for word, before, after in zip(words, ["", *words], [*words[1:], ""], strict=False):
+        if word in _SECRETS or (word in ("key", "keys") and before in _KEY_PREFIXES):
             return True
-        if word == "token" and before not in _OF_A_TOKENIZER and behind in _VALUES:
+        if word == "token" and before not in _TOKENIZER_WORDS and after in _SECRET_SUFFIXES:
             return True
     return False
 
@@ -77,13 +76,13 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
         name, has_value, value = argument.partition("=")
         if option and not argument.startswith("-"):
             secrets = _secrets_given(option, argument)
-            kept.append(_WITHHELD if secrets else argument)
+            kept.append(_REDACTED if secrets else argument)
         elif has_value:
             secrets = _secrets_given(name, value)
-            kept.append(f"{name}={_WITHHELD}" if secrets else argument)
+            kept.append(f"{name}={_REDACTED}" if secrets else argument)
         else:
             secrets = _secrets_given("", argument)
-            kept.append(_WITHHELD if secrets else argument)
+            kept.append(_REDACTED if secrets else argument)
         left_out += secrets
         option = argument if argument.startswith("-") and not has_value else ""
     return kept, left_out
@@ -93,14 +92,14 @@ class SecretFilter:
     """Removes secrets from what a run stores, and warns once about each."""
 
     def __init__(self) -> None:
-        self._named: set[str] = set()
+        self._reported: set[str] = set()
 
     def take_out(self, values: Mapping[str, Any], tell: bool = True) -> tuple[dict[str, Any], list[str]]:
         """Remove secrets as `without_secrets` does.
 
         Args:
             values: the values by name.
-            tell: warn of secrets that were not yet named; False on all ranks but one.
+            tell: whether to warn about secrets that were not reported yet; False on all ranks but one.
         """
         kept, left_out = without_secrets(values)
         if tell:
@@ -108,10 +107,10 @@ class SecretFilter:
         return kept, left_out
 
     def tell(self, left_out: Sequence[str]) -> None:
-        """Warn of secrets that were not yet named."""
-        new = [name for name in left_out if name not in self._named]
+        """Warn about secrets that were not reported yet."""
+        new = [name for name in left_out if name not in self._reported]
         if new:
-            self._named.update(new)
+            self._reported.update(new)
             logger.warning(
                 "Left out of checkpoints, loggers and run.json, because their names mark them as secrets: %s. The "
                 "module's hparams still have them; load_from_checkpoint takes them as arguments.",
@@ -119,24 +118,24 @@ class SecretFilter:
             )
 
 
-def _without(value: Any, where: tuple[str, ...], left_out: list[str], within: tuple[int, ...] = ()) -> Any:
-    """Return ``value`` without secrets; the object itself if there are none."""
-    if len(where) > _DEEPEST or id(value) in within:
+def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancestors: tuple[int, ...] = ()) -> Any:
+    """Return ``value`` without secrets; the object itself if it contains none."""
+    if len(location) > _MAX_DEPTH or id(value) in ancestors:
         return value
-    within = (*within, id(value))
+    ancestors = (*ancestors, id(value))
     named = _named_parts(value)
     if named is not None:
         before, kept = len(left_out), {}
         for key, part in named:
-            path = (*where, str(key))
-            if isinstance(key, str) and names_a_secret(key) and _holds_text(part):
+            path = (*location, str(key))
+            if isinstance(key, str) and names_a_secret(key) and _contains_text(part):
                 left_out.append(".".join(path))
             else:
-                kept[key] = _without(part, path, left_out, within)
+                kept[key] = _without(part, path, left_out, ancestors)
         return value if len(left_out) == before else kept
     if isinstance(value, list | tuple):
         before = len(left_out)
-        parts = [_without(part, (*where, str(index)), left_out, within) for index, part in enumerate(value)]
+        parts = [_without(part, (*location, str(index)), left_out, ancestors) for index, part in enumerate(value)]
         kept_parts = parts if isinstance(value, list) else tuple(parts)
         return value if len(left_out) == before else kept_parts
     return value
@@ -153,13 +152,13 @@ def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _holds_text(value: Any, within: tuple[int, ...] = ()) -> bool:
+def _contains_text(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
     if isinstance(value, str | bytes | bytearray):
         return bool(value)
-    if len(within) > _DEEPEST or id(value) in within:
+    if len(ancestors) > _MAX_DEPTH or id(value) in ancestors:
         return False
-    within = (*within, id(value))
-    return any(_holds_text(part, within) for part in _parts(value))
+    ancestors = (*ancestors, id(value))
+    return any(_contains_text(part, ancestors) for part in _parts(value))
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -176,4 +175,4 @@ def _secrets_given(option: str, value: str) -> list[str]:
         return [option] if value else []
     if not value.startswith(("{", "[")):
         return []
-    return [f"{option}.{name}".lstrip(".") for name in _IN_TEXT.findall(value) if names_a_secret(name)]
+    return [f"{option}.{name}".lstrip(".") for name in _NAME_IN_TEXT.findall(value) if names_a_secret(name)]

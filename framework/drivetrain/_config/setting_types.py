@@ -74,8 +74,8 @@ class Accepted(NamedTuple):
     def _take_list(self, values: list[Any]) -> tuple[bool, Any]:
         if self.elements is None:
             return _REFUSED
-        taken = [self.elements.take(value) for value in values]
-        return (True, [value for _, value in taken]) if all(fits for fits, _ in taken) else _REFUSED
+        results = [self.elements.take(value) for value in values]
+        return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED
 
     def __str__(self) -> str:
         names = {
@@ -89,7 +89,7 @@ class Accepted(NamedTuple):
         descriptions = [repr(literal) for literal in self.literals]
         descriptions += [words for kind, words in names.items() if kind in self.kinds]
         if self.elements is not None and not self.elements.only_objects:
-            descriptions.append(f"a list, each element of it {self.elements}")
+            descriptions.append(f"a list whose elements are {self.elements}")
         if self.none:
             descriptions.append("none")
         return " or ".join(descriptions)

@@ -1,1 +1,1 @@
-"""The process and its devices: generators, and state that a run puts back."""
+"""Utilities for the process and its devices: random generators, seeds, transfer, and state that a run restores."""

@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError, nearest
 
 logger = logging.getLogger("drivetrain")
 
-_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_NVML_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
@@ -100,20 +100,20 @@ def check_devices(accelerator: object, devices: object) -> None:
 
 
 def cuda_is_available() -> bool:
-    """Return True if there is a CUDA device, without initialising CUDA where NVML can be queried.
+    """Return True if there is a CUDA device, without initialising CUDA if NVML can be queried.
 
-    A process that has initialised CUDA cannot be forked, as in a notebook that starts ranks.
+    A process that has initialised CUDA cannot be forked, which is how a notebook starts ranks.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (``PYTORCH_NVML_BASED_CUDA_CHECK``).
     """
-    before = os.environ.get(_ASK_NVML)
-    os.environ[_ASK_NVML] = "1"
+    before = os.environ.get(_NVML_VARIABLE)
+    os.environ[_NVML_VARIABLE] = "1"
     try:
         return torch.cuda.is_available()
     finally:
         if before is None:
-            del os.environ[_ASK_NVML]
+            del os.environ[_NVML_VARIABLE]
         else:
-            os.environ[_ASK_NVML] = before
+            os.environ[_NVML_VARIABLE] = before
 
 
 def _kind(accelerator: str) -> str:

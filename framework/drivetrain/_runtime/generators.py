@@ -58,12 +58,12 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
 
 
 def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the generators from `generator_states`; generators without a stored state are left alone."""
+    """Restore the generators from `generator_states`; generators without a stored state are not changed."""
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        # Imported even if nothing has yet: code that draws from NumPy later must find the stored state.
+        # NumPy is imported even if it was not yet, because code that draws from it later must find the stored state.
         import numpy
 
         saved = states["numpy"]
@@ -85,13 +85,13 @@ def preserved_generators(device: torch.device, own: Iterable[Any] = ()) -> Itera
         device: the device whose generator is included.
         own: the user's own generators to restore as well: torch's, NumPy's or Python's.
     """
-    states, put_back = generator_states(device), [_state_restorer(generator) for generator in own]
+    states, restorers = generator_states(device), [_state_restorer(generator) for generator in own]
     try:
         yield states
     finally:
         restore_generators(states, device)
-        for call in put_back:
-            call()
+        for restore in restorers:
+            restore()
 
 
 def is_generator(value: Any) -> bool:
@@ -103,7 +103,7 @@ def is_generator(value: Any) -> bool:
 
 
 def _state_restorer(generator: Any) -> Callable[[], object]:
-    """Return a function that restores the generator's present state."""
+    """Return a function that restores the generator's current state."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):

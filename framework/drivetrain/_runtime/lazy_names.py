@@ -1,4 +1,4 @@
-"""Imports public names on first use (PEP 562), and tells whether optional packages are installed."""
+"""Imports public names on first use (PEP 562), and checks whether optional packages are installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name], package), name)
-        setattr(sys.modules[package], name, value)  # found directly from now on
+        setattr(sys.modules[package], name, value)  # later look-ups do not call this function
         return value
 
     def names() -> list[str]:
@@ -31,7 +31,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 
 def is_installed(*modules: str) -> bool:
-    """Return True if every one of ``modules`` can be imported; imports none of them.
+    """Return True if all ``modules`` can be imported, without importing them.
 
     lightning_utilities' `package_available` caches its answer, so a notebook that installs the package after the error
     would have to be restarted.

@@ -1,4 +1,4 @@
-"""Evaluates a module and restores the ``training`` flag of each child."""
+"""Puts a module into eval mode, and restores the ``training`` flag of each child."""
 
 from __future__ import annotations
 

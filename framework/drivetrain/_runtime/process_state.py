@@ -39,8 +39,8 @@ class ProcessState:
 
     It comprises environment variables; the default dtype; flags of cuDNN and matmul; deterministic algorithms with
     ``CUBLAS_WORKSPACE_CONFIG``; grad mode and anomaly detection, but not inference mode; signal handlers (only in the
-    main thread, which alone may set them); the current CUDA device; ``sys.excepthook`` and ``threading.excepthook``,
-    which every ``init_process_group`` wraps once more; and optionally the random generators.
+    main thread, because no other thread may set them); the current CUDA device; ``sys.excepthook`` and
+    ``threading.excepthook``, which every ``init_process_group`` wraps again; and optionally the random generators.
 
     Args:
         generators: include the random generators: Python's, NumPy's if it is imported, and torch's on the CPU.
@@ -65,7 +65,7 @@ class ProcessState:
         self.restore()
 
     def remember(self) -> None:
-        """Save the present state."""
+        """Save the current state."""
         self._restore = [
             _save_environment(),
             _save_default_dtype(),
@@ -85,33 +85,33 @@ class ProcessState:
 
     def restore(self) -> None:
         """Restore the state that `remember` saved. A second call does nothing."""
-        restore, self._restore = self._restore, []
-        for put_back in restore:
-            put_back()
+        actions, self._restore = self._restore, []
+        for restore in actions:
+            restore()
 
 
 def _save_environment() -> Callable[[], None]:
     before = dict(os.environ)
 
-    def put_back() -> None:
+    def restore() -> None:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         for name, value in before.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
 
-    return put_back
+    return restore
 
 
 def _save_device() -> Callable[[], None]:
     # Querying the device would initialise CUDA; the current one is the first until then.
     before = torch.cuda.current_device() if _cuda_is_in_use() else 0
 
-    def put_back() -> None:
+    def restore() -> None:
         if _cuda_is_in_use() and torch.cuda.current_device() != before:
             torch.cuda.set_device(before)
 
-    return put_back
+    return restore
 
 
 def _save_default_dtype() -> Callable[[], None]:
@@ -123,14 +123,14 @@ def _save_backend_flags() -> Callable[[], None]:
     before = [(owner, name, _read(owner, name)) for owner, name in _BACKEND_FLAGS]
     matmul = _matmul_precision()
 
-    def put_back() -> None:
+    def restore() -> None:
         if matmul is not None and _matmul_precision() != matmul:
             torch.set_float32_matmul_precision(matmul)
         for owner, name, value in before:
             if value is not None and _read(owner, name) != value:
                 setattr(owner, name, value)
 
-    return put_back
+    return restore
 
 
 def _matmul_precision() -> str | None:
@@ -155,14 +155,14 @@ def _save_deterministic() -> Callable[[], None]:
     fill = memory.fill_uninitialized_memory
     compiler = _inductor_deterministic()
 
-    def put_back() -> None:
+    def restore() -> None:
         # `use_deterministic_algorithms` would import the compiler.
         torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = fill
         if _inductor_deterministic() not in (None, bool(compiler)):
             sys.modules[_INDUCTOR_CONFIG].deterministic = bool(compiler)  # type: ignore[attr-defined]
 
-    return put_back
+    return restore
 
 
 def _inductor_deterministic() -> bool | None:
@@ -174,26 +174,26 @@ def _save_autograd() -> Callable[[], None]:
     grad = torch.is_grad_enabled()
     anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
-    def put_back() -> None:
+    def restore() -> None:
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly, check_nan)
 
-    return put_back
+    return restore
 
 
 def _save_exception_hooks() -> Callable[[], None]:
     main, threads = sys.excepthook, threading.excepthook
 
-    def put_back() -> None:
+    def restore() -> None:
         sys.excepthook, threading.excepthook = main, threads
 
-    return put_back
+    return restore
 
 
 def _save_signal_handlers() -> Callable[[], None]:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    def put_back() -> None:
+    def restore() -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in before.items():
@@ -201,7 +201,7 @@ def _save_signal_handlers() -> Callable[[], None]:
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 
-    return put_back
+    return restore
 
 
 def _save_python_generator() -> Callable[[], None]:
@@ -225,9 +225,9 @@ def _save_torch_generators(cuda: bool) -> Callable[[], None]:
     cpu = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 
-    def put_back() -> None:
+    def restore() -> None:
         torch.set_rng_state(cpu)
         if devices:
             torch.cuda.set_rng_state_all(devices)
 
-    return put_back
+    return restore

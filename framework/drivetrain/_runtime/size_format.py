@@ -9,7 +9,7 @@ def format_size(nbytes: float, form: str = ".1f", least: str = "bytes") -> str:
     Args:
         nbytes: the number of bytes.
         form: the format of numbers in larger units.
-        least: the name of the unit byte.
+        least: the name of the smallest unit.
     """
     if nbytes < 1024:
         return f"{nbytes:.0f} {least}"

@@ -1,4 +1,4 @@
-"""Temporary folders that do not outlive their processes: each new one removes those of dead processes."""
+"""Temporary folders; creating one also removes the folders that dead processes have left."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOCK = ".in-use"
 class TemporaryFolder:
     """A new folder for this user in the system's temporary folder.
 
-    A file in it is locked while it is in use; forked processes hold the lock too. Before it is made, folders of this
-    user that no process has locked are removed.
+    A file in it is locked while the folder is in use; forked processes hold the lock too. Before the folder is created,
+    folders of this user that no process has locked are removed.
 
     Attributes:
         path: the path of the folder.
@@ -78,7 +78,7 @@ def _clear_if_unlocked(path: str) -> None:
     try:
         lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        os.rmdir(path)  # never locked: its maker died, or will try another name; fails if the folder is not empty
+        os.rmdir(path)  # never locked: its creator died, or will try another name; fails if the folder is not empty
         return
     try:
         if stat.S_ISREG(os.fstat(lock).st_mode):

@@ -21,7 +21,7 @@ def move_to(batch: Any, device: torch.device, non_blocking: bool = False) -> Any
 
     Recurses into tuples, named tuples, lists, mappings and dataclasses and builds new ones of the same type. Other
     objects with a ``to`` method (a Hugging Face ``BatchEncoding``, a ``PackedSequence``) move themselves. All other
-    values stay.
+    values are returned unchanged.
 
     Args:
         batch: the batch from the loader.

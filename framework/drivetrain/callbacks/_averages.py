@@ -37,7 +37,7 @@ class Averages:
         """This rank's part of each average, by the weight's name."""
         self._weights: dict[str, Tensor] = {}  # views of the trained weights, or copies of them
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
-        self._weights_are_copies = False  # the strategy returns copies, which do not change with the weights
+        self._weights_are_copies = False  # whether `_weights` are copies, which do not change with the weights
         self._parameters: list[Tensor] = []  # parameters that share storage with `_weights`
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._addresses: tuple[int, ...] = ()
@@ -51,15 +51,17 @@ class Averages:
     @torch.no_grad()
     def collect_weights(self) -> None:
         """Collect the weights to average. A newly trainable weight starts with its current value as average."""
-        held = self._local_weights()
-        again = self._local_weights()
-        self._weights_are_copies = any(held[name].data_ptr() != again[name].data_ptr() for name in held)
-        self._weights = held
-        for name, weight in held.items():
+        local_weights = self._local_weights()
+        second = self._local_weights()
+        self._weights_are_copies = any(
+            weight.data_ptr() != second[name].data_ptr() for name, weight in local_weights.items()
+        )
+        self._weights = local_weights
+        for name, weight in local_weights.items():
             if name not in self.averages or self.averages[name].shape != weight.shape:  # buffers may change their shape
                 self.averages[name] = weight.to(_average_dtype(weight.dtype), copy=True)
         by_type: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, weight in held.items():
+        for name, weight in local_weights.items():
             type_key = type(weight), weight.device, weight.dtype
             averages, weights = by_type.setdefault(type_key, ([], []))
             averages.append(self.averages[name])
@@ -69,13 +71,13 @@ class Averages:
         self._parameters = [
             parameter
             for name, parameter in parameters.items()
-            if name in held and held[name].data_ptr() == parameter.data_ptr()
+            if name in local_weights and local_weights[name].data_ptr() == parameter.data_ptr()
         ]
         self._buffer_slots = [
             (layer._buffers, name)
             for prefix, layer in self._module.named_modules()
             for name, buffer in layer._buffers.items()
-            if (f"{prefix}.{name}" if prefix else name) in held or (buffer is None and self._buffers)
+            if (f"{prefix}.{name}" if prefix else name) in local_weights or (buffer is None and self._buffers)
         ]
         self._addresses = self._current_addresses()
 
@@ -133,8 +135,7 @@ class Averages:
             self.averages[name] = local.to(_average_dtype(local.dtype), copy=True)
         if training:
             self._strategy.load_model_state(training, strict=False)
-        held = self._local_weights()
-        for name, weight in held.items():
+        for name, weight in self._local_weights().items():
             if name in self.averages:
                 self.averages[name] = self.averages[name].to(weight.device, _average_dtype(weight.dtype))
         self.collect_weights()
@@ -169,19 +170,17 @@ class Averages:
                 values[name] = self._strategy.shard_of(value)
         return values
 
-    def _load(self, locals_: Mapping[str, Tensor]) -> None:
-        self._strategy.load_model_state(self._as_strategy_state(locals_), strict=False)
+    def _load(self, parts: Mapping[str, Tensor]) -> None:
+        self._strategy.load_model_state(self._as_strategy_state(parts), strict=False)
 
-    def _as_strategy_state(self, locals_: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the values as the strategy holds them, with this rank's part replaced by ``locals_``."""
-        if not locals_:
+    def _as_strategy_state(self, parts: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the values as the strategy holds them, with this rank's part replaced by that in ``parts``."""
+        if not parts:
             return {}
         return {
-            name: replace(value, local=locals_[name], gather=None)
-            if isinstance(value, ParameterShard)
-            else locals_[name]
+            name: replace(value, local=parts[name], gather=None) if isinstance(value, ParameterShard) else parts[name]
             for name, value in self._averaged_values().items()
-            if name in locals_
+            if name in parts
         }
 
 

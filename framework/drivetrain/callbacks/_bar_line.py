@@ -98,8 +98,8 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
     chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, room) or _first_that_fits(choices, [], False, room)
     bar, parts = chosen or (0, [count])
     for index, metric in enumerate(shown):
-        more = [] if index == len(shown) - 1 else ["…"]
-        if _width(bar, [*parts, metric, *more]) > room:
+        ellipsis = [] if index == len(shown) - 1 else ["…"]
+        if _width(bar, [*parts, metric, *ellipsis]) > room:
             if index and _width(bar, [*parts, "…"]) <= room:
                 parts = [*parts, "…"]
             break
@@ -111,9 +111,9 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
 
 
 def _first_that_fits(
-    choices: list[tuple[int, list[str]]], metric: list[str], more: bool, room: int
+    choices: list[tuple[int, list[str]]], metric: list[str], has_more: bool, room: int
 ) -> tuple[int, list[str]] | None:
-    extra = [*metric, "…"] if more else metric
+    extra = [*metric, "…"] if has_more else metric
     return next(((bar, parts) for bar, parts in choices if _width(bar, [*parts, *extra]) <= room), None)
 
 

@@ -93,24 +93,24 @@ def find_batch_size(
             set_attribute(batch_arg_name, size, module, datamodule)
             return loaders if loaders is None else resized(loaders, size)
 
-        first = FirstBatchSize()
-        if not trials.fits(first, steps_per_trial, prepare):
+        first_batch = FirstBatchSize()
+        if not trials.fits(first_batch, steps_per_trial, prepare):
             return False
-        if first.samples is not None and first.samples > size:
+        if first_batch.samples is not None and first_batch.samples > size:
             raise ConfigurationError(
-                f"{batch_arg_name}={size}, but the first batch holds {first.samples} samples.",
+                f"{batch_arg_name}={size}, but the first batch holds {first_batch.samples} samples.",
                 "the loader does not use that attribute, or the samples are not in the batch's first dimension, so "
                 "changing it cannot find a batch size.",
                 f"build the loader with batch_size=self.{batch_arg_name}, or choose the size by hand.",
             )
-        if first.samples is not None and 0 < first.samples < size:
-            available = first.samples
+        if first_batch.samples is not None and 0 < first_batch.samples < size:
+            available = first_batch.samples
         return True
 
     size = search_largest(fits, mode, init_val, max_trials, lambda: available)
     set_attribute(batch_arg_name, size, trials.module, trials.datamodule)
-    more = "" if available is None else "; a rank has no more samples than that"
-    trials.say("The largest batch size that fits is %d%s.", size, more)
+    suffix = "" if available is None else "; a rank has no more samples than that"
+    trials.say("The largest batch size that fits is %d%s.", size, suffix)
     return size
 
 
@@ -124,8 +124,8 @@ def search_largest(
         mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
         init_val: the first size; halved until one fits.
         max_trials: the maximum number of sizes to try.
-        available: returns the number of samples that a rank has, or None until a trial has revealed it; larger sizes
-            are no different.
+        available: returns the number of samples that a rank has, or None until a trial has revealed it. Larger sizes
+            make no difference.
 
     Raises:
         ConfigurationError: none of the sizes fits.
@@ -144,7 +144,7 @@ def search_largest(
             break
         else:
             size = (lower + upper) // 2
-        if size == lower:  # no size is left between low and high
+        if size == lower:  # no size is left between lower and upper
             break
     if lower == 0:
         raise ConfigurationError(

@@ -26,8 +26,8 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
         ConfigurationError: the template names a value that was not logged, or its format does not fit the value.
     """
 
-    def filled(found: re.Match[str]) -> str:
-        name, form = found[1], found[2] or ""
+    def format_field(match: re.Match[str]) -> str:
+        name, form = match[1], match[2] or ""
         if name not in values:
             raise ConfigurationError(
                 f"Checkpoint(filename={template!r}): no value {name!r} was logged.{nearest(name, values)}",
@@ -45,12 +45,12 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
             ) from error
         return f"{name}={text}" if named else text
 
-    return _FORBIDDEN.sub("_", _FIELD.sub(filled, template))
+    return _FORBIDDEN.sub("_", _FIELD.sub(format_field, template))
 
 
 def names_in(template: str) -> list[str]:
     """Return the names of the logged values in a template."""
-    return [found[1] for found in _FIELD.finditer(template) if found[1] not in COUNTERS]
+    return [match[1] for match in _FIELD.finditer(template) if match[1] not in COUNTERS]
 
 
 def check_template(template: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads metrics off a device for display, without making the host wait."""
+"""Copies metrics from a device for display, without making the host wait."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ForwardShapes:
         inputs: shapes of the tensors that the submodule was called with first.
         outputs: shapes of the tensors that its first call returned.
         flops: FLOPs of all its calls, including its children's.
-        missing: why nothing is known; "" if everything is.
+        missing: why shapes and FLOPs are unknown; "" if they are known.
     """
 
     inputs: dict[str, Shapes] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def _run_forward(module: nn.Module, example: Any, device: torch.device) -> Forwa
 
 
 class _FakeTensors:
-    """Creates a fake tensor for each tensor, and the same one for the same tensor.
+    """Maps tensors to fake tensors; the same tensor always maps to the same fake one.
 
     Floating-point tensors become float32 whatever the run's precision, so the example need not be cast.
     """
@@ -120,11 +120,11 @@ class _FakeTensors:
     def installed_in(self, module: nn.Module) -> Iterator[None]:
         """Replace all tensors of ``module`` by fake ones and detach it from its run; restore it on exit."""
         children = list(module.modules())
-        kept = [(child.__dict__, dict(child.__dict__)) for child in children]
+        saved = [(child.__dict__, dict(child.__dict__)) for child in children]
         run_handles = [vars(child) for child in children if isinstance(child, RunHandle)]
         sharded = any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") for tensor in module.parameters())
         try:
-            for attributes, before in kept:
+            for attributes, before in saved:
                 for name, value in before.items():
                     if isinstance(value, torch.Tensor | list | tuple | dict | deque) and name != "_modules":
                         # Most containers are empty, such as hooks; copying those is ten times faster.
@@ -143,15 +143,15 @@ class _FakeTensors:
                 if sharded:  # the strategy's hooks gather weights
                     attributes.update({name: OrderedDict() for name in _HOOKS})
             for attributes in run_handles:  # fake tensors cannot be logged
-                attributes["log"] = attributes["log_dict"] = _ignore
+                attributes["log"] = attributes["log_dict"] = _do_nothing
             yield
         finally:
-            for attributes, before in kept:
+            for attributes, before in saved:
                 attributes.clear()
                 attributes.update(before)
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 

@@ -87,13 +87,13 @@ class LRFind:
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
         last = len(self.results["loss"]) - skip_end
-        kept = [index for index in range(skip_begin, last) if math.isfinite(self.results["loss"][index])]
-        if len(kept) < 2:
+        indices = [index for index in range(skip_begin, last) if math.isfinite(self.results["loss"][index])]
+        if len(indices) < 2:
             return None
-        losses = torch.tensor([self.results["loss"][index] for index in kept], dtype=torch.float64)
-        rates = torch.tensor([self.results["lr"][index] for index in kept], dtype=torch.float64)
+        losses = torch.tensor([self.results["loss"][index] for index in indices], dtype=torch.float64)
+        rates = torch.tensor([self.results["lr"][index] for index in indices], dtype=torch.float64)
         (slopes,) = torch.gradient(losses, spacing=[rates.log10() if self.mode == "exponential" else rates])
-        return kept[int(slopes.argmin())]
+        return indices[int(slopes.argmin())]
 
 
 class LRRangeTest(Callback):
@@ -115,7 +115,7 @@ class LRRangeTest(Callback):
         self._average = 0.0
         self._best = math.inf
         self._last_step = 0
-        self._sum: Any = 0.0  # of the window's losses, weighted
+        self._sum: Any = 0.0  # weighted sum of the window's losses
         self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,10 +164,10 @@ class LRRangeTest(Callback):
         self._record_loss(trainer, total / weights if weights else math.nan)
 
     def _rate_at(self, step: int) -> float:
-        part = min(step, self._steps - 1) / max(1, self._steps - 1)
+        fraction = min(step, self._steps - 1) / max(1, self._steps - 1)
         if self._mode == "linear":
-            return self._min + part * (self._max - self._min)
-        return float(self._min * (self._max / self._min) ** part)
+            return self._min + fraction * (self._max - self._min)
+        return float(self._min * (self._max / self._min) ** fraction)
 
     def _record_loss(self, trainer: RunContext, loss: float) -> None:
         """Record the loss of a step, which is the same on every rank, and stop if it diverges."""

@@ -46,7 +46,7 @@ def tf32_is_on() -> bool:
 
 
 def peak_of(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:
-    """Return the peak FLOP/s of a device by its driver's name for it, or None if unknown."""
+    """Return the peak FLOP/s of a device by the name that its driver reports, or None if unknown."""
     peaks = next((peaks for name, peaks in _PEAKS if _matches(device_name, name)), None)
     if peaks is None or dtype == torch.float64:
         return None

@@ -1,4 +1,4 @@
-"""Chooses the progress bar of a run for which the user names none."""
+"""Chooses the progress bar of a run if the user passes none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLines(ProgressBar):
-    """A `ProgressBar` for output that is not a terminal: prints a line now and then, and does no work in a step.
+    """A `ProgressBar` for output that is not a terminal: prints a line from time to time, and does no work in a step.
 
     Its batch hooks are those of `Callback`, which the engine does not call.
     """
@@ -31,7 +31,7 @@ class ProgressLines(ProgressBar):
         return False
 
     def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
-        # No batch hook has counted: take the engine's counter for training, and the total for an evaluation.
+        # The batch hooks do not count: use the engine's counter for training, and the total for an evaluation.
         if phase is not None:
             phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
         super()._end_phase(trainer, phase)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable
-from statistics import median
 
 _MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation divided by its MAD
 _MIN_DEVIATION = 0.01  # lower bound of the deviation, as a fraction of the median
@@ -29,18 +29,18 @@ class SpikeStatistic:
         self._losses: deque[float] = deque(maxlen=window)
 
     @property
-    def middle(self) -> float:
+    def median(self) -> float:
         """The median; NaN before the first loss."""
-        return median(self._losses) if self._losses else math.nan
+        return statistics.median(self._losses) if self._losses else math.nan
 
     @property
     def limit(self) -> float:
         """The largest loss that is not a spike; infinite during warm-up."""
         if len(self._losses) < self._warmup:
             return math.inf
-        middle = self.middle
-        deviation = _MAD_TO_SIGMA * median(abs(value - middle) for value in self._losses)
-        return middle + self._threshold * max(deviation, _MIN_DEVIATION * abs(middle))
+        median = self.median
+        deviation = _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in self._losses)
+        return median + self._threshold * max(deviation, _MIN_DEVIATION * abs(median))
 
     def is_spike(self, loss: float) -> bool:
         """Return whether the next step's loss is a spike. NaN and infinity always are."""
@@ -55,6 +55,6 @@ class SpikeStatistic:
         """Return the losses in the window."""
         return list(self._losses)
 
-    def load_state_dict(self, known: Iterable[float]) -> None:
+    def load_state_dict(self, losses: Iterable[float]) -> None:
         """Restore the losses that `state_dict` returned."""
-        self._losses = deque(known, maxlen=self._losses.maxlen)
+        self._losses = deque(losses, maxlen=self._losses.maxlen)

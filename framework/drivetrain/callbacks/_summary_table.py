@@ -69,7 +69,7 @@ class _Column:
         title: the header.
         cells: the text of each row.
         right: whether to align right.
-        narrowest: minimum widths when cells are shortened, for a first and a second round; None is never shortened.
+        min_widths: the minimum widths in the first and second round of shortening; None if it is never shortened.
     """
 
     title: str
@@ -95,8 +95,8 @@ def as_text(summary: Summary, width: int = 80) -> str:
         widths = [column.width for column in columns]
         table = [
             _GAP.join(
-                cell.rjust(shrinkable) if column.right else cell.ljust(shrinkable)
-                for column, cell, shrinkable in zip(columns, cells, widths, strict=True)
+                cell.rjust(column_width) if column.right else cell.ljust(column_width)
+                for column, cell, column_width in zip(columns, cells, widths, strict=True)
             ).rstrip()
             for cells in zip(*([column.title, *column.cells] for column in columns), strict=True)
         ]
@@ -160,12 +160,12 @@ def _columns(summary: Summary, width: int) -> list[_Column]:
     modes = [_mode(row) for row in rows]
     if set(modes) != {"train"}:
         columns.append(_Column("Mode", modes))
-    for stage in range(2):
+    for shortening_round in range(2):
         while _total(columns, len(_GAP)) > width:
             shrinkable = [
                 column
                 for column in columns
-                if column.min_widths is not None and column.width > column.min_widths[stage]
+                if column.min_widths is not None and column.width > column.min_widths[shortening_round]
             ]
             if not shrinkable:
                 break  # the terminal is too narrow, and will wrap lines

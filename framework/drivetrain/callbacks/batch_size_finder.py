@@ -20,7 +20,7 @@ class BatchSizeFinder(Callback):
     """Tries increasing batch sizes before a run, and sets the largest one that fits into the memory of every rank.
 
     The data module, or the module, must build its loaders with the attribute ``batch_arg_name``, which the search sets.
-    Trials run on copies, so nothing but that attribute changes. The result is in `optimal_batch_size`.
+    Trials run on copies, so only that attribute changes. The result is in `optimal_batch_size`.
 
     A run that resumes from the path of a checkpoint uses the size saved there and does not search. A run with
     ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.

@@ -209,7 +209,7 @@ class Checkpoint(Callback):
     @property
     def best_k_models(self) -> dict[str, float | None]:
         """Paths of all checkpoints that are kept, with their monitored values."""
-        return {self._path(kept): kept.score for kept in self._retention.kept}
+        return {self._path(saved): saved.score for saved in self._retention.kept}
 
     # State
 
@@ -229,7 +229,7 @@ class Checkpoint(Callback):
             "saved_at": self._last_saved_step,
             "asked_at": self._last_considered_step,
             "interim": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
-            "going": [asdict(kept) for kept in self._to_remove],
+            "going": [asdict(saved) for saved in self._to_remove],
             **self._retention.state_dict(),
         }
 
@@ -246,7 +246,7 @@ class Checkpoint(Callback):
             self._retention.load_state_dict(state_dict)
             removable, interim = state_dict.get("going", []), state_dict.get("interim")
             # Older versions stored paths without identifiers; such checkpoints are not removed.
-            self._to_remove = [SavedCheckpoint.from_state(kept) for kept in removable if not isinstance(kept, str)]
+            self._to_remove = [SavedCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
             self._interrupt_checkpoint = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
@@ -341,9 +341,9 @@ class Checkpoint(Callback):
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove the checkpoints that the resumed run had not removed yet."""
-        once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+        once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         at_epoch_end = self.save_on_train_epoch_end
-        self._at_epoch_end = once_an_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
+        self._at_epoch_end = once_per_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
         self._clock = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._disabled:
             self._clean_up(trainer, list(self._to_remove))
@@ -401,7 +401,7 @@ class Checkpoint(Callback):
             return True
         earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
         name, identifier = self._choose_name(trainer, f"interrupted-step={step}", earlier)
-        self._to_remove += [kept for kept in earlier if kept.name != name]
+        self._to_remove += [saved for saved in earlier if saved.name != name]
         self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
         self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
@@ -430,8 +430,8 @@ class Checkpoint(Callback):
         self._last_saved_step = trainer.global_step
         if not self._retention.would_keep(score):
             return
-        wanted = self._name(self.filename, values)
-        name, identifier = self._choose_name(trainer, wanted, self._retention.to_remove(score))
+        preferred_name = self._name(self.filename, values)
+        name, identifier = self._choose_name(trainer, preferred_name, self._retention.to_remove(score))
         self._to_remove += self._retention.add(name, identifier, score, trainer.global_step)
         if not self.save_weights_only:
             self._last_resumable_step = trainer.global_step
@@ -452,10 +452,11 @@ class Checkpoint(Callback):
     def _claim(self, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
         folder = self._folder()
 
-        def may_overwrite(taken: str) -> bool:
+        def may_overwrite(existing: str) -> bool:
             with suppress(OSError):  # if the storage fails, choose another name
                 return any(
-                    kept.name == taken and is_checkpoint_at(folder, taken, kept.identifier) for kept in to_remove
+                    saved.name == existing and is_checkpoint_at(folder, existing, saved.identifier)
+                    for saved in to_remove
                 )
             return False
 
@@ -472,7 +473,7 @@ class Checkpoint(Callback):
                 self._clean_up(trainer, removable, name)
                 self._release_claim(name)
             else:
-                self._to_remove = [kept for kept in self._to_remove if kept not in removable]
+                self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 
         path = child(self._folder(), name)
         trainer.write_checkpoint(
@@ -490,13 +491,13 @@ class Checkpoint(Callback):
                 write_latest(folder, newest)
         except Exception as error:  # each store's library has its own exceptions
             logger.warning("Cannot write %s in %r (%s). The checkpoint %r is complete.", LATEST, folder, error, newest)
-        for kept in removable:
+        for saved in removable:
             try:
-                remove(folder, kept.name, kept.identifier)
-                self._to_remove.remove(kept)
-                trainer.checkpoint_removed(kept.identifier)
+                remove(folder, saved.name, saved.identifier)
+                self._to_remove.remove(saved)
+                trainer.checkpoint_removed(saved.identifier)
             except Exception as error:
-                logger.warning("Cannot remove %r in %r, will try again: %s", kept.name, folder, error)
+                logger.warning("Cannot remove %r in %r, will try again: %s", saved.name, folder, error)
 
     def _release_claim(self, name: str) -> None:
         release = self._claims.pop(name, None)
@@ -507,8 +508,8 @@ class Checkpoint(Callback):
         assert self.dirpath is not None
         return self.dirpath
 
-    def _path(self, kept: SavedCheckpoint | None) -> str:
-        return "" if kept is None else child(self._folder(), kept.name)
+    def _path(self, saved: SavedCheckpoint | None) -> str:
+        return "" if saved is None else child(self._folder(), saved.name)
 
     def _score(self, trainer: RunContext, monitor: str) -> float:
         if monitor in COUNTERS and monitor not in trainer.callback_metrics:

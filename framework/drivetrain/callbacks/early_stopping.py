@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
         divergence_threshold: stop as soon as the value is worse than this.
         check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). None chooses
             the epoch's end if validation runs once per epoch or not at all, and the validation's end otherwise.
-        log_rank_zero_only: must be True: all ranks decide alike, so only rank 0 prints.
+        log_rank_zero_only: must be True: all ranks make the same decision, so only rank 0 prints.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -173,8 +173,8 @@ class EarlyStopping(Callback):
         if self.check_on_train_epoch_end is not None:
             self._at_epoch_end = self.check_on_train_epoch_end
         else:
-            once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
-            self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
+            once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+            self._at_epoch_end = once_per_epoch or not trainer.num_val_batches
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check, if checks are made at the end of epochs."""

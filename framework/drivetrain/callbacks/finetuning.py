@@ -98,9 +98,9 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         """Return those of ``params`` that ``optimizer`` does not have yet, and warn about the others."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         candidates = list(params)
-        new = [parameter for parameter in candidates if id(parameter) not in held]
+        new = [parameter for parameter in candidates if id(parameter) not in known]
         if len(new) < len(candidates):
             logger.warning(
                 "%d of the %d parameters to unfreeze are in the optimizer already, and stay in their group. In "
@@ -132,8 +132,8 @@ class BaseFinetuning(Callback):
         BaseFinetuning.make_trainable([layer for layer in layers if train_bn or layer not in norms])
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         # Batch normalization may have been trained from the start, and then stays in its group.
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        kept = {id(parameter) for norm in norms for parameter in norm.parameters() if id(parameter) in held}
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        kept = {id(parameter) for norm in norms for parameter in norm.parameters() if id(parameter) in known}
         params = [
             parameter for parameter in BaseFinetuning.filter_params(layers, train_bn) if id(parameter) not in kept
         ]

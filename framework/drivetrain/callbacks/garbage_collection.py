@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_YOUNG_GENERATION = (
-    1  # generation of `gc.collect`; skips the oldest objects, so a collection takes some tenths of a millisecond
-)
+_YOUNG_GENERATION = 1
+"""Argument of `gc.collect` that skips the oldest objects, so that a collection takes some tenths of a millisecond."""
 
 
 class GarbageCollection(Callback):

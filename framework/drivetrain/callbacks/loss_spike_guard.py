@@ -72,8 +72,8 @@ class LossSpikeGuard(Callback):
             the device and the other ranks.
         "rollback": load the newest checkpoint of this run's `Checkpoint` callbacks from before the spike and continue
             from there. When the run reaches the steps with the spike again, it computes their micro-batches but drops
-            the gradients, as it would otherwise meet the same spike. This happens at most ``max_rollbacks`` times. Each
-            check waits for the device.
+            the gradients, because the same spike would occur again otherwise. This happens at most ``max_rollbacks``
+            times. Each check waits for the device.
 
     Set the intervals of `Checkpoint` to multiples of ``every_n_steps``. Otherwise checkpoints may be saved before the
     losses up to them were checked.
@@ -246,13 +246,15 @@ class LossSpikeGuard(Callback):
         arrived = len(pending)
         if not wait:
             arrived = sum(1 for _ in takewhile(_PendingLosses.has_arrived, pending))
-        mine = [losses.sums() if index < arrived else losses.zero_sums() for index, losses in enumerate(pending)]
-        local = torch.tensor([float(arrived), *chain(*(chain(*sums.values()) for sums in mine))], dtype=torch.float64)
+        local_sums = [losses.sums() if index < arrived else losses.zero_sums() for index, losses in enumerate(pending)]
+        local = torch.tensor(
+            [float(arrived), *chain(*(chain(*sums.values()) for sums in local_sums))], dtype=torch.float64
+        )
         gathered = trainer.strategy.control.all_gather(local)
         totals = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # every rank has the same steps
-        known = int(gathered[:, 0].min())
-        self._pending = pending[known:]
-        steps = chain(*mine[:known])
+        arrived_everywhere = int(gathered[:, 0].min())
+        self._pending = pending[arrived_everywhere:]
+        steps = chain(*local_sums[:arrived_everywhere])
         return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
 
     def _should_drop(self, trainer: RunContext) -> bool:
@@ -264,8 +266,8 @@ class LossSpikeGuard(Callback):
             trainer.micro_batch_weight
         ]
         losses = self._losses[len(self._micro_batches) + 1 - len(weights) : len(self._micro_batches) + 1].tolist()
-        mine = [loss for loss, weight in zip(losses, weights, strict=True) if weight > 0]
-        local = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64)
+        counted = [loss for loss, weight in zip(losses, weights, strict=True) if weight > 0]
+        local = torch.tensor([sum(counted), float(len(counted))], dtype=torch.float64)
         total, count = trainer.strategy.control.all_gather(local).sum(0).tolist()
         loss = total / count if count else 0.0
         if not self._statistic.is_spike(loss):
@@ -278,7 +280,7 @@ class LossSpikeGuard(Callback):
         return True
 
     def _normal_range(self) -> str:
-        return f"median {self._statistic.middle:.4g}, limit {self._statistic.limit:.4g}"
+        return f"median {self._statistic.median:.4g}, limit {self._statistic.limit:.4g}"
 
     def _roll_back(self, trainer: RunContext, description: str, spikes: Iterable[int]) -> None:
         first, last = min(spikes), max(spikes)

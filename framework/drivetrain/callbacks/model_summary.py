@@ -44,8 +44,8 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        given: Any = max_depth
-        if not isinstance(given, int) or given < -1:
+        depth: Any = max_depth
+        if not isinstance(depth, int) or depth < -1:
             raise ConfigurationError(
                 f"ModelSummary(max_depth={max_depth!r})",
                 "it is the number of levels of children to show",
@@ -63,7 +63,7 @@ class ModelSummary(Callback):
         if trainer.is_global_zero:
             summary = summarize(module, self.max_depth, trainer.strategy.device)
             width = min(shutil.get_terminal_size().columns, _WIDEST)
-            trainer.print(as_rich(summary, width) if _draws() else as_text(summary, width))
+            trainer.print(as_rich(summary, width) if _use_rich() else as_text(summary, width))
 
 
 def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device | None = None) -> Summary:
@@ -108,7 +108,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
     return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing)
 
 
-def _draws() -> bool:
+def _use_rich() -> bool:
     """Return whether rich is installed and standard output is a UTF terminal."""
     out = sys.stdout
     return is_terminal(out) and (out.encoding or "").lower().startswith("utf") and is_installed("rich")
@@ -124,7 +124,7 @@ def _row(child: torch.nn.Module, name: str, depth: int, shared: dict[int, list[s
     total, trainable, size = _count(child)
     parameters = list(child.parameters())
     notes = []
-    if tied := sorted({first for p in parameters for first in shared.get(id(p), ()) if not _below(first, name)}):
+    if tied := sorted({first for p in parameters for first in shared.get(id(p), ()) if not _is_inside(first, name)}):
         notes.append(f"tied to {', '.join(tied)}")
     if any(isinstance(p, UninitializedParameter) for p in parameters):
         notes.append("lazy")
@@ -142,7 +142,7 @@ def _names_of_shared(module: torch.nn.Module) -> dict[int, list[str]]:
     return {key: shared for key, shared in names.items() if len(shared) > 1}
 
 
-def _below(name: str, module: str) -> bool:
+def _is_inside(name: str, module: str) -> bool:
     return name.startswith(f"{module}.")
 
 

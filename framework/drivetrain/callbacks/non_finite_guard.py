@@ -102,10 +102,10 @@ class NonFiniteGuard(Callback):
         if not self.check_gradients:
             return
         plain, sharded = group_by_mesh([optimizer])
-        gradients = [_dense(p.grad) for p in (*plain, *(p for held in sharded.values() for p in held))]
+        gradients = [_dense(p.grad) for p in (*plain, *(p for parameters in sharded.values() for p in parameters))]
         if gradients:
-            search_largest = get_total_norm(gradients, math.inf)
-            self._buffer_entry(search_largest, _GRADIENT).add_(search_largest)
+            largest = get_total_norm(gradients, math.inf)
+            self._buffer_entry(largest, _GRADIENT).add_(largest)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int

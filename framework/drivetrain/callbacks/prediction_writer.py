@@ -96,17 +96,17 @@ class BasePredictionWriter(Callback):
         if self.write_interval != "batch":
             from drivetrain._loops.outputs import on_host  # imported only if needed
 
-            for kept, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
-                kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # if on_predict_start is overridden
-                kept[dataloader_idx].append(value)
+            for stored, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
+                stored.extend([] for _ in range(dataloader_idx + 1 - len(stored)))  # if on_predict_start is overridden
+                stored[dataloader_idx].append(value)
 
     def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Write the outputs of the epoch."""
         predictions, indices = self._predictions, self._indices
         self._predictions, self._indices = [], []
         if self.write_interval != "batch":
-            one_loader = len(predictions) == 1
-            self.write_on_epoch_end(trainer, module, predictions[0] if one_loader else predictions, indices)
+            has_one_loader = len(predictions) == 1
+            self.write_on_epoch_end(trainer, module, predictions[0] if has_one_loader else predictions, indices)
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -145,7 +145,7 @@ class PredictionWriter(BasePredictionWriter):
         self.path = os.fspath(path)
         self.format = format
         self.part_bytes = part_bytes
-        self._writing: PredictionRun | None = None
+        self._run: PredictionRun | None = None
 
     @property
     def state_key(self) -> str:
@@ -157,14 +157,14 @@ class PredictionWriter(BasePredictionWriter):
         super().on_predict_start(trainer, module)
         from drivetrain.callbacks._predictions.prediction_run import PredictionRun  # imported only if needed
 
-        self._writing = PredictionRun(self.path, trainer, module, self.part_bytes)
+        self._run = PredictionRun(self.path, trainer, module, self.part_bytes)
 
     def predicted_before(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return the function that tells which batches a killed run has written, if this run resumes one."""
-        assert self._writing is not None
-        return self._writing.check_written if self._writing.resumes else None
+        assert self._run is not None
+        return self._run.check_written if self._run.resumes else None
 
     def write_on_batch_end(
         self,
@@ -177,19 +177,19 @@ class PredictionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Buffer an output, and write the buffer as a part if it is large enough."""
-        if self._writing is not None and trainer.strategy.is_data_leader:
-            self._writing.add(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
+        if self._run is not None and trainer.strategy.is_data_leader:
+            self._run.add(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: RunContext, module: Any) -> None:
         """Publish the predictions of all ranks. Collective."""
-        if self._writing is not None:
-            self._writing.publish()
+        if self._run is not None:
+            self._run.publish()
             self._release()
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Write the outputs in the buffer, if possible."""
-        if self._writing is not None:
-            self._writing.flush_after_failure()
+        if self._run is not None:
+            self._run.flush_after_failure()
             self._release()
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
@@ -197,6 +197,6 @@ class PredictionWriter(BasePredictionWriter):
         self._release()
 
     def _release(self) -> None:
-        if self._writing is not None:
-            self._writing.store.release()
-            self._writing = None
+        if self._run is not None:
+            self._run.store.release()
+            self._run = None

@@ -244,8 +244,8 @@ class ProgressBar(Callback):
 
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
         """Return the values to show, by name. Override it to change them."""
-        evaluates = self._phase is not None and self._phase is not self._training
-        return dict(trainer.evaluation_so_far if evaluates else trainer.progress_bar_values)
+        is_evaluation = self._phase is not None and self._phase is not self._training
+        return dict(trainer.evaluation_so_far if is_evaluation else trainer.progress_bar_values)
 
     # Drawing
 
@@ -294,8 +294,8 @@ class ProgressBar(Callback):
             last = f"/{trainer.max_steps}" if trainer.max_steps >= 0 else ""
             columns = [f"step {trainer.global_step}{last}", *columns, self._remaining_text(trainer, phase, now)]
         else:
-            left = phase.seconds_left(now)
-            columns.append(f"{'?' if left is None else format_time(left)} left")
+            seconds = phase.seconds_left(now)
+            columns.append(f"{'?' if seconds is None else format_time(seconds)} left")
         self._pending_line = _PendingLine(f"{phase.title}: {', '.join(columns)}", values)
         if self._pending_line.has_arrived:
             self._write_pending_line()
@@ -360,8 +360,8 @@ def _epoch_batches(trainer: RunContext) -> int | float:
     """Return the micro-batches of the epoch, up to ``max_steps``."""
     if trainer.max_steps < 0:
         return trainer.num_training_batches
-    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-    return min(trainer.num_training_batches, trainer.batch_idx + left)
+    remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    return min(trainer.num_training_batches, trainer.batch_idx + remaining)
 
 
 def _as_total(total: float) -> int | None:

@@ -34,7 +34,7 @@ class ReplicaCheck(Callback):
     """Compares checksums of all parameters and buffers between ranks, and raises an error if replicas differ.
 
     Replicas that start with the same weights and apply the same gradients stay bit-identical. If they diverge, every
-    rank trains a different model without any sign of it, because the loss still falls. The check runs at the start of
+    rank trains a different model, and the loss does not show it. The check runs at the start of
     training, every ``every_n_steps`` steps and at the end of training. It costs one pass over the weights and one small
     collective.
 
@@ -125,19 +125,23 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     labels = list(tensors)
     _compare_labels(control, labels, when)
     parts = [_local_part(tensor) for tensor in tensors.values()]
-    mine = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
-    gathered = control.all_gather(mine)
+    local = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
+    gathered = control.all_gather(local)
     sums, shards = gathered[:, : len(labels)], gathered[:, len(labels) :]
     if not shards.any() and bool((sums == sums[0]).all()):
         return
     differing = [
         index
         for index in range(len(labels))
-        if any(len(by_sum) > 1 for by_sum in _holders(sums[:, index], shards[:, index]))
+        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _holders(sums[:, index], shards[:, index]))
     ]
     if differing:
         first = differing[0]
-        groups = next(by_sum for by_sum in _holders(sums[:, first], shards[:, first]) if len(by_sum) > 1)
+        groups = next(
+            ranks_by_checksum
+            for ranks_by_checksum in _holders(sums[:, first], shards[:, first])
+            if len(ranks_by_checksum) > 1
+        )
         raise DistributedError(
             f"The replicas differ {when}: {labels[first]} is not the same on {_format_groups(groups)}"
             + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
@@ -153,8 +157,8 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
 def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None:
     """Raise an error if the ranks have different labels, because the next collective would hang or mix up tensors."""
     digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-    if not bool((control.all_gather(mine) == mine).all()):
+    local = torch.tensor([int.from_bytes(digest, "big", signed=True)])
+    if not bool((control.all_gather(local) == local).all()):
         labels_by_rank = control.gather_objects(labels)
         common = set.intersection(*map(set, labels_by_rank))
         unmatched = next(
@@ -188,7 +192,7 @@ def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
     by_shard = spread(shards.tolist())
     values = sums.tolist()
     return [
-        {value: [ranks[i] for i in places] for value, places in spread([values[rank] for rank in ranks]).items()}
+        {value: [ranks[i] for i in positions] for value, positions in spread([values[rank] for rank in ranks]).items()}
         for ranks in by_shard.values()
     ]
 

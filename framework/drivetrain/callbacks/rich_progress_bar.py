@@ -35,9 +35,8 @@ class RichProgressBar(ProgressBar):
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        self._epoch: tuple[Mapping[str, float], float, str] | None = (
-            None  # arguments of the last drawing of the epoch's bar
-        )
+        # The metrics, time and remaining time with which the epoch's bar was drawn last.
+        self._epoch: tuple[Mapping[str, float], float, str] | None = None
         self._last_lines: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
@@ -66,17 +65,17 @@ class RichProgressBar(ProgressBar):
 
         # Not written to the stream directly: rich exits the process if the stream is closed.
         console = Console(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False)
-        coloured = console.color_system is not None
-        drawn = []
+        has_colors = console.color_system is not None
+        styled_lines = []
         for line in lines:
             text = Text(f"{line.title} ")
             text.append("━" * line.filled, "bar.finished" if line.filled == line.width else "bar.complete")
-            text.append(("━" if coloured else " ") * (line.width - line.filled), "bar.back")
+            text.append(("━" if has_colors else " ") * (line.width - line.filled), "bar.back")
             text.append(f" {line.rest}" if line.width else line.rest)
             with console.capture() as captured:
                 console.print(text, end="", no_wrap=True, overflow="crop", crop=True, highlight=False)
-            drawn.append(captured.get())
-        return drawn
+            styled_lines.append(captured.get())
+        return styled_lines
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_epoch": None, "_last_lines": []}

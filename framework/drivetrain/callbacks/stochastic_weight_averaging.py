@@ -22,7 +22,7 @@ class StochasticWeightAveraging(WeightAveraging):
     """Averages the weights at the end of each of the last epochs, trained with the learning rates ``swa_lrs``.
 
     From epoch ``swa_epoch_start`` on, the learning rates are annealed per epoch from their current values to
-    ``swa_lrs``, as by `torch.optim.swa_utils.SWALR`; the module's schedulers are overridden. After the last epoch the
+    ``swa_lrs``, as `torch.optim.swa_utils.SWALR` does; the module's schedulers are overridden. After the last epoch the
     averages are loaded into the module. If it has batch normalization, its statistics are then recomputed in one pass
     over the training data, on all ranks. Validation within `fit` uses the trained weights, not the averages, because
     the statistics of the averages are not known yet. See `WeightAveraging` for how averages are stored.
@@ -30,7 +30,7 @@ class StochasticWeightAveraging(WeightAveraging):
     Args:
         swa_lrs: the final learning rate, or one for each parameter group of the optimizers.
         swa_epoch_start: the first epoch to average, counted from 1, or a float as a fraction of ``max_epochs``.
-        annealing_epochs: the number of epochs until ``swa_lrs`` is reached; 0 uses it at once.
+        annealing_epochs: the number of epochs until ``swa_lrs`` is reached; 0 uses it immediately.
         annealing_strategy: "cos" or "linear".
         avg_fn: see `WeightAveraging`; None for the mean.
 

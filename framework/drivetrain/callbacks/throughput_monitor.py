@@ -38,10 +38,10 @@ class ThroughputMonitor(Callback):
     Keys:
         - ``throughput/samples_per_sec``, ``throughput/steps_per_sec`` and ``throughput/micro_batches_per_sec`` (global
           batches), over all ranks.
-        - ``throughput/tokens_per_sec``, over all ranks, if the module overrides `batch_weight`: the items that it
-          counts.
-        - ``throughput/tflops`` and ``throughput/mfu`` of one device: the TFLOP/s of the module, and as a fraction of
-          the device's peak. MFU is only logged if the peak is known.
+        - ``throughput/tokens_per_sec``, over all ranks, if the module overrides `batch_weight`, which counts
+          them.
+        - ``throughput/tflops``: TFLOP/s of the module on one device.
+        - ``throughput/mfu``: the same as a fraction of the device's peak, if the peak is known.
 
     Time is measured on the host between logged steps, without validation, and without waiting for the device. The
     first step, a warm-up, is not counted. FLOPs are counted once, in the second micro-batch, by
@@ -159,8 +159,8 @@ class ThroughputMonitor(Callback):
     def _log_rates(self, trainer: RunContext) -> None:
         weight = 0.0
         if self._counts_tokens:
-            mine = torch.tensor([float(self._weight)], dtype=torch.float64)
-            weight = float(trainer.strategy.control.all_gather(mine).sum())
+            local = torch.tensor([float(self._weight)], dtype=torch.float64)
+            weight = float(trainer.strategy.control.all_gather(local).sum())
         now = time.monotonic() - self._paused
         point = _Counters(now, trainer.global_step, self._micro_batches_started, trainer.samples_seen, weight)
         points = self._history

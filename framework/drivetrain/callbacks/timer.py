@@ -52,8 +52,8 @@ class Timer(Callback):
         self.verbose = verbose
         self._limit = self.duration.total_seconds() if self.duration is not None else float("inf")
         self._spent = dict.fromkeys(_STAGES, 0.0)
-        self._since: dict[str, float] = {}
-        self._started: dict[str, float] = {}
+        self._running_since: dict[str, float] = {}  # in seconds of `time.monotonic`, for stages that are running
+        self._started: dict[str, float] = {}  # in seconds of `time.time`
         self._ended: dict[str, float] = {}
         self._deadline = float("inf")
         self._fitting = False
@@ -69,7 +69,7 @@ class Timer(Callback):
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
         self._check_stage(stage)
-        since = self._since.get(stage)
+        since = self._running_since.get(stage)
         return self._spent[stage] + (time.monotonic() - since if since is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
@@ -96,13 +96,13 @@ class Timer(Callback):
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Stop clocks that are still running after a failure."""
-        for running in list(self._since):
+        for running in list(self._running_since):
             self._stop(running)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start the clock of training, and stop at once if a resumed run has no time left."""
+        """Start the clock of training, and stop immediately if a resumed run has no time left."""
         self._start("train")
-        self._deadline = self._since["train"] + self._limit - self._spent["train"]
+        self._deadline = self._running_since["train"] + self._limit - self._spent["train"]
         self._check(trainer)
 
     def on_train_batch_end(
@@ -156,13 +156,13 @@ class Timer(Callback):
 
     def _start(self, stage: str) -> None:
         self._started.setdefault(stage, time.time())
-        self._since[stage] = time.monotonic()
+        self._running_since[stage] = time.monotonic()
         self._ended.pop(stage, None)
 
     def _stop(self, stage: str) -> None:
-        if stage in self._since:
+        if stage in self._running_since:
             self._spent[stage] = self.time_elapsed(stage)
-            del self._since[stage]
+            del self._running_since[stage]
             self._ended[stage] = time.time()
 
     def _check_stage(self, stage: str) -> None:
@@ -183,9 +183,9 @@ def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> ti
     Raises:
         ConfigurationError: ``duration`` cannot be parsed, or is negative.
     """
-    read: timedelta | None = None
+    parsed: timedelta | None = None
     if duration is None or isinstance(duration, timedelta):
-        read = duration
+        parsed = duration
     elif isinstance(duration, str):
         match = _DURATION.fullmatch(duration.strip())
         if match is None:
@@ -195,18 +195,18 @@ def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> ti
                 "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
             )
         days, hours, minutes, seconds = map(int, match.groups())
-        read = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        parsed = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     else:
         try:
-            read = timedelta(**duration)
+            parsed = timedelta(**duration)
         except TypeError as error:
             raise ConfigurationError(
                 f"duration={dict(duration)!r} cannot be parsed: {error}",
                 "a dict has the keyword arguments of datetime.timedelta",
                 "write {'hours': 12}, or give timedelta(hours=12)",
             ) from error
-    if read is not None and read < timedelta(0):
+    if parsed is not None and parsed < timedelta(0):
         raise ConfigurationError(
             f"duration={duration!r} is negative", "training cannot end before it begins", "give 0 or more"
         )
-    return read
+    return parsed

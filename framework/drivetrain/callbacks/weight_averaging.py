@@ -40,8 +40,8 @@ class WeightAveraging(Callback):
     when to update by overriding `should_update`, and how by overriding `average`.
 
     Args:
-        avg_fn: returns the new average from ``(average, weight, updates so far)``, tensors of one shape; None for the
-            mean over all updates. The first update copies the weights.
+        avg_fn: returns the new average from ``(average, weight, updates so far)``, tensors of the same shape; None for
+            the mean over all updates. The first update copies the weights.
         use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
         evaluate: whether validation within `fit` uses the averages.
     """

@@ -1,4 +1,4 @@
-"""default_logger: the logger of a run for which the user chose none."""
+"""default_logger: chooses the logger of a run if the user passes none."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class DirectoryLogger(Logger):
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
         self._directory = RunDirectory(os.path.expanduser(save_dir), name, version)
         self._prefix = f"{prefix}-" if prefix else ""
-        self._left_out = SecretFilter()
+        self._secret_filter = SecretFilter()
 
     @property
     def save_dir(self) -> str:

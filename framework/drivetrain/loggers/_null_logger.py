@@ -9,7 +9,7 @@ from drivetrain.loggers.logger import Logger
 
 
 class NullLogger(Logger):
-    """Accepts every call and does nothing, including calls of methods that only other loggers have."""
+    """Accepts every call and does nothing, including calls of methods that only some loggers have."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""ServiceRunId: a logging service's id of a run, stored in the run's folder so that a resumed run continues it."""
+"""ServiceRunId: the id that a logging service gave to a run, stored so that a resumed run continues it."""
 
 from __future__ import annotations
 

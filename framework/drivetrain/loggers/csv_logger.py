@@ -62,7 +62,7 @@ class CSVLogger(DirectoryLogger):
         if flush_logs_every_n_steps < 1:
             raise ConfigurationError(
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r})",
-                "rows are written every so many steps, so it must be at least 1",
+                "it is the number of steps between two writes, so it must be at least 1",
                 "pass a number such as 100",
             )
         super().__init__(save_dir, name, version, prefix)
@@ -100,7 +100,7 @@ class CSVLogger(DirectoryLogger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``params`` to ``hparams.json``, without secrets."""
-        self._directory.write_json("hparams.json", self._left_out.take_out(params)[0])
+        self._directory.write_json("hparams.json", self._secret_filter.take_out(params)[0])
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Write a PNG file, if Pillow is installed."""

@@ -84,7 +84,7 @@ class Logger(ABC):
         """Log ``metrics``, numbers by name, at optimizer step ``step``."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log the run's hyper-parameters, JSON-able values by name. A run removes secrets before this call."""
+        """Log the run's hyper-parameters, JSON-serializable values by name. A run removes secrets before this call."""
         del params
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
@@ -130,7 +130,7 @@ class Logger(ABC):
         self._warn_unsupported("tables")
 
     def _warn_unsupported(self, media: str) -> None:
-        warned: set[str] = self.__dict__.setdefault("_told_that_it_cannot_keep", set())
+        warned: set[str] = self.__dict__.setdefault("_warned_media", set())
         if media not in warned:
             warned.add(media)
             _log.warning("%s cannot log %s: they are ignored.", type(self).__name__, media)

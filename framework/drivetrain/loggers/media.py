@@ -15,7 +15,7 @@ from drivetrain.errors import ConfigurationError
 _CHUNK = 1 << 22  # elements that are counted at once; finding their bins takes 8 bytes for each
 
 
-# Pictures
+# Images
 
 
 def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -53,7 +53,7 @@ def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def png_of(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    """Return the result of `pixels_of` as the content of a PNG file. Requires Pillow."""
+    """Encode the result of `pixels_of` as the content of a PNG file. Requires Pillow."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -101,7 +101,7 @@ class Histogram:
         edges: the edges of the bins, one more than there are bins; the last bin includes its right edge.
         sum: the sum of the counted numbers.
         sum_of_squares: the sum of their squares.
-        left_out: how many numbers were infinite or NaN and are not counted.
+        left_out: how many numbers were not counted because they are infinite or NaN.
     """
 
     counts: tuple[int, ...]
@@ -112,7 +112,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """The number of counted numbers."""
+        """How many numbers were counted."""
         return sum(self.counts)
 
     def with_at_most(self, bins: int) -> Histogram:
@@ -220,7 +220,7 @@ class ValueRange:
 
 
 EMPTY_RANGE = ValueRange(float("inf"), float("-inf"), 0, True)
-"""The range of no numbers."""
+"""The range of an empty set of numbers."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of JSON-able values; other values are converted to text."""
+    """A table of JSON-serializable values; other values are converted to text."""
 
     columns: list[str]
     rows: list[list[Any]]

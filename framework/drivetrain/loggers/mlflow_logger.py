@@ -42,7 +42,7 @@ class MLFlowLogger(DirectoryLogger):
     """Logs to an MLflow server, or to a local store, ``<save_dir>/mlflow.db``.
 
     The run's folder, ``<save_dir>/<experiment_name>/version_<n>``, contains ``mlflow.json`` with the id of the MLflow
-    run. A run that resumes in the folder continues this MLflow run, and does not log steps again that are stored.
+    run. A run that resumes in the folder continues this MLflow run, and does not log stored steps again.
 
     If the server fails, metrics are kept in memory and sent with the next ones; the run continues with a warning.
     `save` and `finalize` raise instead.
@@ -97,7 +97,7 @@ class MLFlowLogger(DirectoryLogger):
             if artifact_location is None:
                 self._artifact_location = os.path.join(root, self.name, "mlflow-artifacts")
         self._run_name = run_name
-        self._tags = self._left_out.take_out(dict(tags or {}))[0]
+        self._tags = self._secret_filter.take_out(dict(tags or {}))[0]
         self._given_run_id = run_id
         self._synchronous = synchronous
         self._client: Any = None
@@ -164,7 +164,7 @@ class MLFlowLogger(DirectoryLogger):
         """
         entities = _mlflow("mlflow.entities")
         new_params = {
-            self._valid_name(name): str(value) for name, value in _flatten(self._left_out.take_out(params)[0])
+            self._valid_name(name): str(value) for name, value in _flatten(self._secret_filter.take_out(params)[0])
         }
         stored_params = self.experiment.get_run(self.run_id).data.params
         changed = [
@@ -203,7 +203,7 @@ class MLFlowLogger(DirectoryLogger):
         self.experiment.log_dict(self.run_id, document, self._artifact_path("tables", key, step, "json"))
 
     def rewind(self, step: int) -> None:
-        """Continue the MLflow run, and skip metrics of repeated steps that it has already."""
+        """Continue the MLflow run, and skip metrics of repeated steps that it already has."""
         del step  # MLflow cannot remove metrics.
         self._is_open = False
         self._resume_directory = self._directory.path
@@ -240,7 +240,7 @@ class MLFlowLogger(DirectoryLogger):
             self.experiment.set_terminated(self._last_opened[1], _STATUS.get(status, "FAILED"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process connects itself.
+        return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process opens its own connection.
 
     # The run
 

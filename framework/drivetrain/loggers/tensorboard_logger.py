@@ -103,7 +103,7 @@ class TensorBoardLogger(DirectoryLogger):
                 booleans are converted to text.
             metrics: initial values of the metrics that the HParams tab should list.
         """
-        params, _ = self._left_out.take_out(params)
+        params, _ = self._secret_filter.take_out(params)
         self._directory.write_json("hparams.json", params)
         initial_metrics = (
             dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
@@ -207,7 +207,7 @@ class TensorBoardLogger(DirectoryLogger):
         writer = _summary_writer(path, options)
         if purge_steps:
             self._purged_directory = path
-            # TensorBoard's server takes the first session start in a folder for the run's and purges nothing for it.
+            # TensorBoard's server treats the first session start in a folder as the run's and does not purge at it.
             writer.file_writer.add_event(_session_start(min(purge_steps)))
         self._pending_purge = self._purge_step = None
         return writer

@@ -44,7 +44,7 @@ class WandbLogger(DirectoryLogger):
     """Logs to Weights & Biases, or to local files that ``wandb sync`` uploads.
 
     wandb's files are in the run's folder, ``<save_dir>/<project>/version_<n>/wandb``. A run that resumes in the folder
-    continues the same wandb run, and does not log rows again that are in these files.
+    continues the same wandb run, and does not log the rows in these files again.
 
     Args:
         name: the name that wandb shows; None lets wandb choose.
@@ -102,7 +102,7 @@ class WandbLogger(DirectoryLogger):
         self._given_run_id = id or (version if isinstance(version, str) else None)
         self._options = dict(options)
         if isinstance(config := options.get("config"), Mapping):
-            self._options["config"] = self._left_out.take_out(config)[0]
+            self._options["config"] = self._secret_filter.take_out(config)[0]
         if offline:
             self._options["mode"] = "offline"
         self._user_run = experiment
@@ -118,7 +118,7 @@ class WandbLogger(DirectoryLogger):
 
     @property
     def experiment(self) -> Any:
-        """Wandb's ``Run``, for features without a method here (artifacts, ``watch``).
+        """The wandb ``Run``, for features without a method here (artifacts, ``watch``).
 
         Use it on rank 0 only: the first use creates the run's directory and, if wandb is online, connects.
         """
@@ -138,7 +138,7 @@ class WandbLogger(DirectoryLogger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add ``params``, without secrets, to the run's configuration."""
-        public_params, _ = self._left_out.take_out(params)
+        public_params, _ = self._secret_filter.take_out(params)
         self.experiment.config.update(_with_text_keys(public_params), allow_val_change=True)
 
     def log_image(self, key: str, value: Any, step: int) -> None:
@@ -169,7 +169,7 @@ class WandbLogger(DirectoryLogger):
         """Do nothing. ``logger.experiment.watch(module)`` lets wandb show a module's graph."""
 
     def rewind(self, step: int) -> None:
-        """Continue the wandb run, and skip values of repeated steps that it has already.
+        """Continue the wandb run, and skip values of repeated steps that it already has.
 
         Rows up to ``step`` that were passed to wandb, but did not reach its files, are sent again.
         """

@@ -35,7 +35,7 @@ class ModuleHooks:
         """Called when the run raised an exception, which is re-raised afterwards."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add JSON-able values or tensors to ``checkpoint``, a dict for this module's own use."""
+        """Add JSON-serializable values or tensors to ``checkpoint``, a dict for this module's own use."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` added."""

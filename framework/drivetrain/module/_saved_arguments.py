@@ -107,10 +107,15 @@ class SavedArguments:
         Overrides that are not arguments of ``owner`` replace hyper-parameters.
         """
         accepted = inspect.signature(owner).parameters
-        whole = HyperParameters({name: value for name, value in self.hyper_parameters.items() if name not in ignored})
-        whole |= {name: value for name, value in overrides.items() if name not in accepted}
+        hyper_parameters = HyperParameters(
+            {name: value for name, value in self.hyper_parameters.items() if name not in ignored}
+        )
+        hyper_parameters |= {name: value for name, value in overrides.items() if name not in accepted}
         self._warn_about_secrets(owner, {*overrides, *ignored}, None)
-        arguments = {self.argument: whole, **{name: value for name, value in overrides.items() if name in accepted}}
+        arguments = {
+            self.argument: hyper_parameters,
+            **{name: value for name, value in overrides.items() if name in accepted},
+        }
         missing = [
             name
             for name, param in accepted.items()
@@ -158,13 +163,13 @@ class SavedArguments:
             return None
         if match["missing"]:
             return self._missing_error(owner, re.findall(r"'(\w+)'", match["missing"]))
-        name, taken = match["unknown"], sorted(_inherited_arguments(owner))
+        name, accepted = match["unknown"], sorted(_inherited_arguments(owner))
         if name not in arguments:
             return None
         return (
-            self._removed_error(owner, [name], taken)
+            self._removed_error(owner, [name], accepted)
             if name in self.hyper_parameters
-            else _unknown_overrides_error(owner, [name], taken)
+            else _unknown_overrides_error(owner, [name], accepted)
         )
 
     def _warn_about_secrets(self, owner: type, passed: Container[str], accepted: Container[str] | None) -> None:

@@ -79,19 +79,19 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         raise NotImplementedError  # The engine calls this only if it is overridden.
 
     def train_dataloader(self) -> Any:
-        """Return the training loader or loaders, if none are passed to `Fit.fit`."""
+        """Return the training loader or loaders, if none are passed to the run."""
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return the validation loader or loaders, if none are passed to `Fit`."""
+        """Return the validation loader or loaders, if none are passed to the run."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return the test loader or loaders, if none are passed to `Fit`."""
+        """Return the test loader or loaders, if none are passed to the run."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction loader or loaders, if none are passed to `Fit`."""
+        """Return the prediction loader or loaders, if none are passed to the run."""
         raise NotImplementedError
 
     # Parts of a step that can be overridden

@@ -56,7 +56,7 @@ class Phase:
         for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk((*path, child.name))
 
-    def within(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
+    def time_in(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
         """Return the total time of the outermost descendants with one of these names.
 
         Args:
@@ -68,7 +68,7 @@ class Phase:
             if child.name in names:
                 total += child.total_ns
             elif child.name not in excluded:
-                total += child.within(names, excluded)
+                total += child.time_in(names, excluded)
         return total
 
 
@@ -86,7 +86,7 @@ class PhaseTimes:
         self.root = Phase(name, None)
         self.overhead_ns = 0
         self.overlapping: dict[str, list[int]] = {}
-        """The calls and nanoseconds of phases that ended after their parent phase, and so overlap other phases."""
+        """The calls and nanoseconds of phases that ended after their parent phase, and thus overlap others."""
         self.began = self._last = perf_counter_ns()
         self.ended: int | None = None
         self._top: Phase | None = self.root

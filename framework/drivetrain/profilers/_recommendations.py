@@ -1,4 +1,4 @@
-"""Recommendations that follow from the shares of a run's time."""
+"""Recommendations, derived from how a run's time is divided among its phases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_LINES = 3
 """The maximum number of recommendations."""
 
 LOOPS = ("training", "validation", "test", "predict")
-"""The names of the phases that are a run's main loop, whose time is the base of shares."""
+"""The names of the phases that are a run's main loop; shares are fractions of its time."""
 
 _LOGGING = ("logging", "loggers")
 _COMPUTE = ("forward", "backward", "optimizer")
@@ -61,7 +61,7 @@ def next_steps(root: Phase, run: ProfiledRun, small_operations: SmallOperations 
     excluded = ("validation",) if loop.name == "training" else ()
 
     def share_of(*names: str) -> float:
-        return loop.within(names, excluded) / loop.total_ns
+        return loop.time_in(names, excluded) / loop.total_ns
 
     candidates = [
         _Advice(share_of("data"), 0.2, f"of {loop_name} waited for data: {_data_advice(run)}"),
@@ -81,7 +81,7 @@ def next_steps(root: Phase, run: ProfiledRun, small_operations: SmallOperations 
     )
     if excluded:
         candidates.append(
-            _Advice(loop.within(excluded) / loop.total_ns, 0.4, f"of {loop_name} was validation: {_VALIDATION_ADVICE}")
+            _Advice(loop.time_in(excluded) / loop.total_ns, 0.4, f"of {loop_name} was validation: {_VALIDATION_ADVICE}")
         )
     if small_operations is not None:
         candidates.append(_Advice(small_operations.share, 0.5, _small_operations_advice(small_operations)))
@@ -99,7 +99,7 @@ def next_steps(root: Phase, run: ProfiledRun, small_operations: SmallOperations 
 
 
 _CHECKPOINT_ADVICE = (
-    "save less often (every_n_train_steps, every_n_epochs), or while training goes on (Checkpoint(save_async=True))."
+    "save less often (every_n_train_steps, every_n_epochs), or while training continues (Checkpoint(save_async=True))."
 )
 _WINDOWS_ADVICE = "make the ranks' data equally fast, and give their sampler a length."
 _OPTIMIZER_ADVICE = "use a fused optimizer (fused=True), or step less often (accumulate_grad_batches)."
@@ -158,5 +158,5 @@ def _add_hooks(phase: Phase, excluded: tuple[str, ...], candidates: dict[str, in
         if child.name in _ENGINE_PHASES:
             _add_hooks(child, excluded, candidates)
         else:
-            time = child.total_ns - child.within(("checkpoint", *_LOGGING))  # These are reported separately.
+            time = child.total_ns - child.time_in(("checkpoint", *_LOGGING))  # These are reported separately.
             candidates[child.name] = candidates.get(child.name, 0) + time

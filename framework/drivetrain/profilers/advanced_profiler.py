@@ -30,7 +30,7 @@ class AdvancedProfiler(Profiler):
     Args:
         dirpath: a folder or fsspec URL for its files; None for ``profile/`` in the run's folder.
         filename: the prefix of their names; None for ``<stage>-advanced``.
-        line_count_restriction: how many of each phase's functions are shown: an int is a number, a float a share.
+        line_count_restriction: how many of each phase's functions are shown: an int is a count, a float a fraction.
         dump_stats: also write each phase's statistics, for `pstats.Stats` and viewers such as snakeviz.
     """
 
@@ -68,7 +68,7 @@ class AdvancedProfiler(Profiler):
         self._enter()
 
     def start(self, phase: str) -> None:
-        """Begin a phase, for which functions count from now on."""
+        """Begin a phase; time in functions counts for it from now on."""
         if self._times is None or not self._open or not self._times.is_own_thread:
             return
         self._open[-1].disable()

@@ -1,4 +1,4 @@
-"""PyTorchProfiler: trace some steps by torch.profiler for Perfetto, with the engine's phases as spans."""
+"""PyTorchProfiler: trace some steps with torch.profiler for Perfetto, with the engine's phases as spans."""
 
 from __future__ import annotations
 
@@ -292,8 +292,8 @@ def _find_small_operations(events: Iterable[Any]) -> SmallOperations | None:
         return None
     # Medians are robust against other load on the machine.
     medians = {name: (median(durations_of_name), len(durations_of_name)) for name, durations_of_name in times.items()}
-    total_us = sum(each * count for each, count in medians.values())
-    short_us = sum(each * count for each, count in medians.values() if each < SHORT_US)
+    total_us = sum(typical * count for typical, count in medians.values())
+    short_us = sum(typical * count for typical, count in medians.values() if typical < SHORT_US)
     return (
         SmallOperations("operations", len(durations) / len(steps), median(durations), short_us / total_us)
         if total_us

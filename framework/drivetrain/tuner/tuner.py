@@ -18,7 +18,7 @@ _STAGES = ("fit", "validate", "test", "predict")
 
 
 class Tuner:
-    """Finds a learning rate or a batch size by trial runs that change nothing but the attribute for the result.
+    """Finds a learning rate or a batch size by trial runs that change only the attribute for the result.
 
     A trial runs a copy of the module with the strategy, precision and devices of the `Fit`, but without its callbacks,
     loggers and checkpoints. All ranks get the same result. Like `Fit.fit`, the methods must be called on every rank.
@@ -123,25 +123,25 @@ class Tuner:
             )
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        evaluated = val_dataloaders if method == "fit" else dataloaders
-        given = DataArguments(train_dataloaders if method == "fit" else None, evaluated, datamodule)
-        trials = self._trials("scale_batch_size", method, module, given)
+        eval_dataloaders = val_dataloaders if method == "fit" else dataloaders
+        data = DataArguments(train_dataloaders if method == "fit" else None, eval_dataloaders, datamodule)
+        trials = self._trials("scale_batch_size", method, module, data)
         return find_batch_size(trials, mode, init_val, max_trials, steps_per_trial, batch_arg_name)
 
-    def _trials(self, verb: str, stage: str, module: Any, given: DataArguments) -> EngineTrials:
+    def _trials(self, method: str, stage: str, module: Any, data: DataArguments) -> EngineTrials:
         if not isinstance(module, TrainModule) or is_attached(module):
-            running = isinstance(module, TrainModule)
+            is_module = isinstance(module, TrainModule)
             raise ConfigurationError(
-                f"{verb} was called during a run of {type(module).__name__}."
-                if running
-                else f"{verb} was called with a {type(module).__name__}.",
-                "it starts runs of its own." if running else "it runs a drivetrain.TrainModule.",
+                f"{method} was called during a run of {type(module).__name__}."
+                if is_module
+                else f"{method} was called with a {type(module).__name__}.",
+                "it starts its own runs." if is_module else "it runs a drivetrain.TrainModule.",
                 "call it before fit, or use the callbacks LearningRateFinder and BatchSizeFinder.",
             )
         if self._fit.fast_dev_run:
             raise ConfigurationError(
-                f"{verb} with fast_dev_run={self._fit.fast_dev_run!r}.",
+                f"{method} with fast_dev_run={self._fit.fast_dev_run!r}.",
                 "a dry run has too few steps for a search.",
                 "remove fast_dev_run.",
             )
-        return EngineTrials(self._fit, stage, module, given)
+        return EngineTrials(self._fit, stage, module, data)

@@ -590,7 +590,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:  # L-03
         def on_predict_batch_start(
             self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
         ) -> None:
-            held.append(writer._writing._buffered_bytes if writer._writing is not None else 0)
+            held.append(writer._run._buffered_bytes if writer._run is not None else 0)
 
     writer = PredictionWriter(tmp_path / "out", part_bytes=3 * 4 * 1000 * 4)
     fit = Fit(callbacks=[writer, Watching()], accelerator="cpu", logger=False)

@@ -36,7 +36,7 @@ from drivetrain.errors import CheckpointError
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
-_SECONDS = 60.0  # maximum age of a buffered output, checked when the next one is added
+_MAX_BUFFER_SECONDS = 60.0  # maximum age of a buffered output, checked when the next one is added
 
 
 class PredictionRun:
@@ -78,7 +78,7 @@ class PredictionRun:
                 raise
 
         self.store, resumes = run_collectively(self._control, failure_message, begin)
-        entries = [entry for part, _ in self.store.kept.values() for entry in part.entries]
+        entries = [entry for part, _ in self.store.earlier_parts.values() for entry in part.entries]
         self._failure_message = failure_message
         self._completed, self._token, self.resumes = _broadcast(self._control, entries, resumes)
         self._number = 0
@@ -94,11 +94,13 @@ class PredictionRun:
 
     def check_written(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
         """Return whether an earlier run has written all of a batch, and if so count its samples."""
-        numbers = as_integer_indices(indices)
-        is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, numbers)
+        integer_indices = as_integer_indices(indices)
+        is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, integer_indices)
         if is_written:
             self._count_samples(
-                dataloader_idx, batch_idx, self._completed.samples(dataloader_idx, batch_idx, self._data_rank, numbers)
+                dataloader_idx,
+                batch_idx,
+                self._completed.samples(dataloader_idx, batch_idx, self._data_rank, integer_indices),
             )
         return is_written
 
@@ -106,10 +108,10 @@ class PredictionRun:
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
         """Buffer the samples of an output that were not written before, and write the buffer if it is large enough."""
-        numbers = as_integer_indices(indices)
+        integer_indices = as_integer_indices(indices)
         count = len(indices) if indices is not None else samples or 1
         self._count_samples(dataloader_idx, batch_idx, count)
-        rows = self._completed.missing(dataloader_idx, batch_idx, self._data_rank, numbers, count)
+        rows = self._completed.missing(dataloader_idx, batch_idx, self._data_rank, integer_indices, count)
         if not rows:
             return
         self._check(output, batch_idx)
@@ -123,21 +125,26 @@ class PredictionRun:
                     "entries.",
                     "resume with the same number of ranks and batch size, or delete the folder to start again.",
                 )
-            assert numbers is not None
-            output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
-        runs = None if numbers is None else index_runs(numbers)
+            assert integer_indices is not None
+            output = rows_of(output, layout, rows)
+            integer_indices = tuple(integer_indices[row] for row in rows)
+            count = len(rows)
+        runs = None if integer_indices is None else index_runs(integer_indices)
         self._buffer(
             on_host(output, fresh_memory=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs)
         )
-        if self._buffered_bytes >= self._part_bytes or time.monotonic() - self._buffered_since > _SECONDS:
+        if self._buffered_bytes >= self._part_bytes or time.monotonic() - self._buffered_since > _MAX_BUFFER_SECONDS:
             self._flush()
 
     def publish(self) -> None:
         """Write the buffer, and publish the predictions of all ranks. Collective."""
         run_collectively(self._control, self._failure_message, self._flush)
-        mine = [(part.stem, encode_part_index(part).decode()) for part in self._parts]
+        index_documents = [(part.stem, encode_part_index(part).decode()) for part in self._parts]
         written_by_rank = gather_or_raise(
-            self._control, self._failure_message, (mine, self._sample_count if self._is_data_leader else 0), None
+            self._control,
+            self._failure_message,
+            (index_documents, self._sample_count if self._is_data_leader else 0),
+            None,
         )
 
         def commit() -> None:
@@ -148,8 +155,8 @@ class PredictionRun:
                 for indices, _ in written_by_rank
                 for stem, text in indices
             ]
-            kept = [part for part, _ in self.store.kept.values()]
-            written = sum(entry.samples for part in (*kept, *parts) for entry in part.entries)
+            earlier = [part for part, _ in self.store.earlier_parts.values()]
+            written = sum(entry.samples for part in (*earlier, *parts) for entry in part.entries)
             seen = sum(count for _, count in written_by_rank)
             if written != seen:
                 raise CheckpointError(

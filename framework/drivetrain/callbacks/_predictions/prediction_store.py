@@ -41,7 +41,7 @@ from drivetrain.errors import CheckpointError, listed
 Content = bytes | memoryview
 
 _LABELS = {"dealing": "ranks or batch sizes"}
-"""Words for keys of the identity, for errors."""
+"""Descriptions of keys of the identity, for errors."""
 
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to upload a file
 
@@ -59,7 +59,7 @@ class PredictionStore:
         self._root = root.rstrip("/") if self._filesystem is not None else os.path.realpath(root)
         self._lock: int | None = None
         self._existing_names: list[str] = []
-        self.kept: dict[str, tuple[Part, FileRecord]] = {}
+        self.earlier_parts: dict[str, tuple[Part, FileRecord]] = {}
         """The parts of an earlier run by the names of their index files, with the records of these. On rank 0."""
 
     # Start. Rank 0 only.
@@ -117,14 +117,14 @@ class PredictionStore:
             with suppress(CheckpointError):  # an incomplete index: the part was not committed
                 part = decode_part_index(stem, content, self.path)
                 if all(self._size(name) == record.size for name, record in part.files.items()):
-                    self.kept[part.index] = part, _record([content])
-        entries = [entry for part, _ in self.kept.values() for entry in part.entries]
+                    self.earlier_parts[part.index] = part, _record([content])
+        entries = [entry for part, _ in self.earlier_parts.values() for entry in part.entries]
         self._check_identity(identity, before, entries)
 
     def _check_identity(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
         # With limit_predict_batches the distribution over ranks determines which samples are predicted.
         by_rank = identity["limit"] != "None" or any(entry.runs is None for entry in entries)
-        for key in [*dict.fromkeys([*identity, *before])]:
+        for key in dict.fromkeys([*identity, *before]):
             if identity.get(key) == before.get(key) or (key == "dealing" and not by_rank):
                 continue
             difference = "" if key == "weights" else f": {_difference(before.get(key), identity.get(key))}"
@@ -176,7 +176,7 @@ class PredictionStore:
         Raises:
             CheckpointError: rank 0 cannot see another rank's part.
         """
-        records = {name: record for name, (_, record) in self.kept.items()}
+        records = {name: record for name, (_, record) in self.earlier_parts.items()}
         for part in parts:
             index = _record([encode_part_index(part)])
             for name, record in {**part.files, part.index: index}.items():
@@ -188,7 +188,7 @@ class PredictionStore:
                         f"{os.uname().nodename}.",
                     )
             records[part.index] = index
-        all_parts = [part for part, _ in self.kept.values()] + list(parts)
+        all_parts = [part for part, _ in self.earlier_parts.values()] + list(parts)
         self._write_atomically(MANIFEST, manifest(identity, all_parts, records))
         used = {name for part in all_parts for name in (*part.files, part.index)}
         for name in self._existing_names:
@@ -284,15 +284,15 @@ class PredictionStore:
             sync_folder(Path(self._root))
             return
 
-        def is_out() -> bool:
+        def is_stored() -> bool:
             with suppress(Exception):
                 return bool(self._filesystem.cat_file(f"{self._root}/{name}") == content)
             return False
 
-        put_with_retries(self._filesystem, f"{self._root}/{name}", content, is_out)
+        put_with_retries(self._filesystem, f"{self._root}/{name}", content, is_stored)
 
     def _remove(self, name: str) -> None:
-        with suppress(Exception):  # leftover files do no harm
+        with suppress(Exception):  # leftover files are harmless
             if self._filesystem is None:
                 os.unlink(Path(self._root, name))
             else:
