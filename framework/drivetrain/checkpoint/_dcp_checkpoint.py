@@ -89,9 +89,9 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        attribute = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(attribute, torch.dtype):
+            return attribute
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
 
 

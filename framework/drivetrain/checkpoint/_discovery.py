@@ -29,9 +29,9 @@ def newest(
 ) -> Checkpoint | None:
     """Return the newest checkpoint directly inside ``folders``, or None.
 
-    A checkpoint is newer than its ancestors in the lineage, whatever their timestamps; between unrelated checkpoints
-    the later timestamp wins. Incomplete checkpoints, other formats and weights-only checkpoints are skipped, since no
-    run can resume from them.
+    A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
+    checkpoints the later timestamp wins. Incomplete checkpoints, other formats and weights-only checkpoints are
+    skipped, since no run can resume from them.
 
     Args:
         folders: paths or URLs.

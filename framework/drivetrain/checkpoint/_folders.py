@@ -181,7 +181,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
         local_storage.remove_checkpoint(root)
         return True
-    # The manifest goes first, since a folder without one is not a checkpoint. Only listed files are removed.
+    # Remove the manifest first, because a folder without it is not a checkpoint. Only files that it lists are removed.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
     for file in (MANIFEST, *checkpoint.manifest.files):
         with as_os_errors(), contextlib.suppress(FileNotFoundError):

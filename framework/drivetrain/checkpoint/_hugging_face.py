@@ -41,7 +41,7 @@ def write_pretrained(
         raise CheckpointError(f"out={os.fspath(out)!r} does not name a folder.", "", "give the folder to write.")
     checkpoint = load(path)
     name, description = _select_model(checkpoint, prefix, config)
-    # If the configuration disables tying, from_pretrained would leave tied names that are not stored uninitialized.
+    # If the configuration disables tying, `from_pretrained` would not initialize tied names that are not stored.
     untied = description.get("config", {}).get("tie_word_embeddings") is False
     sources = _model_tensors(checkpoint, name, with_tied=untied)
     _check_no_weights(target)

@@ -101,7 +101,7 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         from safetensors.torch import load_file
 
         return load_file(path), {}
-    document = load_safely(path, is_allowed=lambda name: True)  # objects outside the state_dict may be of any class
+    document = load_safely(path, is_allowed=lambda name: True)  # objects outside of `state_dict` may be of any class
     state = document.get("state_dict", document)
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -114,7 +114,7 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         raise CheckpointError(
             f"{str(path)!r} holds weights that are not plain tensors: {', '.join(unknown)}.",
             "turning them into tensors would execute code of their classes.",
-            "load it where the classes are known, and save plain tensors.",
+            "load it in a program that defines the classes, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, _json_hyper_parameters(document.get("hyper_parameters"))

@@ -60,7 +60,7 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
 
 
 class _OutputLocation(NamedTuple):
-    """Where an output is stored: its part, its number within the part, and the batch it belongs to."""
+    """The location of an output: its part, its number within the part, and its batch."""
 
     part: Part
     number: int

@@ -101,7 +101,7 @@ class RunDirectory:
     def make(self) -> str:
         """Create the directory if needed, and return `path`.
 
-        A directory without a fixed version is claimed: if two runs start at once, the second takes the next number.
+        A directory without a fixed version is claimed, so that of two concurrent runs the second takes the next number.
         """
         if self.is_claimed or self.fixed is not None:
             make_directory(self.path)
@@ -141,12 +141,12 @@ def free_version(place: str) -> str:
     return f"version_{_next_number(root)}" if filesystem is None else _time_name()
 
 
-def claim_version(place: str, asked: str | None = None, expected: str | None = None) -> str:
+def claim_version(place: str, announced: str | None = None, expected: str | None = None) -> str:
     """Create a directory that no other run uses, and return its name.
 
     Args:
         place: the parent folder; created if needed.
-        asked: the name that was announced to the user; used if it is free, or exists without a run's record.
+        announced: the name that was announced to the user; used if it is free, or exists without a run's record.
         expected: the name that `free_version` returned; used at a URL, because collisions cannot be detected there.
 
     Raises:
@@ -154,13 +154,13 @@ def claim_version(place: str, asked: str | None = None, expected: str | None = N
     """
     filesystem, root = filesystem_of(place)
     if filesystem is not None:  # object stores have no atomic directory creation
-        return asked or expected or _time_name()
+        return announced or expected or _time_name()
     os.makedirs(root, exist_ok=True)
-    if asked is not None:
-        path = os.path.join(root, asked)
+    if announced is not None:
+        path = os.path.join(root, announced)
         # The user may have created the directory, so it may exist if it has no record.
         if _make_new(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
-            return asked
+            return announced
     number = _next_number(root)
     while not _make_new(os.path.join(root, f"version_{number}")):
         number += 1

@@ -1,4 +1,4 @@
-"""Exchanges the names of two folders in one system call, where the system supports it."""
+"""Exchanges the names of two folders in one system call, if the system supports it."""
 
 from __future__ import annotations
 

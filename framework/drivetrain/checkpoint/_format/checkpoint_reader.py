@@ -305,22 +305,22 @@ def _optimizer_state_problem(document: Any) -> str | None:
     return None
 
 
-def _collect_sources(value: Any, found: dict[int, TensorSource]) -> None:
+def _collect_sources(value: Any, sources: dict[int, TensorSource]) -> None:
     if isinstance(value, TensorSource):
-        found[id(value)] = value
+        sources[id(value)] = value
     elif isinstance(value, dict):
         for part in value.values():
-            _collect_sources(part, found)
+            _collect_sources(part, sources)
     elif isinstance(value, list | tuple):
         for part in value:
-            _collect_sources(part, found)
+            _collect_sources(part, sources)
 
 
-def _replace_sources(value: Any, read: Mapping[int, Any]) -> Any:
+def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
     if isinstance(value, TensorSource):
-        return read[id(value)]
+        return replacements[id(value)]
     if isinstance(value, dict):
-        return type(value)({key: _replace_sources(part, read) for key, part in value.items()})
+        return type(value)({key: _replace_sources(part, replacements) for key, part in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(_replace_sources(part, read) for part in value)
+        return type(value)(_replace_sources(part, replacements) for part in value)
     return value

@@ -298,11 +298,11 @@ def _check_size(path: str, storage: Storage, name: str, size: int, single_rank: 
         actual_size = None
     if actual_size == size:
         return
-    found = "nothing" if actual_size is None else f"{actual_size} bytes"
-    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {found}."
+    actual = "nothing" if actual_size is None else f"{actual_size} bytes"
+    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
     if single_rank:
         raise CheckpointError(
-            what, "another process removed or changed it.", "save where no other process deletes files."
+            what, "another process removed or changed it.", "save to a folder in which no other process deletes files."
         )
     raise CheckpointError(
         what,

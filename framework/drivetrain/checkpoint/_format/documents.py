@@ -14,8 +14,8 @@ import torch
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError
 
-# A dict with one of these as its only key encodes a value that JSON lacks. A user's dict with a key that begins with
-# "$" is written as pairs, so that the two cannot be confused.
+# A dict with one of these as its only key encodes a value that JSON cannot represent. A user's dict with a key that
+# begins with "$" is written as pairs, so that the two cannot be confused.
 TENSOR, TUPLE, FLOAT, PAIRS, COUNTER = "$tensor", "$tuple", "$float", "$pairs", "$counter"
 METADATA = "__metadata__"
 """A reserved key in the header of a safetensors file, so no tensor can have this name."""
