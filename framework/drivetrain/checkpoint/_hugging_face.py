@@ -67,7 +67,7 @@ def write_pretrained(
 
 
 def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return the name of the model to convert within the module, and its description from the manifest."""
+    """Return the name that the model to convert has in the module, and its description from the manifest."""
     descriptions, name = checkpoint.manifest.metadata.pretrained, prefix.rstrip(".")
     if not prefix and len(descriptions) == 1:
         (name,) = descriptions

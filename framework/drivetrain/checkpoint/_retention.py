@@ -76,7 +76,7 @@ class Retention:
         return [checkpoint for checkpoint in self.kept if checkpoint not in kept]
 
     def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
-        """Add a checkpoint; return those to remove once it is complete, without one that it replaces under its name."""
+        """Add a checkpoint; return those to remove once it is complete, except one that it replaces by name."""
         candidates = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(candidates)

@@ -96,7 +96,7 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             'check the path; to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
         )
     if not path.exists():
-        raise CheckpointError(f"{str(path)!r} does not exist.", "no file or folder has this name.", "check the path.")
+        raise CheckpointError(f"{str(path)!r} does not exist.", "", "check the path.")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 

@@ -158,7 +158,7 @@ def claim_version(place: str, announced: str | None = None, expected: str | None
     os.makedirs(root, exist_ok=True)
     if announced is not None:
         path = os.path.join(root, announced)
-        # The user may have created the directory, so it may exist if it has no record.
+        # An existing directory without a record may be used, because the user may have created it.
         if _make_new(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
             return announced
     number = _next_number(root)

@@ -1,4 +1,4 @@
-"""Writes sharded tensors unsharded: the rank that owns a file gathers them from the other ranks, piece by piece."""
+"""Writes sharded tensors as whole ones: the rank that owns a file gathers them from the other ranks, piece by piece."""
 
 from __future__ import annotations
 
