@@ -1,4 +1,4 @@
-"""Shards a custom sampler: its order is kept, and each ``world_size`` consecutive batches form a global micro-batch."""
+"""Shards a custom sampler, whose order is kept: ``world_size`` consecutive batches form a global micro-batch."""
 
 from __future__ import annotations
 

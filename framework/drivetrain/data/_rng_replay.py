@@ -87,7 +87,7 @@ class RngReplay:
         self._to_replay = deque([*state["ahead"], state["now"]])
 
     def settle(self) -> None:
-        """Restore the generators' state at the save; for a run that reads no batch again before it continues."""
+        """Restore the generators' state at the save without reading batches again, unless it was restored already."""
         if self._to_replay:
             restore_generators(self._to_replay.pop(), self.device)
             self._to_replay.clear()
