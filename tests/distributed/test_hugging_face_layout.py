@@ -272,7 +272,7 @@ def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path)
     fit.fit(Plain(), DataLoader(torch.zeros(4, 3)))  # type: ignore[arg-type]
     fit.save_checkpoint(plain)
     for call, said in [
-        (lambda out: convert(plain, out, to="hf"), "not known which model .* has no model configuration"),
+        (lambda out: convert(plain, out, to="hf"), "unclear which Hugging Face model .* has no model configuration"),
         (lambda out: convert(plain, out, to="hf", prefix="head."), "has no configuration of 'head.'"),
         (lambda out: convert(plain, out, to="hf", prefix="tail", config={"model_type": "llama"}), "begin with 'tail.'"),
         (lambda out: convert(by_one_process, out, to="hf", prefix="modle."), "Did you mean 'model'"),
@@ -286,7 +286,7 @@ def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path)
             call(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     convert(by_one_process, tmp_path / "out", to="hf")
-    with pytest.raises(CheckpointError, match=r"has 'model.safetensors' in it"):
+    with pytest.raises(CheckpointError, match=r"already holds 'model.safetensors'"):
         convert(by_one_process, tmp_path / "out", to="hf", max_shard_size=5_000)
 
 

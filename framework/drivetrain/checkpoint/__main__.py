@@ -15,10 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Returns:
-        0 on success, 1 where checkpoints differ or files are damaged, 2 on an error.
+        0 on success, 1 if checkpoints differ or files are damaged, 2 on an error.
     """
     options = _parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):  # names read from a file may not be printable
+    for stream in (sys.stdout, sys.stderr):  # tensor names may contain characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -37,8 +37,16 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "consolidate":
         print(consolidate(options.path, options.out))
     elif options.command == "convert":
-        options_of_convert = {"prefix": options.prefix, "to": options.to, "config": options.config}
-        print(convert(options.path, options.out, **options_of_convert, max_shard_size=options.max_shard_size))
+        print(
+            convert(
+                options.path,
+                options.out,
+                prefix=options.prefix,
+                to=options.to,
+                config=options.config,
+                max_shard_size=options.max_shard_size,
+            )
+        )
     else:
         verifying = options.command == "verify"
         lines = verify(options.path, options.digest) if verifying else diff(options.path, options.other)
@@ -52,24 +60,26 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.add_argument("path", metavar="PATH", help="a path or an fsspec URL")
-        return added
+        subparser = commands.add_parser(name, help=text, description=text)
+        subparser.add_argument("path", metavar="PATH", help="a path or an fsspec URL")
+        return subparser
 
-    verifying = command("verify", "Read a whole checkpoint and list every missing, truncated or altered file.")
-    verifying.add_argument("--digest", choices=["sha256"], help="fail unless every file has this digest")
+    verify_parser = command("verify", "Read a whole checkpoint and list every missing, truncated or altered file.")
+    verify_parser.add_argument("--digest", choices=["sha256"], help="fail unless every file has this digest")
     command("show", "Print progress, sizes and a table of tensors.")
     command("diff", "Compare two checkpoints by name.").add_argument("other", metavar="OTHER")
     command("consolidate", "Write the weights into one safetensors file.").add_argument("out", metavar="OUT")
-    converting = command(
+    convert_parser = command(
         "convert",
         "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
     )
-    converting.add_argument("out", metavar="OUT")
-    converting.add_argument("--prefix", default="", help="keep only names with this prefix, and strip it")
-    converting.add_argument("--to", choices=["checkpoint", "hf"], default="checkpoint", help="hf: for from_pretrained")
-    converting.add_argument("--config", help="with --to hf: a config.json to use instead of the checkpoint's")
-    converting.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a file")
+    convert_parser.add_argument("out", metavar="OUT")
+    convert_parser.add_argument("--prefix", default="", help="keep only names with this prefix, and strip it")
+    convert_parser.add_argument(
+        "--to", choices=["checkpoint", "hf"], default="checkpoint", help="hf: for from_pretrained"
+    )
+    convert_parser.add_argument("--config", help="with --to hf: a config.json to use instead of the checkpoint's")
+    convert_parser.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a file")
     return parser
 
 

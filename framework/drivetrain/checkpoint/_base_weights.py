@@ -1,4 +1,4 @@
-"""Checksums that identify the base weights of a checkpoint with only trained parameters (``trainable_only=True``)."""
+"""Checksums of the base weights that a checkpoint with ``trainable_only=True`` leaves out."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def base_checksums(values: Mapping[str, Any], control: ControlPlane, precision: 
     Half-precision values are widened to float32 first, so a bfloat16 base equals the same base held in float32.
 
     Args:
-        values: tensors by name: whole ones that are equal on every rank, or this rank's shards.
+        values: by name, unsharded tensors that are equal on every rank, or this rank's shards.
         control: the control plane.
-        precision: precision the checkpoint's base was trained in; values are rounded to it first. "" rounds nothing.
+        precision: the precision in which the checkpoint was trained; values are rounded to it first. No rounding if "".
     """
-    half = _ROUNDING_DTYPES.get(precision)
-    mine = stack_on_cpu([checksum_share(_to_float32(value, half), control.rank) for value in values.values()])
-    sums = control.all_gather(mine).sum(0).tolist()
+    rounding_dtype = _ROUNDING_DTYPES.get(precision)
+    local_sums = stack_on_cpu(
+        [checksum_share(_to_float32(value, rounding_dtype), control.rank) for value in values.values()]
+    )
+    sums = control.all_gather(local_sums).sum(0).tolist()
     return {name: f"{checksum % 2**64:016x}" for name, checksum in zip(values, sums, strict=True)}
 
 
@@ -44,10 +46,10 @@ def check_base(path: str, saved: Mapping[str, str], current: Mapping[str, str]) 
         CheckpointError: lists the weights that are missing or have other values.
     """
     missing = [name for name in saved if name not in current]
-    other = [name for name in saved if name in current and current[name] != saved[name]]
-    if not missing and not other:
+    different = [name for name in saved if name in current and current[name] != saved[name]]
+    if not missing and not different:
         return
-    parts = {"has other values here": other, "is missing here": missing}
+    parts = {"has other values here": different, "is missing here": missing}
     raise CheckpointError(
         f"{path!r} was trained on another base: "
         + "; ".join(f"{listed(names)} {problem}" for problem, names in parts.items() if names)
@@ -57,10 +59,10 @@ def check_base(path: str, saved: Mapping[str, str], current: Mapping[str, str]) 
     )
 
 
-def _to_float32(value: Any, half: torch.dtype | None) -> Any:
+def _to_float32(value: Any, rounding_dtype: torch.dtype | None) -> Any:
     if isinstance(value, ParameterShard):
-        return replace(value, local=_to_float32(value.local, half), gather=None)
+        return replace(value, local=_to_float32(value.local, rounding_dtype), gather=None)
     value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
-    if half is not None and value.is_floating_point():
-        value = value.to(half)
+    if rounding_dtype is not None and value.is_floating_point():
+        value = value.to(rounding_dtype)
     return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value

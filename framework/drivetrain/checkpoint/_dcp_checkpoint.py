@@ -1,7 +1,7 @@
 """Reads folders of `torch.distributed.checkpoint` without executing code from them.
 
-Their ``.metadata`` is a pickle. A restricted unpickler replaces DCP's classes by placeholders and rejects every other
-name, so that unpickling imports and calls nothing else.
+The ``.metadata`` file of such a folder is a pickle. A restricted unpickler replaces DCP's classes with placeholders and
+rejects every name outside a short list, so that unpickling runs no code from the file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a DCP checkpoint by name, unsharded; entries that are not tensors are skipped.
 
     Raises:
-        CheckpointError: the folder is damaged, was written with extensions, or its metadata names other classes than
-            DCP's.
+        CheckpointError: the folder is damaged, was written with extensions, or its metadata refers to classes that are
+            not DCP's.
     """
     try:
         with open(folder / ".metadata", "rb") as stream:
@@ -89,9 +89,9 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        attribute = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(attribute, torch.dtype):
+            return attribute
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger("drivetrain")
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
-"""Seconds for which a failing storage is retried: what it holds is unknown, and may be the newest checkpoint."""
+"""How long requests to a failing storage are retried, in seconds; giving up early could miss a newer checkpoint."""
 
 _FIRST_PAUSE = 0.5  # seconds; doubled for each retry
 
@@ -29,14 +29,15 @@ def newest(
 ) -> Checkpoint | None:
     """Return the newest checkpoint directly inside ``folders``, or None.
 
-    A checkpoint is newer than its ancestors in the lineage, whatever their timestamps; between unrelated checkpoints
-    the later timestamp wins. Incomplete checkpoints, other formats and weights-only checkpoints are skipped, since no
-    run can resume from them.
+    A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
+    checkpoints the later timestamp wins. Incomplete checkpoints, other formats and weights-only checkpoints are
+    skipped, since no run can resume from them.
 
     Args:
         folders: paths or URLs.
         retry_seconds: total time for which failing storage requests are retried.
-        check: raises `CheckpointError` for a checkpoint that cannot be resumed from; it is skipped with a warning.
+        check: raises `CheckpointError` for a checkpoint that the run cannot resume from, which is then skipped with a
+            warning.
 
     Raises:
         StorageError: the storage still fails after ``retry_seconds``.
@@ -89,9 +90,9 @@ def find_best(folder: str, saved: Any) -> str | None:
 
     Args:
         folder: the folder of checkpoints.
-        saved: the ``best`` entry of the callback's state: a name, or a path in earlier versions.
+        saved: the ``best`` entry of the callback's state: a name, or a path if an earlier version wrote it.
     """
-    name = saved.rpartition("/")[2] if isinstance(saved, str) else ""  # earlier versions wrote a path
+    name = saved.rpartition("/")[2] if isinstance(saved, str) else ""
     if not is_plain_name(name):
         return None
     path = child(folder, name)

@@ -16,7 +16,7 @@ from drivetrain.checkpoint._format.storage import filesystem_of, is_checkpoint_f
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
-"""A small file in the folder that names the checkpoint written last."""
+"""Name of a small file in the folder; it holds the name of the checkpoint written last."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
 _MAX_LATEST_BYTES = 256  # of the `LATEST` file
@@ -79,7 +79,7 @@ def read_latest(folder: str) -> str | None:
     The listing of an object store may lag behind reads by name, so a new checkpoint may be missing in it.
 
     Raises:
-        StorageError: the storage refuses.
+        StorageError: the file cannot be read.
     """
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
@@ -126,33 +126,33 @@ def is_taken(path: str) -> bool:
         ) from error
 
 
-def claim_name(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
-    """Choose a free name, or one that may be replaced: ``name``, else ``name-v1``, ``name-v2``, ...
+def claim_name(folder: str, name: str, is_replaceable: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
+    """Choose the first name that is free or may be replaced, of ``name``, ``name-v1``, ``name-v2``, ...
 
     On a local disk the name is reserved against other runs until the returned function is called.
 
     Args:
         folder: the folder of checkpoints.
         name: the wanted name.
-        ours: whether the checkpoint under a name belongs to this run and may be replaced.
+        is_replaceable: returns whether the checkpoint with this name belongs to this run and may be replaced.
 
     Returns:
         The name, and a function that releases it.
     """
 
-    def free(claimed: Container[str]) -> str:
+    def choose(claimed: Container[str]) -> str:
         versions = itertools.chain([name], (f"{name}-v{number}" for number in itertools.count(1)))
         return next(
             version
             for version in versions
-            if ours(version) or not (version in claimed or is_taken(child(folder, version)))
+            if is_replaceable(version) or not (version in claimed or is_taken(child(folder, version)))
         )
 
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
-        with contextlib.suppress(OSError):  # saving to the folder reports it, on all ranks
-            return local_storage.claim_name(root, free)
-    return free(()), lambda: None
+        with contextlib.suppress(OSError):  # saving to the folder reports the error, on all ranks
+            return local_storage.claim_name(root, choose)
+    return choose(()), lambda: None
 
 
 def is_checkpoint_at(folder: str, name: str, identifier: str) -> bool:
@@ -172,7 +172,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
         Whether it existed.
 
     Raises:
-        OSError: the storage refuses.
+        OSError: a file cannot be removed, or the storage does not answer.
     """
     checkpoint = _load_matching(folder, name, identifier)
     if checkpoint is None:
@@ -181,7 +181,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
         local_storage.remove_checkpoint(root)
         return True
-    # The manifest goes first, since a folder without one is not a checkpoint. Only listed files are removed.
+    # Remove the manifest first, because a folder without it is not a checkpoint. Only files that it lists are removed.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
     for file in (MANIFEST, *checkpoint.manifest.files):
         with as_os_errors(), contextlib.suppress(FileNotFoundError):

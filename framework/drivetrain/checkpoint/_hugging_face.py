@@ -20,10 +20,10 @@ Sources = Mapping[str, TensorSource]
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|index\.json)")
 _ADAPTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
-_KNOWN_ADAPTERS = frozenset(
+_SUPPORTED_ADAPTERS = frozenset(
     ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "C3A", "MISS", "FOURIERFT", "TRAINABLE_TOKENS")
 )
-"""PEFT adapter types whose files hold the model's own tensors. Other types compute or share tensors."""
+"""PEFT adapter types whose files hold the model's tensors unchanged. PEFT computes or shares the tensors of others."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
 
@@ -41,7 +41,7 @@ def write_pretrained(
         raise CheckpointError(f"out={os.fspath(out)!r} does not name a folder.", "", "give the folder to write.")
     checkpoint = load(path)
     name, description = _select_model(checkpoint, prefix, config)
-    # Without tying in the configuration, from_pretrained would leave names that are not stored uninitialized.
+    # If the configuration disables tying, `from_pretrained` would not initialize tied names that are not stored.
     untied = description.get("config", {}).get("tie_word_embeddings") is False
     sources = _model_tensors(checkpoint, name, with_tied=untied)
     _check_no_weights(target)
@@ -67,26 +67,28 @@ def write_pretrained(
 
 
 def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return the name in the module of the model to convert, and its description from the manifest."""
-    known, name = checkpoint.manifest.metadata.pretrained, prefix.rstrip(".")
-    if not prefix and len(known) == 1:
-        (name,) = known
-    elif not prefix and (known or config is None):
-        reason = f"it holds several: {listed(sorted(known))}" if known else "it has no model configuration"
+    """Return the name that the model to convert has in the module, and its description from the manifest."""
+    descriptions, name = checkpoint.manifest.metadata.pretrained, prefix.rstrip(".")
+    if not prefix and len(descriptions) == 1:
+        (name,) = descriptions
+    elif not prefix and (descriptions or config is None):
+        reason = (
+            f"it holds several: {listed(sorted(descriptions))}" if descriptions else "it has no model configuration"
+        )
         raise CheckpointError(
-            f"It is not known which model of Hugging Face's in {checkpoint.path!r} to convert: {reason}.",
-            "a checkpoint stores the configuration of each model that is an attribute of the module; checkpoints of "
-            "earlier versions do not.",
-            'name the attribute, prefix="model." (--prefix model.), and where the checkpoint knows no configuration '
+            f"It is unclear which Hugging Face model in {checkpoint.path!r} to convert: {reason}.",
+            "a checkpoint stores the configuration of each model that is an attribute of the module; earlier versions "
+            "did not store it.",
+            'name the attribute, prefix="model." (--prefix model.); if the checkpoint has no configuration, pass '
             'config="path/to/config.json" (--config) as well.',
         )
-    description = known.get(name, {})
+    description = descriptions.get(name, {})
     if config is not None:
         return name, {**description, "config": _read_config(config)}
     if not description:
         raise CheckpointError(
-            f"{checkpoint.path!r} has no configuration of {prefix!r}.{nearest(name, known)}",
-            f"it has those of {listed(sorted(known)) or 'no model'}.",
+            f"{checkpoint.path!r} has no configuration of {prefix!r}.{nearest(name, descriptions)}",
+            f"it has the configuration of {listed(sorted(descriptions)) or 'no model'}.",
             'correct the prefix, or pass config="path/to/config.json" (--config).',
         )
     return name, description
@@ -114,17 +116,17 @@ def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[s
     """Return the tensors of one model under its own names; unless ``with_tied``, one name per tied tensor."""
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
     tensors: dict[str, TensorSource] = {}
-    taken = set()
+    stored_tensors = set()
     sources = checkpoint.weights().sources()
-    for full in sorted(sources, key=lambda name: name in aliases):
-        first = aliases.get(full, full)
-        if full.startswith(prefix) and (with_tied or first not in taken):
-            taken.add(first)
-            tensors[full.removeprefix(prefix)] = sources[full]
+    for full_name in sorted(sources, key=lambda name: name in aliases):
+        first = aliases.get(full_name, full_name)
+        if full_name.startswith(prefix) and (with_tied or first not in stored_tensors):
+            stored_tensors.add(first)
+            tensors[full_name.removeprefix(prefix)] = sources[full_name]
     if not tensors:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights whose names begin with {prefix!r}.",
-            f"its first names are {listed(list(sources)[:3])}.",
+            f"its first weights are {listed(list(sources)[:3])}.",
             "correct the prefix.",
         )
     return tensors
@@ -136,7 +138,7 @@ def _check_complete(checkpoint: Checkpoint, name: str) -> None:
         raise CheckpointError(
             f"{checkpoint.path!r} lacks {listed(missing)}.",
             "it holds only trained parameters (trainable_only=True), and from_pretrained needs all weights.",
-            "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
+            "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
         )
 
 
@@ -157,7 +159,7 @@ def _check_no_weights(target: str) -> None:
     existing = sorted(name for name in names if _WEIGHTS.fullmatch(name))
     if existing:
         raise CheckpointError(
-            f"{target!r} has {listed(existing)} in it.",
+            f"{target!r} already holds {listed(existing)}.",
             "from_pretrained would load whichever file it finds first.",
             "give another folder, or remove these files.",
         )
@@ -172,18 +174,18 @@ def _write_weights(target: str, sources: Sources, limit: int) -> None:
         _write_tensors(f"{target}/model.safetensors", files[0])
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for name, held in zip(names, files, strict=True):
-        _write_tensors(f"{target}/{name}", held)
-    places = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+    for name, tensors in zip(names, files, strict=True):
+        _write_tensors(f"{target}/{name}", tensors)
+    weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     sizes = {
         "total_parameters": sum(source.spec.numel for source in sources.values()),
         "total_size": sum(source.spec.nbytes for source in sources.values()),
     }
-    _write_json(f"{target}/model.safetensors.index.json", {"metadata": sizes, "weight_map": places})
+    _write_json(f"{target}/model.safetensors.index.json", {"metadata": sizes, "weight_map": weight_map})
 
 
 def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
-    """Split tensors into files of at most ``limit`` bytes; a larger tensor gets a file of its own."""
+    """Split tensors into files of at most ``limit`` bytes; a larger tensor gets a separate file."""
     files: list[dict[str, TensorSource]] = [{}]
     remaining = limit
     for name, source in sources.items():
@@ -199,36 +201,36 @@ def _write_adapter(
     checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, description: Mapping[str, Any], sources: Sources
 ) -> None:
     """Write the files of PEFT's ``save_pretrained``, with the adapter's name removed from tensor names."""
-    if not _ADAPTER.fullmatch(adapter):  # it becomes a folder name, and must not lead out of the target
+    if not _ADAPTER.fullmatch(adapter):  # it becomes a folder name, which must not lead out of the target
         raise CheckpointError(
-            f"{checkpoint.path!r} has an adapter {adapter!r}.", "it is not a valid folder name.", "rename the adapter."
+            f"{checkpoint.path!r} has an adapter {adapter!r}.",
+            "this is not a valid folder name.",
+            "rename the adapter.",
         )
-    if str(settings.get("peft_type")) not in _KNOWN_ADAPTERS:
+    if str(settings.get("peft_type")) not in _SUPPORTED_ADAPTERS:
         raise CheckpointError(
-            f"The adapter {adapter!r} in {checkpoint.path!r} is of the type {settings.get('peft_type')!s}.",
+            f"The adapter {adapter!r} in {checkpoint.path!r} has the type {settings.get('peft_type')!s}.",
             "PEFT does not store the model's own tensors for this type; convert writes "
-            f"{', '.join(sorted(_KNOWN_ADAPTERS))}.",
-            "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
+            f"{', '.join(sorted(_SUPPORTED_ADAPTERS))}.",
+            "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
         )
-    held = {}
+    tensors = {}
     biases = _trained_biases(sources, description["adapters"], settings)
     for name, source in sources.items():
         parts = name.split(".")
         if adapter in parts or name in biases:
             kept = [part for part in parts if part not in (adapter, "modules_to_save")]
-            if kept[-2:] == [
-                "lora_magnitude_vector",
-                "weight",
-            ]:  # DoRA's magnitude; PEFT's files name it without .weight
+            # PEFT's files name DoRA's magnitude without .weight.
+            if kept[-2:] == ["lora_magnitude_vector", "weight"]:
                 del kept[-1]
-            held[description.get("adapter_prefix", "") + ".".join(kept)] = source
-    if not held:
+            tensors[description.get("adapter_prefix", "") + ".".join(kept)] = source
+    if not tensors:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
             "PEFT includes the adapter's name in their names.",
-            "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
+            "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
         )
-    _write_tensors(f"{folder}/adapter_model.safetensors", held)
+    _write_tensors(f"{folder}/adapter_model.safetensors", tensors)
     _write_json(f"{folder}/adapter_config.json", {**settings, "inference_mode": True})
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("drivetrain")
 
 
 def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return, by name in ``module``, what ``save_pretrained`` of each outermost model writes besides its weights.
+    """Return, by name in ``module``, what each outermost model's ``save_pretrained`` writes besides the weights.
 
     Returns:
         Dicts with "class", and where present "config", "generation_config", "adapters" (PEFT configurations by name)
@@ -54,21 +54,21 @@ def _adapters(module: nn.Module) -> dict[str, Any]:
 
 
 def _describe(model: Any) -> dict[str, Any]:
-    kind = plain_class(model).__name__
-    description: dict[str, Any] = {"class": kind}
+    class_name = plain_class(model).__name__
+    description: dict[str, Any] = {"class": class_name}
     if adapters := _adapters(model):
         description["adapters"] = {name: _as_json(config.to_dict()) for name, config in adapters.items()}
-        # PeftModel already names its parameters so; a transformers model with add_adapter() omits the prefix.
-        wraps = hasattr(type(model), "get_base_model")
-        description["adapter_prefix"] = "" if wraps else "base_model.model."
-        if wraps:  # PeftModel.save_pretrained records it where there is no task type
+        # The parameter names of a PeftModel have this prefix; those of a transformers model with add_adapter() do not.
+        is_peft_model = hasattr(type(model), "get_base_model")
+        description["adapter_prefix"] = "" if is_peft_model else "base_model.model."
+        if is_peft_model:  # PeftModel.save_pretrained records the base class if there is no task type
             base = plain_class(model.get_base_model())
-            kind_of_base = {"base_model_class": base.__name__, "parent_library": base.__module__}
+            auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
             for config in description["adapters"].values():
                 if config.get("task_type") is None and config.get("auto_mapping") is None:
-                    config["auto_mapping"] = kind_of_base
+                    config["auto_mapping"] = auto_mapping
         return description
-    description["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [kind]}
+    description["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [class_name]}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)) and model.can_generate():
         description["generation_config"] = _as_json(json.loads(generation.to_json_string()))

@@ -16,7 +16,7 @@ class SavedCheckpoint:
 
     Attributes:
         name: its folder's name, directly inside the callback's folder.
-        identifier: the identifier in its manifest; "" if unknown, and then it is never removed.
+        identifier: the identifier in its manifest; "" if unknown, in which case it is never removed.
         score: the monitored value at the save; None if nothing is monitored.
         number: index of the save within the run.
         step: the optimizer step after which it was written.
@@ -30,10 +30,10 @@ class SavedCheckpoint:
 
     @classmethod
     def from_state(cls, document: Any) -> SavedCheckpoint:
-        """Build one from `dataclasses.asdict`, or from the path that earlier versions stored.
+        """Build an instance from the dict of `dataclasses.asdict`; earlier versions stored a path instead of a name.
 
         Raises:
-            ValueError: the document is neither.
+            ValueError: the document has another form.
         """
         if not isinstance(document, Mapping):
             raise ValueError(f"{document!r} does not describe a checkpoint")
@@ -41,8 +41,8 @@ class SavedCheckpoint:
         name = document.get("name", path.rpartition("/")[2] if isinstance(path, str) else None)
         identifier, score = document.get("identifier", ""), document.get("score")
         number, step = document.get("number", 0), document.get("step", 0)
-        plain = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
-        if not plain or type(number) is not int or type(step) is not int:
+        valid_name = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
+        if not valid_name or type(number) is not int or type(step) is not int:
             raise ValueError(f"{document!r} does not describe a checkpoint")
         if score is not None and not isinstance(score, int | float):
             raise ValueError(f"the score {score!r} is not a number")
@@ -50,7 +50,7 @@ class SavedCheckpoint:
 
 
 class Retention:
-    """Selects which checkpoints to keep, and returns the ones to remove. Only checkpoints added here are ever returned.
+    """Selects which checkpoints to keep and which to remove, among those that were added to it.
 
     Args:
         top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best.
@@ -71,12 +71,12 @@ class Retention:
         return candidate in self._select([*self.kept, candidate])
 
     def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
-        """Return the checkpoints that a new one with this score would displace; it may reuse one of their names."""
-        staying = self._select([*self.kept, self._candidate(score)])
-        return [checkpoint for checkpoint in self.kept if checkpoint not in staying]
+        """Return the checkpoints that a new one with this score would displace; it may take the name of one of them."""
+        kept = self._select([*self.kept, self._candidate(score)])
+        return [checkpoint for checkpoint in self.kept if checkpoint not in kept]
 
     def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
-        """Add a checkpoint; return the displaced ones, to remove once it is complete, except one of the same name."""
+        """Add a checkpoint; return those to remove once it is complete, except one that it replaces by name."""
         candidates = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(candidates)

@@ -27,8 +27,8 @@ def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: Fal
 
     Args:
         path: the file.
-        is_allowed: whether the file may name a class, given its full name. The class is not imported: its objects
-            become placeholders.
+        is_allowed: returns whether the file may refer to a class, given its full name. The class is not imported;
+            its objects become placeholders.
 
     Raises:
         CheckpointError: the file holds other objects, or cannot be read.
@@ -38,12 +38,12 @@ def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: Fal
         with safe_globals([(Placeholder, name) for name in names]):
             document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{str(path)!r} cannot be read safely: {type(error).__name__}: {first}",
-            "it is a pickle, which runs whatever code it names; only tensors and plain values are read from one.",
-            "if you trust its source, load it with torch.load(..., weights_only=False) in a process of your own and "
-            "save its state_dict alone.",
+            f"{str(path)!r} cannot be read safely: {type(error).__name__}: {first_line}",
+            "it is a pickle, which can run arbitrary code; only tensors and plain values are read from it.",
+            "if you trust its source, load it with torch.load(..., weights_only=False) in a separate process "
+            "and save only its state_dict.",
         ) from error
     if not isinstance(document, dict):
         raise CheckpointError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.errors import CheckpointError
 
-_SHOWN = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class WeightMismatch:
         )
 
     def raise_or_warn(self, weights: str, module: str, strict: bool = True, remedy: str = "pass strict=False") -> None:
-        """Raise on a mismatch, or warn about skipped names. Another shape always raises, as in torch.
+        """Raise on a mismatch, or warn about skipped names. A different shape always raises, as in torch.
 
         Args:
             weights: subject of the message, such as "The weights of ...".
@@ -60,7 +60,7 @@ class WeightMismatch:
             CheckpointError: lists the names.
         """
         parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.wrong_shape}
-        listed = ", ".join(f"{problem} {_some(names)}" for problem, names in parts.items() if names)
+        listed = ", ".join(f"{problem} {_shortened(names)}" for problem, names in parts.items() if names)
         if self.wrong_shape or (listed and strict):
             raise CheckpointError(
                 f"{weights} do not fit {module}: {listed}.",
@@ -72,6 +72,6 @@ class WeightMismatch:
             warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {listed}.", stacklevel=3)
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{list(names[:_SHOWN])}{more}"
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{list(names[:_MAX_LISTED])}{more}"

@@ -1,4 +1,4 @@
-"""Reads folders that DeepSpeed's ``save_checkpoint`` wrote, without executing code from them.
+"""Reads folders written by DeepSpeed's ``save_checkpoint``, without executing code from them.
 
 The layout of the flat partitions follows ``deepspeed.utils.zero_to_fp32``: at stages 1 and 2 the concatenated
 partitions of a group hold its parameters in order; at stage 3 each parameter is split evenly over the ranks.
@@ -31,46 +31,54 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: files are missing or damaged, or it was written under model parallelism.
     """
-    step = _step_folder(folder)
-    models = [load_safely(path, _is_deepspeed_class) for path in _by_rank(step.glob("*_model_states.pt"))]
-    parts = [
+    step_folder = _step_folder(folder)
+    model_states = [load_safely(path, _is_deepspeed_class) for path in _by_rank(step_folder.glob("*_model_states.pt"))]
+    optimizer_states = [
         load_safely(path, _is_deepspeed_class)["optimizer_state_dict"]
-        for path in _by_rank(step.glob("*_optim_states.pt"))
+        for path in _by_rank(step_folder.glob("*_optim_states.pt"))
     ]
-    if not models:
-        raise _unreadable(step, "there are no *_model_states.pt")
-    if models[0].get("mp_world_size", 1) != 1:
-        raise _unreadable(step, f"it was written under model parallelism over {models[0]['mp_world_size']} ranks")
-    if len(parts) != models[0].get("dp_world_size", len(parts)):
-        raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt exist")
+    if not model_states:
+        raise _unreadable(step_folder, "there are no *_model_states.pt files")
+    if model_states[0].get("mp_world_size", 1) != 1:
+        raise _unreadable(
+            step_folder, f"it was written under model parallelism over {model_states[0]['mp_world_size']} ranks"
+        )
+    if len(optimizer_states) != model_states[0].get("dp_world_size", len(optimizer_states)):
+        raise _unreadable(
+            step_folder, f"{len(optimizer_states)} of {model_states[0]['dp_world_size']} *_optim_states.pt exist"
+        )
     try:
-        return _merge(models, parts)
+        return _merge(model_states, optimizer_states)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise _unreadable(step, f"{type(error).__name__}: {error}") from error
+        raise _unreadable(step_folder, f"{type(error).__name__}: {error}") from error
 
 
-def _merge(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    first = models[0]
+def _merge(
+    model_states: Sequence[Mapping[str, Any]], optimizer_states: Sequence[Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    first = model_states[0]
     # Partitioned parameters are empty tensors here.
     weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
     partitioned = {name for name, value in weights.items() if not value.numel()}
     shapes = first["param_shapes"]
-    if parts and _STAGE_3_GROUPS in parts[0]:
-        weights.update(_merge_sharded_groups(shapes, [part[_STAGE_3_GROUPS] for part in parts]))
+    if optimizer_states and _STAGE_3_GROUPS in optimizer_states[0]:
+        weights.update(_merge_sharded_groups(shapes, [state[_STAGE_3_GROUPS] for state in optimizer_states]))
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
-            fragments = [model["frozen_param_fragments"][name] for model in models]
+            fragments = [model["frozen_param_fragments"][name] for model in model_states]
             weights[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
-    elif parts:
+    elif optimizer_states:
         weights.update(
             _merge_flat_groups(
-                shapes, [part[_STAGE_1_2_GROUPS] for part in parts], parts[0].get("param_alignment_paddings")
+                shapes,
+                [state[_STAGE_1_2_GROUPS] for state in optimizer_states],
+                optimizer_states[0].get("param_alignment_paddings"),
             )
         )
         weights.update(first.get("frozen_param_fragments") or {})
     for tied, name in dict(first.get("shared_params") or {}).items():
         weights[tied] = weights[name]
     unresolved = [name for name in partitioned if not weights[name].numel()]
-    # Tied names that DeepSpeed does not record are restored by the module that ties them.
+    # A tied name that DeepSpeed did not record is left out: the module ties it to its parameter again.
     return {name: value for name, value in weights.items() if name not in unresolved}
 
 
@@ -122,7 +130,7 @@ def _is_deepspeed_class(name: str) -> bool:
 
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(folder)!r} cannot be read as a folder of DeepSpeed: {problem}.",
+        f"{str(folder)!r} cannot be read as a DeepSpeed checkpoint: {problem}.",
         "its parameters are assembled from the files of all ranks.",
-        "check that all of them exist, or run DeepSpeed's own zero_to_fp32.py where you trust it.",
+        "check that all of them exist, or run DeepSpeed's zero_to_fp32.py if you trust the files.",
     )

@@ -21,7 +21,7 @@ from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_o
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.errors import CheckpointError
 
-_PIECE = 16 * 2**20  # bytes in memory at a time, unless a row is larger
+_PIECE_BYTES = 16 * 2**20  # read into memory at a time, unless a single row is larger
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
@@ -65,7 +65,7 @@ def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
         writer.write(header_of(specs))
         for spec in specs:
             row = row_size(spec.shape)
-            for piece in pieces_of(spec, _PIECE):
+            for piece in pieces_of(spec, _PIECE_BYTES):
                 writer.write(bytes_of(sources[spec.name].read(Span(piece.first * row, piece.last * row))))
         writer.record()
     finally:
@@ -77,14 +77,14 @@ def create_file(target: str) -> Iterator[Any]:
     """Yield a stream for ``target``, which appears under its name only once it is complete.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     try:
         with _open_replacement(target) as sink:
             yield sink
     except OSError as error:
         raise CheckpointError(
-            f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+            f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the free space."
         ) from error
 
 

@@ -33,7 +33,7 @@ def convert(
     """Convert weights of another library to a checkpoint, or a checkpoint to the Hugging Face layout.
 
     With ``to="checkpoint"`` the result is a weights-only checkpoint for `TrainModule.load_from_checkpoint`. Supported
-    inputs: a Lightning ``.ckpt``, with its hyper-parameters as far as they are JSON-able and no secrets; a
+    inputs: a Lightning ``.ckpt``, with those hyper-parameters that are JSON-able and not secret; a
     ``torch.save`` file that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``;
     and folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
 
@@ -67,7 +67,7 @@ def convert(
             'it writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
-    weights, hyper_parameters = _read_foreign(Path(path))
+    weights, hyper_parameters = _read_other_format(Path(path))
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not weights:
@@ -83,7 +83,7 @@ def convert(
     return os.fspath(out)
 
 
-def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if path.is_dir():
         if is_dcp(path):
             return read_dcp(path), {}
@@ -96,14 +96,12 @@ def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             'check the path; to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
         )
     if not path.exists():
-        raise CheckpointError(
-            f"There is nothing at {str(path)!r}.", "no file or folder has this name.", "check the path."
-        )
+        raise CheckpointError(f"{str(path)!r} does not exist.", "", "check the path.")
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(path), {}
-    document = load_safely(path, is_allowed=lambda name: True)  # objects outside the state_dict may be of any class
+    document = load_safely(path, is_allowed=lambda name: True)  # objects outside of `state_dict` may be of any class
     state = document.get("state_dict", document)
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -116,7 +114,7 @@ def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{str(path)!r} holds weights that are not plain tensors: {', '.join(unknown)}.",
             "turning them into tensors would execute code of their classes.",
-            "load it where the classes are known, and save plain tensors.",
+            "load it in a program that defines the classes, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
@@ -140,11 +138,11 @@ def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
 
 def _find_aliases(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the weights, and aliases for names that share one tensor in the file."""
-    first: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     aliases = {}
     for name, tensor in weights.items():
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        known = first.setdefault(key, name) if tensor.numel() else name
-        if known != name:
-            aliases[name] = known
+        first_name = first_names.setdefault(key, name) if tensor.numel() else name
+        if first_name != name:
+            aliases[name] = first_name
     return dict(weights), aliases

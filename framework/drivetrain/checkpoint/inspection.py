@@ -25,8 +25,8 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, in_it = without_secrets(metadata.hyper_parameters)  # earlier versions stored secrets too
-    secrets = dict.fromkeys([*metadata.left_out, *in_it])
+    arguments, stored_secrets = without_secrets(metadata.hyper_parameters)  # earlier versions stored secrets too
+    secrets = dict.fromkeys([*metadata.left_out, *stored_secrets])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     precision = metadata.precision or "unknown"
     lines = [
@@ -37,22 +37,22 @@ def show(path: str | os.PathLike[str]) -> str:
         f"  from    {_pairs(arguments)}",
         *([f"  without {', '.join(secrets)}"] if secrets else []),
         *([f"  on      a base of {len(metadata.base)} weights, which are not in it"] if metadata.base else []),
-        *([f"  models  {_named_models(metadata.pretrained)}"] if metadata.pretrained else []),
-        f"  weights {count:,} numbers, {format_size(_bytes(checkpoint, manifest.weights.files()))}",
+        *([f"  models  {_list_models(metadata.pretrained)}"] if metadata.pretrained else []),
+        f"  weights {count:,} numbers, {format_size(_total_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):
-        lines.append(f"  optimizer {index}: {format_size(_bytes(checkpoint, part.files()))}")
+        lines.append(f"  optimizer {index}: {format_size(_total_bytes(checkpoint, part.files()))}")
     for key, part in manifest.callbacks.items():
-        lines.append(f"  {key}: {format_size(_bytes(checkpoint, part.files()))}")
+        lines.append(f"  {key}: {format_size(_total_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())
     lines.append(f"  in all  {format_size(nbytes)} in {len(manifest.files)} files")
-    rows = [(name, *_described(source), source.file.name) for name, source in sources.items()]
+    rows = [(name, *_type_shape(source), source.file.name) for name, source in sources.items()]
     for tied, first in manifest.aliases.items():
-        rows = [(row[0], row[1], row[2], f"tied to {first}") if row[0] == tied else row for row in rows]
+        rows = [(*row[:3], f"tied to {first}") if row[0] == tied else row for row in rows]
     return "\n".join([*lines, "", *_table(("name", "type", "shape", "file"), rows)])
 
 
-def _named_models(models: Mapping[str, Mapping[str, Any]]) -> str:
+def _list_models(models: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} ({model.get('class', 'unknown')})" for name, model in models.items())
 
 
@@ -63,27 +63,27 @@ def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[st
         A line for each name that only one of them has, or whose values differ; empty if they are equal.
     """
     left, right = load(path), load(other)
-    lines = list(_different("", left.weights().sources(), right.weights().sources()))
+    lines = list(_differences("", left.weights().sources(), right.weights().sources()))
     counts = (len(left.manifest.optimizers), len(right.manifest.optimizers))
     if counts[0] != counts[1]:
         lines.append(f"optimizers: {counts[0]} against {counts[1]}")
     for index in range(min(counts)):
         parts = (left.manifest.optimizers[index], right.manifest.optimizers[index])
-        lines += _different(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
-        groups = [each.optimizer_state(index)["param_groups"] for each in (left, right)]
+        lines += _differences(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
+        groups = [checkpoint.optimizer_state(index)["param_groups"] for checkpoint in (left, right)]
         if repr(groups[0]) != repr(groups[1]):
             lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
     for key in dict.fromkeys([*left.manifest.callbacks, *right.manifest.callbacks]):
-        lines += _different(f"{key}: ", left.callback_tensors(key).sources(), right.callback_tensors(key).sources())
+        lines += _differences(f"{key}: ", left.callback_tensors(key).sources(), right.callback_tensors(key).sources())
     return lines
 
 
-def _different(prefix: str, left: Mapping[str, TensorSource], right: Mapping[str, TensorSource]) -> Iterator[str]:
+def _differences(prefix: str, left: Mapping[str, TensorSource], right: Mapping[str, TensorSource]) -> Iterator[str]:
     for name in dict.fromkeys([*left, *right]):
         if name not in right or name not in left:
             yield f"{prefix}{name}: only in the {'first' if name in left else 'second'}"
         elif left[name].spec != right[name].spec:
-            yield f"{prefix}{name}: {' '.join(_described(left[name]))} against {' '.join(_described(right[name]))}"
+            yield f"{prefix}{name}: {' '.join(_type_shape(left[name]))} against {' '.join(_type_shape(right[name]))}"
         else:
             distance = _distance(left[name].read(), right[name].read())
             if distance is not None:
@@ -94,15 +94,15 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> str | None:
     if torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
         return None
     wide = torch.complex128 if left.is_complex() else torch.float64
-    off = (left.to(wide) - right.to(wide)).abs()
-    return f"{int((off != 0).sum())} of {left.numel()} numbers differ, by {off.max():.3g} at most"
+    distances = (left.to(wide) - right.to(wide)).abs()
+    return f"{int((distances != 0).sum())} of {left.numel()} numbers differ, by {distances.max():.3g} at most"
 
 
-def _described(source: TensorSource) -> tuple[str, str]:
+def _type_shape(source: TensorSource) -> tuple[str, str]:
     return _TYPES[source.dtype], "x".join(map(str, source.shape)) or "()"
 
 
-def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
+def _total_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
     return sum(checkpoint.manifest.files[name].size for name in names)
 
 
@@ -110,7 +110,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "unknown"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    all_rows = [head, *rows]
-    widths = [max(len(row[column]) for row in all_rows) for column in range(len(head))]
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    all_rows = [header, *rows]
+    widths = [max(len(row[column]) for row in all_rows) for column in range(len(header))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in all_rows]

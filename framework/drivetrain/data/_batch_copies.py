@@ -1,6 +1,6 @@
-"""Copy batches that are kept beyond their step, which may modify them, or beyond the loader's next batch.
+"""Copies batches that are used again after their step, or after the loader has yielded the next batch.
 
-A step may take its batch apart (``batch.pop("y")``), and a loader may write the next batch into the same memory.
+A step may modify its batch (``batch.pop("y")``), and a loader may write the next batch into the same memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _rebuild(batch: Any, copy_leaf: CopyLeaf) -> Any:
 
 
 def _rebuild_object(batch: Any, copy_leaf: CopyLeaf) -> Any:
-    """Copy an object, then its values: a dataclass or a Hugging Face ``BatchEncoding``, for example."""
+    """Copy an object and its values, for example a dataclass or a Hugging Face ``BatchEncoding``."""
     try:
         if callable(getattr(batch, "clone", None)):  # A TensorDict or a graph copies its tensors itself.
             return batch.clone()

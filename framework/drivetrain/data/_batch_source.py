@@ -1,4 +1,4 @@
-"""BatchSource: the interface through which the loops read batches."""
+"""The interface through which the loops read batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BatchSource(Protocol):
 
     Attributes:
         length: the number of micro-batches that the loader declares for an epoch, the same on every rank; None if it
-            declares none.
+            declares no length.
         length_is_exact: whether every epoch has exactly ``length`` micro-batches.
         samples: the number of samples in the data set, the same on every rank; None if it is unknown or differs
             between ranks.
@@ -28,11 +28,11 @@ class BatchSource(Protocol):
         stateful: whether the read position is in an object that checkpoints save, so that nothing may be read ahead
             of training.
         stride: the number of samples in a whole global micro-batch; None if it is unknown.
-        fresh_memory: whether every batch has memory of its own, which no later batch overwrites.
-        subset: a JSON-able description of the samples that are read of a larger data set, which must be equal on every
-            rank; None if all samples are read, or if each rank reads its own.
+        fresh_memory: whether every batch is newly allocated, so that no later batch overwrites it.
+        subset: a JSON-able description of the samples that are selected from a larger data set, which must be equal on
+            every rank; None if all samples are read, or if each rank has its own data.
         needs_order_check: whether ranks have to compare what they read first, because they might use different orders,
-            or read the same data where each should read its own. `order_fingerprints` resets it.
+            or all read the same data although each should read its own. `order_fingerprints` resets it.
     """
 
     @property
@@ -89,8 +89,8 @@ class BatchSource(Protocol):
         Args:
             epoch: the epoch's number, which determines the order.
             start: the number of the first micro-batch to return.
-            origin: the part of the epoch that was trained on with another sharding. The rest is sharded like an epoch
-                of its own, and its micro-batches are numbered from ``origin.number`` on.
+            origin: the part of the epoch that was trained on with another sharding. The rest is sharded like a
+                separate epoch, and its micro-batches are numbered from ``origin.number`` on.
 
         Raises:
             ConfigurationError: the source cannot re-shard the rest of an epoch.
@@ -102,7 +102,7 @@ class BatchSource(Protocol):
         ...
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
-        """Return fingerprints of what was read first, once a batch was read; the same number on every rank."""
+        """Return fingerprints of what was read first, after a batch was read; their number is equal on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Shard a custom sampler: its order is kept, and W of its batches form a global micro-batch."""
+"""Shards a custom sampler, whose order is kept: ``world_size`` consecutive batches form a global micro-batch."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def group_indices(
     indices = islice(stream, skip, None)
     stride = batch_size * world_size
     bounds = _bounds([batch_size] * world_size)
-    while len(taken := list(islice(indices, stride))) == stride:
-        yield GlobalBatch(taken, bounds, is_whole=True)
-    if taken and not drop_last:
-        yield split_evenly(taken, world_size)
+    while len(chunk := list(islice(indices, stride))) == stride:
+        yield GlobalBatch(chunk, bounds, is_whole=True)
+    if chunk and not drop_last:
+        yield split_evenly(chunk, world_size)
 
 
 def group_batches(
     stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool, skip: int = 0
 ) -> Iterator[GlobalBatch]:
     """Yield global micro-batches from a stream of batches of any size, after skipping the first ``skip`` indices."""
-    # An empty batch would make a rank join for no reason.
+    # Drop empty batches, for which a rank would have to join a step without samples.
     batches = filter(None, map(list, stream))
     if skip:
         batches = filter(None, _skip_samples(batches, skip))
@@ -62,16 +62,16 @@ def group_batches(
         for batch in batches:
             yield GlobalBatch(batch, [0, len(batch)], is_whole=True)
         return
-    while len(taken := list(islice(batches, world_size))) == world_size:
-        yield GlobalBatch(_flatten(taken), _bounds([len(batch) for batch in taken]), is_whole=True)
-    if taken and not drop_last:
-        yield split_evenly(_flatten(taken), world_size)
+    while len(chunk := list(islice(batches, world_size))) == world_size:
+        yield GlobalBatch(_flatten(chunk), _bounds([len(batch) for batch in chunk]), is_whole=True)
+    if chunk and not drop_last:
+        yield split_evenly(_flatten(chunk), world_size)
 
 
 def rebalance_tail(groups: Iterator[GlobalBatch], world_size: int) -> Iterator[GlobalBatch]:
-    """Split a last partial global micro-batch of fewer than W samples together with the one before it.
+    """Redistribute the last two global micro-batches if the last one has fewer than ``world_size`` samples.
 
-    The two that result are nearly equal, so that no rank has to join during evaluation.
+    The two resulting micro-batches have nearly equal sizes, so that every rank has samples during evaluation.
     """
     pending: GlobalBatch | None = None
     for group in groups:
@@ -93,7 +93,7 @@ class SamplerRng:
     """Context manager that gives a sampler the same random generators on every rank.
 
     The process's generators and the sampler's own are restored on exit, so that the sampler and the model do not
-    influence each other's random numbers. A later entry continues where the previous one ended.
+    influence each other's random numbers. Entering it again continues the sampler's random numbers.
 
     Args:
         seed: the seed of the run.

@@ -1,4 +1,4 @@
-"""IterableSource: batches of an iterable data set, of which each rank reads its own part in order."""
+"""Batches of an iterable data set, of which each rank reads its own part in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HOST = torch.device("cpu")
 class IterableSource:
     """`BatchSource` over a `DataLoader` with an iterable data set, or over any iterable of batches.
 
-    Starting within an epoch reads and drops the batches before it, unless the loader, or a data set that is read in
+    Starting within an epoch reads and drops the earlier batches, unless the loader, or a data set that is read in
     this process, has ``state_dict`` and ``load_state_dict``.
 
     Args:
@@ -57,7 +57,7 @@ class IterableSource:
         self.length = len_or_none(loader)
         self.length_is_exact = isinstance(loader, list | tuple)
         self.last: Any = NO_BATCH
-        """The last batch that was skipped, which a joining rank uses if no batch follows it."""
+        """The last skipped batch, which a rank without samples uses to join a step if no batch follows."""
         if self.length == 0:
             raise no_batches_error(f"{type(loader).__name__} has length 0")
         if isinstance(loader, DataLoader):
@@ -68,17 +68,17 @@ class IterableSource:
                 self._seeded = SeededIterable(loader.dataset, seed, rank, world_size)
                 attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
             self._clone = LoaderClone(loader, **attributes)
-        # Any other iterable may reuse the memory of its batches.
+        # Other iterables may reuse the memory of their batches.
         self.fresh_memory = type(loader) in (list, tuple) or (
             isinstance(loader, DataLoader) and allocates_each_batch(loader)
         )
-        self._stateful = self._find_stateful()
-        self.stateful = self._stateful is not None
+        self._stateful_object = self._find_stateful_object()
+        self.stateful = self._stateful_object is not None
         self._rng_at_epoch_start: Any = None
-        self._resumes = False
+        self._state_is_loaded = False
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
-        """Return None: the size of a batch is unknown until it was read."""
+        """Return None: the size of a batch is unknown until it is read."""
         return
 
     def indices(self, epoch: int) -> None:
@@ -96,13 +96,13 @@ class IterableSource:
             raise ConfigurationError(
                 f"{type(self._loader).__name__} cannot resume within an epoch with another world size or batch size.",
                 "each rank reads its own part of an iterable data set, and these parts cannot be re-sharded.",
-                "resume on as many ranks with the same batch size, or from a checkpoint at an epoch's end.",
+                "resume on the same number of ranks with the same batch size, or from a checkpoint at an epoch's end.",
             )
         set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
         if self._seeded is not None:
             self._seeded.set_epoch_number(epoch)
-        resumes, self._resumes = self._resumes, False
-        if start == 0 or resumes:
+        state_is_loaded, self._state_is_loaded = self._state_is_loaded, False
+        if start == 0 or state_is_loaded:
             self._rng_at_epoch_start = generator_states(_HOST) if self.in_process and not self.stateful else None
             return self._iterate(self._batches(), 0, start)
         if self._rng_at_epoch_start is not None:
@@ -126,20 +126,20 @@ class IterableSource:
     def state_dict(self) -> dict[str, Any]:
         return {
             "began": self._rng_at_epoch_start,
-            "state": None if self._stateful is None else self._stateful.state_dict(),
+            "state": None if self._stateful_object is None else self._stateful_object.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rng_at_epoch_start = state["began"]
-        if self._stateful is not None and state["state"] is not None:
-            self._stateful.load_state_dict(state["state"])
-            self._resumes = True
+        if self._stateful_object is not None and state["state"] is not None:
+            self._stateful_object.load_state_dict(state["state"])
+            self._state_is_loaded = True
 
     def close(self) -> None:
         if self._clone is not None:
             self._clone.close()
 
-    def _find_stateful(self) -> Any:
+    def _find_stateful_object(self) -> Any:
         candidates = [self._loader if self._clone is None else self._clone.loader]
         if self.in_process:
             candidates.append(getattr(self._loader, "dataset", None))
@@ -186,7 +186,7 @@ class IterableSource:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch, the size of its first tensor's first dimension; 1 without a tensor."""
+    """Return the number of samples in a batch: the first dimension of its first tensor, or 1 if it has no tensor."""
     samples = samples_in(batch)
     if samples is None:
         warnings.warn(

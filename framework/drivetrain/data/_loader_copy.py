@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, default_collate
 class LoaderClone:
     """A copy of a user's `DataLoader` with some attributes replaced; the user's object is not changed.
 
-    The copy is made by `copy.copy` and not by the constructor, because a subclass may take other arguments. Its
-    overrides, such as ``__iter__``, keep working.
+    The copy is made by `copy.copy` and not by the constructor, because a subclass may take other arguments. Methods
+    that a subclass overrides, such as ``__iter__``, keep working.
 
     Args:
         loader: the user's loader.
@@ -27,7 +27,7 @@ class LoaderClone:
     def __init__(self, loader: DataLoader[Any], **attributes: Any) -> None:
         self._loader = copy.copy(loader)
         self._tracker = _IteratorTracker(self._loader)
-        # `DataLoader.__setattr__` refuses to change these after construction.
+        # `DataLoader.__setattr__` does not allow changing these attributes.
         vars(self._loader).update(attributes, _iterator=None, _get_iterator=self._tracker)
 
     @property
@@ -48,16 +48,16 @@ class LoaderClone:
 
 
 def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a copy of a loader with another batch size, which shares its data set and sampler."""
-    apart = copy.copy(loader)
+    """Return a copy of a loader with another batch size and the same data set and sampler."""
+    clone = copy.copy(loader)
     batches = BatchSampler(loader.sampler, size, bool(loader.drop_last))
-    # `DataLoader.__setattr__` refuses to change these after construction.
-    vars(apart).update(batch_size=size, batch_sampler=batches, _iterator=None)
-    return apart
+    # `DataLoader.__setattr__` does not allow changing these attributes.
+    vars(clone).update(batch_size=size, batch_sampler=batches, _iterator=None)
+    return clone
 
 
 def allocates_each_batch(loader: DataLoader[Any]) -> bool:
-    """Return whether every batch has memory of its own: torch's default collation made it, or a worker sent it."""
+    """Return whether every batch is newly allocated, because torch's default collation made it or a worker sent it."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False  # A custom `__iter__` may reuse memory.
     return loader.num_workers > 0 or loader.collate_fn is default_collate

@@ -1,4 +1,4 @@
-"""Find the random generators that loaders, samplers, data sets and transforms hold."""
+"""Finds the random generators that loaders, samplers, data sets and transforms hold."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from drivetrain.data.combined import is_collection, leaves
 _CHILD_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "loader", "collate_fn")
 _CHILD_LISTS = ("datasets", "flattened")
 
-# Plain objects are followed this deep: a composed transform, for example, and its parts.
+# Maximum depth of plain objects that are searched, such as a composed transform and its parts.
 _MAX_DEPTH = 2
 _MAX_ENTRIES = 32
 _MAX_OBJECTS = 4096
 
-# Objects of these packages are followed only through the attributes named above.
+# Objects of these packages are searched only through the attributes listed above.
 _SKIPPED_PACKAGES = frozenset(
     {"builtins", "torch", "numpy", "drivetrain", "drivetrain_strategies", "threading", "logging"}
 )
 
 
 def collect_generators(*loaders: Any) -> list[Any]:
-    """Return the generators that loaders, their samplers, data sets and ``collate_fn`` have as attributes.
+    """Return the generators that loaders and their samplers, data sets and ``collate_fn`` have as attributes.
 
     Plain objects among the attributes, such as transforms, are searched as well, two levels deep and through small
     collections. Modules, tensors and other data sets are not searched.
@@ -39,7 +39,7 @@ def collect_generators(*loaders: Any) -> list[Any]:
     """
     found: dict[int, Any] = {}
     seen: set[int] = set()
-    deeper: list[tuple[Any, int]] = []
+    plain_objects: list[tuple[Any, int]] = []
     pending = [leaf for loader in loaders for leaf in (leaves(loader) if is_collection(loader) else [loader])]
     while pending:
         part = pending.pop()
@@ -51,22 +51,24 @@ def collect_generators(*loaders: Any) -> list[Any]:
         values = [*attributes.values(), *bound]
         found.update({id(value): value for value in values if is_generator(value)})
         if bound or not _is_skipped(part):
-            deeper += [(value, 1) for value in values]
+            plain_objects += [(value, 1) for value in values]
         pending += [attributes[name] for name in _CHILD_ATTRIBUTES if name in attributes]
         for name in _CHILD_LISTS:
             children = attributes.get(name)
             pending += children if isinstance(children, list | tuple) else ()
     limit = len(seen) + _MAX_OBJECTS
-    for value, depth in deeper:  # The list grows during the iteration.
+    for value, depth in plain_objects:  # The list grows during the iteration.
         for entry in _entries(value):
             if is_generator(entry):
                 found[id(entry)] = entry
             elif _may_hold_generators(entry) and id(entry) not in seen and len(seen) < limit:
                 seen.add(id(entry))
-                inside = [*getattr(entry, "__dict__", {}).values(), *_bound_objects(entry)]
-                found.update({id(inner): inner for inner in inside if is_generator(inner)})
+                inner_values = [*getattr(entry, "__dict__", {}).values(), *_bound_objects(entry)]
+                found.update(
+                    {id(inner_value): inner_value for inner_value in inner_values if is_generator(inner_value)}
+                )
                 if depth < _MAX_DEPTH:
-                    deeper += [(inner, depth + 1) for inner in inside]
+                    plain_objects += [(inner_value, depth + 1) for inner_value in inner_values]
     return list(found.values())
 
 
@@ -78,7 +80,7 @@ def _bound_objects(value: Any) -> list[Any]:
 
 
 def _entries(value: Any) -> Iterator[Any]:
-    """Yield the value, or the entries of a small collection; nothing for a large one."""
+    """Yield the value itself, or the entries if it is a small collection; nothing for a large collection."""
     if not isinstance(value, (list, tuple, dict)):
         yield value
     elif len(value) <= _MAX_ENTRIES:

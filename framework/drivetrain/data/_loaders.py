@@ -1,4 +1,4 @@
-"""prepare_loader: make the `BatchSource` of this rank's part from a user's loader."""
+"""Builds the `BatchSource` of this rank's part of a user's loader."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prepare_loader(
     Args:
         loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by
             ``"max_size_cycle"`` for training, else by ``"sequential"``). It is not modified.
-        training: shard for training, where a rank without a sample joins, rather than for evaluation.
+        training: shard for training instead of evaluation. In training, a rank may have to join a step without samples.
         predicting: keep the order of the data set and drop no sample.
         rank: this process's data rank.
         world_size: the number of data ranks.
@@ -118,14 +118,14 @@ class MapSource:
         shards_known: see `BatchSource`.
         samples: see `BatchSource`.
         prebatched: automatic batching is off: each item of the data set is a whole batch of unknown size.
-        custom_iteration: the loader may yield more or fewer batches than are requested.
+        custom_iteration: the loader may yield more or fewer batches than its sampler requests.
         rank_local: the shards of other ranks are unknown.
         on_epoch_start: called with the epoch's number when it begins.
         in_process: see `BatchSource`.
         stride: see `BatchSource`.
         subset: see `BatchSource`.
         sampler: the class name of a custom sampler that every rank iterates, so that its order has to be compared; None
-            for our own order and for samplers that are local to a rank.
+            for drivetrain's own order and for samplers that are local to a rank.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class MapSource:
         return None if self._prebatched or self._custom_iteration else self._rank_sampler.indices(epoch)
 
     def requested_indices(self) -> Iterator[list[Any]] | None:
-        # An index is a whole batch, or the batches may differ from the requests.
+        # An index stands for a whole batch, or the batches may differ from the requests.
         if self._prebatched or self._custom_iteration:
             return None
         requested = self._rank_sampler.requested = deque()
@@ -194,13 +194,13 @@ class MapSource:
             raise ConfigurationError(
                 "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
                 "the parts that its samplers select cannot be re-sharded",
-                "resume on as many ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
+                "resume on the same number of ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
             )
         self._on_epoch_start(epoch)
         shards = self._rank_sampler.begin(epoch, start, origin)
         if self._custom_iteration:
             return self._pair_custom_iteration(shards, start)
-        # These iterators run in C, so that a batch costs no Python call unless it has to be measured.
+        # These iterators are implemented in C, so that a batch needs no Python call unless it has to be measured.
         pairs = zip(self._clone.iterate(), shards, strict=False)
         return chain(self._measure(pairs) if self._prebatched else pairs, check_exhausted(shards))
 
@@ -208,8 +208,8 @@ class MapSource:
         from drivetrain.data._order_fingerprint import OrderFingerprint, digest_of_indices
 
         self.needs_order_check = False
-        drawn = getattr(self._rank_sampler, "first", None)
-        digest = None if drawn is None else digest_of_indices([group.indices for group in drawn])
+        first_groups = getattr(self._rank_sampler, "first", None)
+        digest = None if first_groups is None else digest_of_indices([group.indices for group in first_groups])
         return [OrderFingerprint(self._sampler or "", digest, common=True)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class MapSource:
 
 
 class _MapStylePlanner:
-    """Makes a `MapSource` from a map-style `DataLoader`, with the arguments of `prepare_loader`."""
+    """Builds a `MapSource` from a map-style `DataLoader`; takes arguments of `prepare_loader`."""
 
     def __init__(
         self, training: bool, predicting: bool, rank: int, world_size: int, seed: int, replace_sampler: bool
@@ -258,33 +258,33 @@ class _MapStylePlanner:
         self._replace_sampler = replace_sampler
 
     def plan(self, loader: DataLoader[Any]) -> MapSource:
-        slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        sampler: Any = getattr(loader, slot)
-        # Without automatic batching an index is a whole batch, unless the sampler itself yields lists of indices.
-        prebatched = slot == "sampler" and not isinstance(sampler, BatchSampler)
-        keyed = loader.num_workers > 0
+        sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler: Any = getattr(loader, sampler_attribute)
+        # Without automatic batching, an index stands for a whole batch, unless the sampler yields lists of indices.
+        prebatched = sampler_attribute == "sampler" and not isinstance(sampler, BatchSampler)
+        uses_workers = loader.num_workers > 0
         rank_local = self._world_size > 1 and (
             not self._replace_sampler or _is_already_sharded(sampler, self._world_size)
         )
         rank_sampler = (
             None
             if rank_local or not self._replace_sampler
-            else self._shard_standard_sampler(sampler, prebatched, keyed)
+            else self._shard_standard_sampler(sampler, prebatched, uses_workers)
         )
-        own_samplers: tuple[Any, ...] = ()
+        custom_samplers: tuple[Any, ...] = ()
         if rank_sampler is None:
-            rank_sampler = self._shard_custom_sampler(sampler, prebatched, keyed, rank_local)
-            own_samplers = _nested_samplers(sampler)
+            rank_sampler = self._shard_custom_sampler(sampler, prebatched, uses_workers, rank_local)
+            custom_samplers = _nested_samplers(sampler)
         if rank_sampler.length == 0:
             raise no_batches_error(_describe_empty(loader, self._world_size))
         # Batches must come in order, because they are paired with their shards by position.
-        attributes: dict[str, Any] = {slot: rank_sampler, "in_order": True}
-        if keyed:
+        attributes: dict[str, Any] = {sampler_attribute: rank_sampler, "in_order": True}
+        if uses_workers:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
             attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
         custom_iteration = False
         if type(loader) is not DataLoader and not prebatched:
-            from drivetrain.data._custom_loaders import has_custom_iteration  # imported only for such a loader
+            from drivetrain.data._custom_loaders import has_custom_iteration  # imported only if needed
 
             custom_iteration = has_custom_iteration(loader)
         multi_rank = self._world_size > 1
@@ -297,15 +297,15 @@ class _MapStylePlanner:
             prebatched,
             custom_iteration,
             shards_unknown,
-            lambda epoch: set_epoch(epoch, *own_samplers),
-            not keyed,
+            lambda epoch: set_epoch(epoch, *custom_samplers),
+            not uses_workers,
             None if rank_local else _stride(loader, prebatched, self._world_size),
             _subset(loader.dataset) if multi_rank and not rank_local else None,
-            _custom_sampler_name(own_samplers) if multi_rank and not rank_local and own_samplers else None,
+            _custom_sampler_name(custom_samplers) if multi_rank and not rank_local and custom_samplers else None,
         )
 
-    def _shard_standard_sampler(self, sampler: Any, prebatched: bool, keyed: bool) -> RankSampler | None:
-        """Return a `ShardedSampler` in place of a standard sampler of torch; None for any other sampler."""
+    def _shard_standard_sampler(self, sampler: Any, prebatched: bool, uses_workers: bool) -> RankSampler | None:
+        """Return a `ShardedSampler` that replaces a standard torch sampler; None for any other sampler."""
         batch_size, drop_last, inner = 1, False, sampler
         if not prebatched:
             if type(sampler) is not BatchSampler:
@@ -320,31 +320,31 @@ class _MapStylePlanner:
             order_of = lambda epoch: SequentialOrder(samples)  # noqa: E731
         drop_last = drop_last and not self._predicting
         sharding = EpochSharding(samples, batch_size, self._rank, self._world_size, drop_last, self._training)
-        return ShardedSampler(sharding, order_of, prebatched, keyed)
+        return ShardedSampler(sharding, order_of, prebatched, uses_workers)
 
     def _shard_custom_sampler(
-        self, sampler: Any, prebatched: bool, keyed: bool, rank_local: bool
+        self, sampler: Any, prebatched: bool, uses_workers: bool, rank_local: bool
     ) -> ShardedCustomSampler:
-        """Return a sampler that shards a custom sampler, or keeps all of it if it is ``rank_local``."""
+        """Return a sampler that shards a custom sampler; a ``rank_local`` one is read in full."""
         sharded = self._replace_sampler and not rank_local
         world_size, rank = (self._world_size, self._rank) if not rank_local else (1, 0)
         length = len_or_none(sampler)
         drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and sharded)
         start: Callable[[int], Iterator[GlobalBatch]]
         if prebatched:
-            start = lambda done: group_indices(sampler, 1, world_size, False, done)  # noqa: E731
+            start = lambda skip: group_indices(sampler, 1, world_size, False, skip)  # noqa: E731
             length = _divide(length, world_size, False)
         elif type(sampler) is BatchSampler and sharded:
-            start = lambda done: group_indices(  # noqa: E731
-                sampler.sampler, sampler.batch_size, world_size, drop_last, done
+            start = lambda skip: group_indices(  # noqa: E731
+                sampler.sampler, sampler.batch_size, world_size, drop_last, skip
             )
             length = _divide(len_or_none(sampler.sampler), world_size * sampler.batch_size, drop_last)
         else:
-            start = lambda done: group_batches(sampler, world_size, drop_last, done)  # noqa: E731
+            start = lambda skip: group_batches(sampler, world_size, drop_last, skip)  # noqa: E731
             length = _divide(length, world_size, drop_last)
 
-        def start_groups(done: int) -> Iterator[GlobalBatch]:
-            groups = start(done)
+        def start_groups(skip: int) -> Iterator[GlobalBatch]:
+            groups = start(skip)
             return groups if self._training or not sharded else rebalance_tail(groups, world_size)
 
         generators = [
@@ -353,7 +353,7 @@ class _MapStylePlanner:
             if isinstance(getattr(part, "generator", None), torch.Generator)
         ]
         rng_for_epoch = (lambda epoch: SamplerRng(self._seed, epoch, generators)) if sharded else None
-        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length, prebatched, keyed)
+        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length, prebatched, uses_workers)
 
 
 def _standard_sampler(sampler: Any) -> tuple[int, bool] | None:

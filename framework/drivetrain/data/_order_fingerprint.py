@@ -15,9 +15,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from drivetrain._runtime.transfer import row_major
 
-# How many indices of a list are hashed, which is enough to distinguish two orders.
+# Maximum number of indices of a list that are hashed; enough to distinguish two orders.
 _MAX_HASHED = 4096
-_MAX_SHOWN = 6
+_MAX_LISTED = 6
 
 _UNKNOWN: Any = object()
 
@@ -38,39 +38,39 @@ class OrderFingerprint(NamedTuple):
 
 
 def digest_of_indices(indices: Any) -> str:
-    """Return a digest of a nested list of a sampler's indices, which does not depend on the process."""
-    hashed = hashlib.blake2b(digest_size=8)
+    """Return a digest of a sampler's indices, given as a nested list. It does not depend on the process."""
+    hasher = hashlib.blake2b(digest_size=8)
     for value in _index_tokens(indices):
-        hashed.update(f"{value!r},".encode())
-    return hashed.hexdigest()
+        hasher.update(f"{value!r},".encode())
+    return hasher.hexdigest()
 
 
 def digest_of_batch(batch: Any) -> str | None:
     """Return a digest of a batch's tensors, arrays, texts, paths and numbers.
 
     Returns:
-        None if the batch holds none of these, or if it also holds other objects, in which batches could differ
-        without a difference in the digest.
+        None if the batch holds none of these, or if it also holds other objects, whose differences
+        the digest would not show.
     """
-    hashed, has_value = hashlib.blake2b(digest_size=8), False
+    hasher, has_value = hashlib.blake2b(digest_size=8), False
     for value in _leaves(batch):
         if value is _UNKNOWN:
             return None
         has_value = True
         for part in _bytes_of(value):
-            hashed.update(part)
-    return hashed.hexdigest() if has_value else None
+            hasher.update(part)
+    return hasher.hexdigest() if has_value else None
 
 
 def subset_fingerprint(dataset: Any) -> list[Any] | None:
     """Return a short JSON-able description of the samples that a `Subset` selects; None if all samples are read."""
-    indices = getattr(dataset, "indices", None)  # A subclass may not have them.
+    indices = getattr(dataset, "indices", None)  # A subclass may have no indices.
     if isinstance(dataset, Subset) and indices is not None:
         step = -(-len(indices) // _MAX_HASHED) or 1
         sampled = [_index_to_json(indices[position]) for position in range(0, len(indices), step)]
-        ellipsis = ["..."] if len(indices) > _MAX_SHOWN else []
+        ellipsis = ["..."] if len(indices) > _MAX_LISTED else []
         return [
-            *sampled[:_MAX_SHOWN],
+            *sampled[:_MAX_LISTED],
             *ellipsis,
             digest_of_indices(sampled),
             *(subset_fingerprint(dataset.dataset) or []),
@@ -126,7 +126,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _bytes_of(value: Any) -> Iterator[Any]:
-    """Yield the bytes of a whole value; a part would not do, since images may have the same first rows."""
+    """Yield the bytes of a whole value; a part is not enough, because images may have equal first rows."""
     if isinstance(value, Tensor):
         yield repr((tuple(value.shape), str(value.dtype))).encode()
         try:

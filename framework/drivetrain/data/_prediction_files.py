@@ -1,7 +1,7 @@
 """The file format of written predictions: a start document, parts, and a manifest that commits the parts.
 
 A part has three files: tensors as safetensors, all other values as JSON, and an index. The index is written last and
-names the batches of the outputs; a part without it is ignored. docs/predictions.md describes the format.
+lists the batches of the outputs; a part without an index is ignored. docs/predictions.md describes the format.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Entry:
         batch: the number of the loader's micro-batch on the rank.
         rank: the data rank.
         samples: the number of samples in the batch.
-        runs: the data-set indices of the samples, in the order of the output, as runs of consecutive indices: each has
-            its first index and its length. None if samples have no indices.
+        runs: the data-set indices of the samples, in the order of the output, as runs of consecutive indices, each
+            given by its first index and its length. None if samples have no indices.
     """
 
     loader: int
@@ -63,7 +63,7 @@ class Part:
     Attributes:
         stem: the common beginning of its files' names.
         entries: the batches of its outputs.
-        files: the records of its files, by name: the tensors, if any, and the other values.
+        files: the records of its files by name: the file of tensors, if any, and the file of other values.
     """
 
     stem: str
@@ -225,19 +225,19 @@ def as_integer_indices(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 @contextmanager
 def describe_errors_as_predictions(path: str) -> Iterator[None]:
-    """Context manager that rewords checkpoint errors, so that they describe predictions."""
+    """Context manager that rewords checkpoint errors so that they describe predictions."""
     try:
         yield
     except CheckpointError as error:
         what = error.what
-        for of_a_checkpoint, of_predictions in (
+        for checkpoint_text, predictions_text in (
             (f"The checkpoint {path!r} is damaged", f"The predictions {path!r} are damaged"),
             (f"The checkpoint {path!r}", f"The predictions {path!r}"),
             ("There is no checkpoint at", "There are no predictions at"),
             (f"{path!r} is not a checkpoint", f"{path!r} contains no predictions"),
         ):
-            if what.startswith(of_a_checkpoint):
-                what = what.replace(of_a_checkpoint, of_predictions, 1)
+            if what.startswith(checkpoint_text):
+                what = what.replace(checkpoint_text, predictions_text, 1)
         if what == error.what:
             raise
         is_storage_error = isinstance(error, StorageError)
@@ -247,5 +247,7 @@ def describe_errors_as_predictions(path: str) -> Iterator[None]:
             else "check the path; damaged predictions can be written again, to another path."
         )
         raise type(error)(
-            what, error.why if is_storage_error else error.why.replace("a checkpoint", "it"), fix
+            what,
+            error.why if is_storage_error else error.why.replace("a checkpoint is", "predictions are stored in"),
+            fix,
         ) from error

@@ -1,4 +1,4 @@
-"""Prefetcher: copy the next batch to a CUDA device while the current one computes."""
+"""Copies the next batch to a CUDA device while the step computes on the current one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class InFlight(NamedTuple):
 class Prefetcher:
     """Copies batches to a CUDA device on a separate stream.
 
-    Call `send` with the next batch, compute on the current one, then call `receive` for the next. The host waits for
-    neither. Tensors are pinned before they are copied.
+    Call `send` with the next batch, compute on the current one, then call `receive` for the next. Neither call
+    blocks the host. Tensors are pinned before they are copied.
 
     Args:
         device: the CUDA device.
@@ -31,21 +31,21 @@ class Prefetcher:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._opaque = False
+        self._has_unknown_objects = False
 
         self.send: Callable[[Any], InFlight] = self._send
         """Starts copying a batch."""
         self.receive: Callable[[InFlight], Any] = self._receive
         """Returns the copied batch, after making the current stream wait for the copy."""
 
-    def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap `send` and `receive`."""
-        self.send, self.receive = around(self.send), around(self.receive)
+    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `send` and `receive` with the functions that ``wrapper`` returns for them."""
+        self.send, self.receive = wrapper(self.send), wrapper(self.receive)
 
     def _send(self, batch: Any) -> InFlight:
-        if self._opaque:
-            # The tensors of unknown objects cannot be recorded on the stream that uses them, so that this copy could
-            # reuse memory that an earlier step still reads.
+        if self._has_unknown_objects:
+            # `record_stream` cannot be called for tensors in unknown objects, so this copy could reuse memory that an
+            # earlier step still reads.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             moved = self._copy(batch)
@@ -57,22 +57,22 @@ class Prefetcher:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(sent.arrived)
 
-        def used(value: Any) -> Any:
+        def record_use(value: Any) -> Any:
             if not isinstance(value, Tensor):
-                self._opaque = True
+                self._has_unknown_objects = True
             elif value.is_cuda:
                 # The allocator must not give the memory to a later copy while this stream still uses it.
                 value.record_stream(current)
             return value
 
-        map_tensors(sent.batch, used)
+        map_tensors(sent.batch, record_use)
         return sent.batch
 
     def _copy(self, batch: Any) -> Any:
-        return move_to(map_tensors(batch, _pinned), self._device, non_blocking=True)
+        return move_to(map_tensors(batch, _pin), self._device, non_blocking=True)
 
 
-def _pinned(value: Any) -> Any:
+def _pin(value: Any) -> Any:
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         return value if value.is_pinned() else value.pin_memory()
     return value

@@ -1,4 +1,4 @@
-"""RngReplay: save and restore random generators around batches that are read ahead of training."""
+"""Saves and restores the random generators around batches that are read ahead of training."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Pairs = Iterator[tuple[Any, BatchShard]]
 class RngReplay:
     """Records the generators' states before each batch that was read but not yet trained on.
 
-    Batches are read ahead of training: a whole window at once, or one that is being copied to the device. A data set
-    in this process may draw random numbers for them, so at the time of a save the generators are already past these
-    draws. A resumed run restores the state from before each of these batches while it reads the batch again, and then
+    Batches are read ahead of training: a whole accumulation window at once, or the batch being copied to the device. A
+    data set in this process may draw random numbers for them, so at the time of a save the generators are already past
+    these draws. A resumed run restores the state before each of these batches while it reads the batch again, and then
     the state at the save.
 
     Args:
-        device: the device whose generator is saved besides the CPU's.
+        device: the device whose generator is saved, in addition to the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,16 +38,16 @@ class RngReplay:
         self._read = 0
         self._final: Any = None
         self._set_aside: Any = None
-        self._to_replay: deque[Any] = deque()  # The states to restore, one before each batch, and the one at the save.
+        self._to_replay: deque[Any] = deque()  # One state per batch to read again, then the one at the save.
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
         """Return ``pairs`` as an iterator that records or restores generator states as batches are read.
 
         Args:
             pairs: the epoch's batches from ``first`` on.
-            first: the number of the first of them.
-            trained: returns how many of the epoch's micro-batches were trained on; None if none is read ahead, or if
-                reading draws no random numbers in this process.
+            first: the number of the first batch.
+            trained: returns how many of the epoch's micro-batches were trained on; None if no batch is read
+                ahead, or if reading draws no random numbers in this process.
         """
         self._states_before.clear()
         self._read = first
@@ -65,8 +65,8 @@ class RngReplay:
             *resumed, last = self._to_replay
             return lambda: {"ahead": resumed, "now": last}
         ahead = [states for number, states in self._states_before if trained <= number < self._read]
-        fixed = self._final or self._set_aside
-        current = capture_generators(self.device) if fixed is None else lambda: fixed
+        frozen = self._final or self._set_aside
+        current = capture_generators(self.device) if frozen is None else lambda: frozen
         return lambda: {"ahead": [states() for states in ahead], "now": current()}
 
     @contextmanager
@@ -83,11 +83,11 @@ class RngReplay:
         self._final = generator_states(self.device)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Resume from what `state` returned when the epoch is read next."""
+        """Restore what `state` returned; it takes effect when the epoch is read next."""
         self._to_replay = deque([*state["ahead"], state["now"]])
 
     def settle(self) -> None:
-        """Restore the generators' state at the save, if no batch has to be read again before."""
+        """Restore the generators' state at the save without reading batches again, unless it was restored already."""
         if self._to_replay:
             restore_generators(self._to_replay.pop(), self.device)
             self._to_replay.clear()
@@ -95,7 +95,7 @@ class RngReplay:
     def call_before_replay(self, run: Callable[[], object]) -> None:
         """Call ``run`` with the generators' state at the save, before any batch is read again.
 
-        The saved run would have called it after the save. The states that it leaves replace those at the save.
+        The saved run would have called it after the save. The state after ``run`` replaces the one at the save.
         """
         if not self._to_replay:
             run()
@@ -107,8 +107,8 @@ class RngReplay:
     def _record_and_yield(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
         self._restore_next()
         while True:
-            done = trained()
-            while self._states_before and self._states_before[0][0] < done:
+            trained_count = trained()
+            while self._states_before and self._states_before[0][0] < trained_count:
                 self._states_before.popleft()
             self._states_before.append((self._read, capture_generators(self.device)))
             pair = next(pairs, None)

@@ -1,4 +1,4 @@
-"""Split the output of a step into the outputs of single samples, and concatenate outputs."""
+"""Splits the output of a step into the outputs of single samples, and concatenates outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 TENSOR, LIST, WHOLE = "rows", "each", "whole"
-"""A tensor with a row per sample; a list or tuple with an entry per sample; any value, of a batch with one sample."""
+"""Layouts: a tensor with a row per sample; a list or tuple with an entry per sample; any value, for a single sample."""
 
 Layout = str | list[Any] | dict[Any, Any] | None
 
@@ -19,7 +19,7 @@ def layout_of(value: Any, samples: int) -> Layout:
     """Return how ``value``, the output for ``samples`` samples, is split by sample; None if it cannot be split.
 
     A tensor is split along its first dimension, and a dict by splitting its values. A list or tuple that contains
-    splittable tensors counts as several outputs; any other one has to have an entry per sample.
+    splittable tensors counts as several outputs; any other list or tuple needs an entry per sample.
     """
     if isinstance(value, Tensor):
         layout: Layout = TENSOR if value.dim() and value.shape[0] == samples else None
@@ -52,7 +52,7 @@ def rows_of(value: Any, layout: Layout, rows: Sequence[int]) -> Any:
 
 
 def sample_of(value: Any, layout: Layout, row: int) -> Any:
-    """Return one sample of ``value``: of a tensor of shape (n, ...), a copy of a row of shape (...).
+    """Return one sample of ``value``; for a tensor of shape (n, ...), a copy of a row of shape (...).
 
     Raises:
         ValueError: the value does not match ``layout``.
@@ -67,7 +67,7 @@ def sample_of(value: Any, layout: Layout, row: int) -> Any:
 
 
 def concatenate(values: Sequence[Any], layout: Layout) -> Any:
-    """Return the concatenation of several outputs: of tensors along their first dimension, and of lists.
+    """Concatenate several outputs: tensors along their first dimension, and lists.
 
     Raises:
         ValueError: an output does not match ``layout``, or tensors have incompatible shapes.
@@ -80,7 +80,7 @@ def concatenate(values: Sequence[Any], layout: Layout) -> Any:
         except RuntimeError as error:
             raise ValueError(f"tensors of different batches cannot be concatenated: {error}") from error
     if layout == LIST:
-        return type(values[0])(one for value in values for one in _require_type(value, list | tuple))
+        return type(values[0])(item for value in values for item in _require_type(value, list | tuple))
     if isinstance(layout, dict):
         return {
             key: concatenate([_require_type(value, Mapping)[key] for value in values], layout[key]) for key in layout
@@ -99,14 +99,14 @@ def concatenated_layout(layout: Layout) -> Layout:
     return LIST if layout == WHOLE else layout
 
 
-def _map_parts(value: Any, layout: Layout, take: Any) -> Any:
+def _map_parts(value: Any, layout: Layout, function: Any) -> Any:
     if isinstance(layout, dict):
         if _require_type(value, Mapping).keys() != layout.keys():
             raise ValueError(f"the keys {list(value)} differ from those of other batches, {list(layout)}")
-        return {key: take(value[key], layout[key]) for key in layout}
+        return {key: function(value[key], layout[key]) for key in layout}
     assert isinstance(layout, list)
     return type(value)(
-        take(part, inner) for part, inner in zip(_require_type(value, list | tuple), layout, strict=True)
+        function(part, inner) for part, inner in zip(_require_type(value, list | tuple), layout, strict=True)
     )
 
 

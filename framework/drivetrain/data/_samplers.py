@@ -1,4 +1,4 @@
-"""Samplers that replace a `DataLoader`'s own: they request this rank's samples and report the shard of each request."""
+"""Samplers that replace a `DataLoader`'s sampler: they request this rank's samples and report each request's shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Entry = TypeVar("Entry")
 
 _HOST = torch.device("cpu")
 
-# Global micro-batches that are read from a custom sampler at once. Swapping all generators costs far more than a draw.
+# Number of global micro-batches that are read from a custom sampler at a time, because swapping the generators is slow.
 _BLOCK_SIZE = 32
 
 
@@ -29,9 +29,9 @@ class RankSampler(ABC):
     """Batch sampler (or sampler) of this rank's part, which can start at any micro-batch of any epoch.
 
     Args:
-        length: the number of micro-batches that the sampler declares for an epoch; None if it declares none.
-        prebatched: the data set holds whole batches, so that a request is a single index rather than a list.
-        keyed: requests go to workers and carry the key of their micro-batch.
+        length: the number of micro-batches that the sampler declares for an epoch; None if it declares no length.
+        prebatched: whether the data set holds whole batches, so that a request is a single index rather than a list.
+        keyed: whether requests carry the key of their micro-batch, as they do if they go to workers.
     """
 
     length_is_exact = False
@@ -52,7 +52,7 @@ class RankSampler(ABC):
         """Set where the next iteration starts, and return the shards of its requests; see `BatchSource.epoch`."""
 
     def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
-        """Return the shards that `begin` would return; None if they are known only when the sampler is read."""
+        """Return the shards that `begin` would return; None if they are known only after the sampler is read."""
         return None
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
@@ -143,15 +143,15 @@ class ShardedSampler(RankSampler):
 class ShardedCustomSampler(RankSampler):
     """`RankSampler` over a custom sampler, whose order it keeps.
 
-    Every rank iterates the whole sampler and keeps its own part, so that all know each other's shards. Starting within
+    Every rank iterates the whole sampler and keeps its own part, so that all ranks know all shards. Starting within
     the epoch iterates over the indices before the start, but reads no samples.
 
     Args:
         start_groups: restarts the sampler, skips the given number of samples and returns the global micro-batches.
-        rng_for_epoch: returns the generators that the sampler draws from in an epoch; None if it draws from the
-            process's own.
+        rng_for_epoch: returns the generators that the sampler draws from in an epoch; None if it draws from
+            those of the process.
         rank: this process's data rank.
-        rank_local: the samplers of other ranks are unknown, and therefore the totals as well.
+        rank_local: whether the samplers of other ranks are unknown, and therefore the totals too.
         length: see `RankSampler`.
         prebatched: see `RankSampler`.
         keyed: see `RankSampler`.
@@ -219,7 +219,7 @@ class ShardedCustomSampler(RankSampler):
 
     def _read_groups(self, epoch: int, skip: int) -> Iterator[list[GlobalBatch]]:
         if self._rng_for_epoch is None:
-            # The sampler draws one group at a time, at the moments at which a plain PyTorch loop would draw.
+            # Read one group at a time, so that the sampler draws when it would in a plain PyTorch loop.
             for group in self._read_with_process_rng(skip):
                 yield [group]
             return
@@ -235,7 +235,7 @@ class ShardedCustomSampler(RankSampler):
             yield block
 
     def _read_with_process_rng(self, skip: int) -> Iterator[GlobalBatch]:
-        """Start the sampler; when resuming within an epoch, with the generators' states at the epoch's start."""
+        """Start the sampler. When resuming within an epoch, use the generators' states at the epoch's start."""
         groups = self._start_groups(skip)
         if self._start == 0 or self._rng_at_epoch_start is None:
             self._rng_at_epoch_start = generator_states(_HOST)
@@ -258,7 +258,7 @@ class _SurplusBatchError(ConfigurationError):
 
 
 def check_exhausted(shards: Iterator[BatchShard]) -> Iterator[NoReturn]:
-    """Yield nothing, and raise if shards are left.
+    """Yield nothing; raise if any shards are left.
 
     Raises:
         ConfigurationError: the loader ended before it yielded all batches that its sampler requested.
@@ -276,7 +276,7 @@ def check_exhausted(shards: Iterator[BatchShard]) -> Iterator[NoReturn]:
 
 
 def drain(queue: deque[Entry]) -> Iterator[Entry]:
-    """Pop and yield the entries of a queue until it is empty, including those added meanwhile."""
+    """Pop and yield the entries of a queue until it is empty, including those that are added in the meantime."""
     while queue:
         yield queue.popleft()
 
@@ -285,7 +285,7 @@ def _raise_surplus() -> Iterator[BatchShard]:
     yield from ()
     raise _SurplusBatchError(
         "the loader yielded more batches than its sampler requested",
-        "the number of samples in a batch comes from the sampler, which does not know these batches",
+        "the number of samples in a batch comes from the sampler, which did not request these batches",
         "let the DataLoader subclass yield one batch for each batch of indices, or pass any iterable of batches",
     )
 

@@ -1,4 +1,4 @@
-"""Sharding: which rank gets which samples of an epoch. Pure arithmetic without communication or reading of data."""
+"""Computes which rank gets which samples of an epoch, without communication and without reading data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.data.order import Order
 
-# How many sample indices are computed at once: enough to amortise torch's overhead, and few enough that an epoch starts
+# Number of sample indices computed at a time: enough to amortise torch's overhead, but few enough that an epoch starts
 # without delay.
 _BLOCK_SAMPLES = 4096
 
@@ -20,10 +20,10 @@ class BatchShard(NamedTuple):
     """One rank's part of a global micro-batch.
 
     Attributes:
-        samples: the number of this rank's samples, by default its weight; zero if it joins.
-        total: the number of samples of all ranks; None if knowing it needs communication.
-        joins: whether there is no sample for this rank, whose batch is the first sample of the global micro-batch
-            instead.
+        samples: the number of this rank's samples, which is the default weight of its batch; zero if it joins.
+        total: the number of samples of all ranks; None if that cannot be known without communication.
+        joins: whether there is no sample for this rank. It then takes part in the step with the first sample of the
+            global micro-batch.
         start: the position of the batch's first sample in the epoch's order.
     """
 
@@ -34,10 +34,10 @@ class BatchShard(NamedTuple):
 
 
 class ShardingOrigin(NamedTuple):
-    """Where the sharding of an epoch begins; not at 0 after a resume with another world size or batch size.
+    """Where the sharding of an epoch begins; not at 0 if the run resumed with another world size or batch size.
 
     Attributes:
-        samples: the number of samples of the epoch's order that were trained on before.
+        samples: the number of samples of the epoch's order that were already trained on.
         number: the number of the first micro-batch.
     """
 
@@ -64,9 +64,9 @@ def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchSh
 class EpochSharding:
     """How an epoch of known length is sharded over the data ranks.
 
-    Global micro-batch k holds the positions ``k*W*b`` to ``(k+1)*W*b``, and rank r takes the r-th slice of b. A last,
-    partial one is split evenly. In evaluation, a partial one of fewer than W samples is merged with the one before it
-    and split into two nearly equal ones, so that every rank has data.
+    Global micro-batch k holds the positions ``k*W*b`` to ``(k+1)*W*b``, and rank r takes the r-th slice of b. A
+    partial last micro-batch is split evenly. In evaluation, if it has fewer than W samples, it is merged with the one
+    before it and both are split into two of nearly equal size, so that every rank has data.
 
     Args:
         samples: the number of samples of the epoch, over all ranks.
@@ -87,7 +87,7 @@ class EpochSharding:
     offset: int = 0
 
     def remaining(self, trained: int) -> EpochSharding:
-        """Return the sharding of the samples after the first ``trained``, as an epoch of its own."""
+        """Return the sharding of the samples after the first ``trained``, as a separate epoch."""
         return replace(self, samples=max(0, self.samples - trained), offset=self.offset + trained)
 
     @property
@@ -134,12 +134,12 @@ class EpochSharding:
     def indices(self, order: Order, first: int = 0) -> Iterator[list[list[int]]]:
         """Yield the sample indices of this rank's micro-batches from ``first`` on, in blocks."""
         whole_batches, tail, stride = self.whole_batches, self.tail, self.stride
-        within = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
-        within += self.offset + self.rank * self.batch_size
+        columns = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
+        columns += self.offset + self.rank * self.batch_size
         while first < whole_batches:
             stop = min(whole_batches, first + self._block_size)
             starts = torch.arange(first, stop, dtype=torch.int64, device="cpu") * stride
-            yield order(starts[:, None] + within).tolist()
+            yield order(starts[:, None] + columns).tolist()
             first = stop
         for tail_part in tail[first - whole_batches :]:
             shard = self._shard(*tail_part)

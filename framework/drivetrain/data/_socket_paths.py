@@ -1,4 +1,4 @@
-"""Check that workers can create sockets in the temporary folder, because a run would hang if they cannot."""
+"""Checks that workers can create sockets in the temporary folder; if they cannot, a run would hang."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SUFFIX_LENGTH = len("/pymp-xxxxxxxx") + len("/listener-xxxxxxxx")
 def check_temporary_folder(num_workers: int) -> None:
     """Check that the temporary folder's path leaves room for the workers' socket names.
 
-    Otherwise each worker would print ``AF_UNIX path too long``, and the run would wait for its batches for ever.
+    Otherwise each worker would print ``AF_UNIX path too long``, and the run would wait for its batches forever.
 
     Args:
-        num_workers: the number of workers, which the error names.
+        num_workers: the number of workers, for the error.
 
     Raises:
         ConfigurationError: the path is too long.
@@ -40,7 +40,7 @@ def check_temporary_folder(num_workers: int) -> None:
         raise ConfigurationError(
             f"num_workers={num_workers} with temporary files in {folder!r}, a path of {length} bytes.",
             f"workers send tensors through sockets in that folder, whose paths may have at most {_MAX_SOCKET_PATH} "
-            "bytes: the run would wait for the first batch for ever.",
+            "bytes: the run would wait for the first batch forever.",
             f"set TMPDIR to a folder whose path has at most {_MAX_SOCKET_PATH - _SUFFIX_LENGTH} bytes, such as /tmp, "
             "before Python starts; or num_workers=0.",
         )

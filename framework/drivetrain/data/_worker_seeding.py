@@ -1,4 +1,4 @@
-"""Seed data-loading workers, so that their random draws depend only on seed, epoch, rank and micro-batch."""
+"""Seeds data-loading workers, so that their random draws depend only on seed, epoch, rank and micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 from drivetrain._runtime.seed import derive_seed
 
-# Distinguishes these seeds from others that are derived from the same numbers.
+# Makes these seeds differ from others that are derived from the same numbers.
 _WORKER_SEED = 0x776F726B
 
 
@@ -33,7 +33,7 @@ class KeyedIndices(list[int]):
 
 
 class KeyedIndex(NamedTuple):
-    """The single index of a micro-batch that the data set holds whole, with its key."""
+    """The index of a whole micro-batch in a data set of batches, with its key."""
 
     index: Any
     key: MicroBatchKey
@@ -45,7 +45,7 @@ class _DatasetProxy:
     Args:
         dataset: the user's data set.
         seed: the seed of the run.
-        rank: this rank.
+        rank: this process's data rank.
     """
 
     def __init__(self, dataset: Any, seed: int, rank: int) -> None:
@@ -95,7 +95,7 @@ class SeededIterable(_DatasetProxy):
     """Proxy for an iterable data set that seeds the worker's generators when an epoch begins.
 
     The draws continue from batch to batch, since the data set itself determines what a worker reads. They differ
-    between ranks, workers and epochs, also with persistent workers, which torch seeds only once.
+    between ranks, workers and epochs, even with persistent workers, which torch seeds only once.
 
     Args:
         dataset: the user's data set.
@@ -129,7 +129,7 @@ class SeededIterable(_DatasetProxy):
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that gives the worker a process group of its own and then calls the user's function.
+    """A ``worker_init_fn`` that moves the worker to a separate process group and then calls the user's function.
 
     A signal for the run's process group (Ctrl-C, or a scheduler's SIGTERM) would otherwise end the worker while the run
     still needs data to save a checkpoint. A worker still ends when its parent process ends.
@@ -146,7 +146,7 @@ class WorkerInit:
             os.setpgid(0, 0)
         worker = get_worker_info()
         if worker is not None and isinstance(worker.dataset, _DatasetProxy):
-            # `WorkerInfo` refuses assignment. Users access the data set through it to open files or to split the data.
+            # `WorkerInfo` does not allow assignment. Users open files or split the data through its ``dataset``.
             object.__setattr__(worker, "dataset", worker.dataset.dataset)
         if self._user_init is not None:
             self._user_init(worker_id)

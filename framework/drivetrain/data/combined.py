@@ -1,4 +1,4 @@
-"""CombinedLoader: iterate several loaders together."""
+"""Iterates several loaders together."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _EXHAUSTED: Any = object()
 """Marks an exhausted loader, since None may be a batch."""
 
 # An upper bound on how often a loader restarts within an epoch, used if the number is unknown.
-_MANY_PASSES = 2**16
+_MAX_PASSES = 2**16
 
 
 class CombinedLoader:
     """Iterates several loaders together; a batch has the same structure as the collection of loaders.
 
-    The samples of the first loader with a batch determine the micro-batch's weight, and whether a rank joins.
+    The first loader that has a batch determines the micro-batch's number of samples.
 
     Args:
         iterables: a dict, list or tuple of loaders, which may be nested.
         mode: ``"min_size"`` ends with the shortest loader; ``"max_size_cycle"`` ends with the longest and restarts the
             others; ``"max_size"`` ends with the longest and yields None for exhausted ones; ``"sequential"`` iterates
-            one loader after the other.
+            the loaders one after the other.
 
     Raises:
         ConfigurationError: the mode is unknown, or there is no loader.
@@ -55,7 +55,9 @@ class CombinedLoader:
         self.flattened: list[Any] = leaves(iterables)
         if not self.flattened:
             raise ConfigurationError(
-                f"CombinedLoader({iterables!r}) contains no loader", "there is nothing to iterate", "pass at least one"
+                f"CombinedLoader({iterables!r}) contains no loader",
+                "there is nothing to iterate",
+                "pass at least one loader",
             )
 
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx), like Lightning; the last is 0 except in ``"sequential"``."""
+        """Yield (batch, batch_idx, dataloader_idx), as in Lightning; the last is 0 except in ``"sequential"``."""
         streams = [_Stream(_loader_opener(loader)) for loader in self.flattened]
         if self.mode == "sequential":
             for index, stream in enumerate(streams):
@@ -121,7 +123,12 @@ class CombinedSource:
         return any(source.needs_order_check for source in self._sources)
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
-        return [sight for source in self._sources if source.needs_order_check for sight in source.order_fingerprints()]
+        return [
+            fingerprint
+            for source in self._sources
+            if source.needs_order_check
+            for fingerprint in source.order_fingerprints()
+        ]
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
         """Return None: which loader a shard comes from is known only when batches are read."""
@@ -143,7 +150,7 @@ class CombinedSource:
                 f"{len(self._sources)} combined loaders cannot resume within an epoch with another world size or batch "
                 "size.",
                 "each of them is at a different position in its own order.",
-                "resume on as many ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
+                "resume on the same number of ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
             )
         if self._loader.mode == "sequential":
             return self._iterate_sequentially(epoch, start)
@@ -172,9 +179,9 @@ class CombinedSource:
             start -= length
             pending.pop(0)
         if start == 0 or len(pending) == 1 or length is not None:
-            # The epoch starts here, and not when its first batch is read, as with other sources.
+            # Start the epoch here rather than at the first read, as other sources do.
             first, start = pending.pop(0).epoch(epoch, start), 0
-        else:  # The source's length is unknown, so it may end before that batch.
+        else:  # The source's length is unknown: it may end before that batch, so read it from its start.
             first = pending.pop(0).epoch(epoch)
         return islice(chain(first, self._remaining(pending, epoch)), start, None)
 
@@ -189,7 +196,7 @@ class CombinedSource:
             passes = 1
             if self._loader.mode == "max_size_cycle":
                 length_known = self.length_is_exact and source.length
-                passes = -(-self.length // source.length) if length_known else _MANY_PASSES  # type: ignore[operator]
+                passes = -(-self.length // source.length) if length_known else _MAX_PASSES  # type: ignore[operator]
             streams.append(_source_stream(source, epoch * passes))
         return self._assemble(_iterate_rows(streams, self._loader.mode, start))
 
@@ -201,7 +208,7 @@ class CombinedSource:
 
 
 class _Stream(NamedTuple):
-    """One of several loaders.
+    """One of the combined loaders.
 
     Attributes:
         open: starts the n-th pass at a batch; takes the numbers of the pass and of the batch.

@@ -1,4 +1,4 @@
-"""DataModule: the data of a task, separate from the model."""
+"""The data of a task, separate from the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from drivetrain.module._run_handle import RunHandle
 class DataModule(RunHandle, HyperParametersMixin):
     """Prepares the data of a task and builds its loaders.
 
-    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return plain loaders: the
-    engine shards them over the ranks.
+    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return ordinary loaders; they
+    are sharded over the ranks automatically.
     """
 
     def prepare_data(self) -> None:
@@ -28,13 +28,13 @@ class DataModule(RunHandle, HyperParametersMixin):
         """Build the data sets in every process; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Clean up in every process, also after a failure."""
+        """Clean up in every process, even after a failure."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the run raised an exception, which is re-raised afterwards."""
+        """Respond to an exception in the run, which is re-raised afterwards."""
 
     def train_dataloader(self) -> Any:
-        """Return the training loader, or a dict, list or `CombinedLoader` of several."""
+        """Return the training loader, or a dict, list or `CombinedLoader` of loaders."""
         raise self._missing("train_dataloader")
 
     def val_dataloader(self) -> Any:
@@ -85,10 +85,10 @@ class DataModule(RunHandle, HyperParametersMixin):
         num_workers: int = 0,
         **arguments: Any,
     ) -> Self:
-        """Return a data module with a loader for each data set. Training shuffles, unless its data set is iterable.
+        """Return a data module with a loader for each data set. The training data is shuffled, unless it is iterable.
 
         Args:
-            train_dataset: the training data set, or a list or dict of several.
+            train_dataset: the training data set, or a list or dict of them.
             val_dataset: one validation data set, or a list of them.
             test_dataset: one test data set, or a list of them.
             predict_dataset: one data set to predict on, or a list of them.
@@ -128,7 +128,7 @@ class DataModule(RunHandle, HyperParametersMixin):
             map_location: the device for the tensors of the state.
             hparams_file: a JSON or YAML file of hyper-parameters, used instead of the checkpoint's.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
-            overrides: hyper-parameters that replace the saved ones, or secrets, which checkpoints do not contain.
+            overrides: hyper-parameters that replace the saved ones, and secrets, which checkpoints do not contain.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or its hyper-parameters do not match the arguments of

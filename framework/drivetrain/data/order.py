@@ -10,10 +10,10 @@ from torch import Tensor
 
 from drivetrain._runtime.seed import derive_seed
 
-_MAX_TABLE = 2**16
-_ROUNDS = 6
+_MAX_TABLE = 2**16  # samples
+_ROUNDS = 6  # of the Feistel network
 
-# The constants of splitmix64 (Steele, Lea, Flood 2014), written as the signed integers torch computes with.
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed integers, which torch computes with.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
@@ -70,7 +70,7 @@ class KeyedPermutation:
         self._length = length
         self._keys = [derive_seed(length, seed, epoch, round_) for round_ in range(_ROUNDS)]
         # A position is written as two digits in this base. Its square exceeds the length by at most
-        # 2 * sqrt(length) + 1, so that cycle walking is rare.
+        # 2 * sqrt(length) + 1, so cycle walking is rarely needed.
         self._side = math.isqrt(max(length - 1, 0)) + 1
         self._table: Tensor | None = None
 

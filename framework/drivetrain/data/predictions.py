@@ -1,4 +1,4 @@
-"""read_predictions: read what a `PredictionWriter` has written."""
+"""Reads the predictions that a `PredictionWriter` has written."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from drivetrain.data._prediction_files import (
 from drivetrain.data._sample_rows import Layout, concatenate, concatenated_layout, layout_of, rows_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
-_CACHE_SIZE = 16  # batches and parts, since neighbouring samples are mostly read one after the other
+_CACHE_SIZE = 16  # batches and parts; neighbouring samples are mostly read consecutively
 
 Cached = TypeVar("Cached")
 
 
 def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = None) -> Predictions:
-    """Open what a `PredictionWriter` has written. Outputs are read when they are accessed.
+    """Open the predictions that a `PredictionWriter` has written. Outputs are read when they are accessed.
 
     Args:
         path: the writer's path or fsspec URL.
@@ -41,14 +41,14 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
 
     Raises:
         CheckpointError: there are no predictions, or they are incomplete or damaged; the error names the file.
-        ConfigurationError: there were several loaders and none is named, or the named one does not exist.
+        ConfigurationError: there were several loaders and ``dataloader_idx`` is None, or there is no such loader.
     """
     folder, parts, loaders, files, block = _open_folder(os.fspath(path))
     if dataloader_idx is None and loaders > 1:
         raise ConfigurationError(
             f"{folder.path!r} holds the predictions for {loaders} loaders.",
             "each loader has its own order.",
-            "name one: read_predictions(path, dataloader_idx=0).",
+            "choose one, for example read_predictions(path, dataloader_idx=0).",
         )
     if not 0 <= (dataloader_idx or 0) < loaders:
         raise ConfigurationError(
@@ -60,7 +60,7 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
 
 
 class _OutputLocation(NamedTuple):
-    """The part that contains an output, and the output's number in it."""
+    """The location of an output: its part, its number within the part, and its batch."""
 
     part: Part
     number: int
@@ -78,8 +78,8 @@ class _Run(NamedTuple):
 class Predictions(Sequence[Any]):
     """A sequence of the predictions for each sample, in data-set order; each is read and verified when accessed.
 
-    ``predictions[i]`` is what ``predict_step`` returned for the i-th sample, in the same structure: a tensor of shape
-    (n, ...) becomes a row of shape (...). ``list(predictions)`` reads all of them. Samples without indices (of an
+    ``predictions[i]`` is what ``predict_step`` returned for the i-th sample, in the same structure; of a tensor of
+    shape (n, ...) it is a row of shape (...). ``list(predictions)`` reads all of them. Samples without indices (of an
     iterable data set) are in the order of `batches`.
 
     Args:
@@ -131,7 +131,7 @@ class Predictions(Sequence[Any]):
         return [index for first, run in firsts for index in range(first, first + run.length)]
 
     def batches(self) -> Iterator[Any]:
-        """Yield what ``predict_step`` returned for each micro-batch, ordered by the smallest index in each.
+        """Yield what ``predict_step`` returned for each micro-batch, in the order of their smallest indices.
 
         If samples have no indices, the order is by micro-batch and then by rank. The batches depend on the number of
         ranks that wrote the predictions.
@@ -143,7 +143,7 @@ class Predictions(Sequence[Any]):
         """Return all predictions concatenated in data-set order: tensors have shape (N, ...).
 
         Raises:
-            CheckpointError: they cannot be concatenated; `batches` yields them separately.
+            CheckpointError: the outputs cannot be concatenated; `batches` yields them separately.
         """
         if not self._runs:
             return None
@@ -183,7 +183,7 @@ class Predictions(Sequence[Any]):
             raise self._not_per_sample_error(str(error)) from error
 
     def _get_layout(self) -> Layout:
-        """Return how outputs are split by sample, as determined from the largest batch, which is least ambiguous."""
+        """Return how outputs are split by sample, determined from the largest batch, which is the least ambiguous."""
         if self._layout is None:
             location = max(range(len(self._locations)), key=lambda number: self._locations[number].entry.samples)
             samples = self._locations[location].entry.samples
@@ -231,7 +231,7 @@ class Predictions(Sequence[Any]):
 
 
 class _LruCache(OrderedDict[Hashable, Cached]):
-    """A cache of the values that were read last."""
+    """A cache of the most recently used values."""
 
     def get(self, key: Hashable, read: Callable[[], Cached]) -> Cached:  # type: ignore[override]
         """Return the cached value, or read it."""
@@ -290,6 +290,6 @@ def _read_manifest(folder: Folder) -> bytes:
         )
     raise CheckpointError(
         f"The predictions {folder.path!r} are incomplete: {MANIFEST} is missing.",
-        "it is written last; a run is still writing them, or was killed.",
-        "wait for the run, or call predict again with the same weights and data, which continues it.",
+        "it is written last; the run is still writing predictions, or was killed.",
+        "wait for the run, or call predict again with the same weights and data, which continues the writing.",
     )

@@ -1,4 +1,4 @@
-"""split_by_rank: split an iterable over the ranks and their data-loading workers."""
+"""Splits an iterable over the ranks and their data-loading workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _get_data_rank: GetDataRank | None = None
 
 
 class SplitByRank(IterableDataset[T]):
-    """The data set that `split_by_rank` returns. Each iteration determines its part when it begins.
+    """The data set that `split_by_rank` returns. Each iteration determines this process's part when it begins.
 
     Args:
         iterable: the iterable to split. Every rank iterates all of it and skips the elements of other ranks.
@@ -27,7 +27,7 @@ class SplitByRank(IterableDataset[T]):
     """
 
     is_split_by_rank = True
-    """Marks data that is split already, so that ranks need not compare what they read."""
+    """Marks data that is already split, so that ranks need not compare what they read."""
 
     def __init__(self, iterable: Iterable[T], by_worker: bool) -> None:
         self._iterable = iterable
@@ -36,8 +36,8 @@ class SplitByRank(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         rank, world_size = _get_data_rank() if _get_data_rank is not None else _process_group_rank()
         worker = get_worker_info() if self._by_worker else None
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return islice(self._iterable, number * world_size + rank, None, world_size * workers)
+        worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return islice(self._iterable, worker_id * world_size + rank, None, world_size * workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the iterable's ``set_epoch``, if it has one."""
@@ -50,7 +50,7 @@ def split_by_rank(iterable: Iterable[T], *, by_worker: bool = True) -> SplitByRa
     """Return this rank's and this data-loading worker's part of ``iterable``.
 
     With W ranks of N workers each, a worker gets every W*N-th element, so that each element is read exactly once. Wrap
-    an iterable data set with it, or use it in the data set's ``__iter__`` around elements that are cheap to skip::
+    an iterable data set in it, or use it in the data set's ``__iter__`` around elements that are cheap to skip::
 
         loader = DataLoader(split_by_rank(Lines("corpus.txt")), batch_size=32, num_workers=4)
 
@@ -61,11 +61,11 @@ def split_by_rank(iterable: Iterable[T], *, by_worker: bool = True) -> SplitByRa
     Args:
         iterable: an iterable with the same elements in the same order on every rank. If it has ``set_epoch``, that is
             called with the epoch.
-        by_worker: also split by worker. Pass False for an iterable that splits by worker itself.
+        by_worker: also split by worker. Pass False if the iterable already splits by worker.
 
     Returns:
-        An iterable data set without a length. Outside of a run, the part is that of the rank in the process group, or
-        the whole iterable without one.
+        An iterable data set without a length. Outside of a run, the part is that of the rank in the process group;
+        without a process group it is the whole iterable.
     """
     return SplitByRank(iterable, by_worker)
 

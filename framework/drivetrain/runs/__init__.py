@@ -1,1 +1,1 @@
-"""A run's folder, and ``run.json`` in it: the record of the run's configuration, liveness and outcome."""
+"""A run's folder and its ``run.json``, which records the run's configuration, liveness and outcome."""

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import fsspec
 
 _VERSION = re.compile(r"version_(\d{1,9})")
-_LETTERS = 6
+_RANDOM_LETTERS = 6  # of a name that contains a timestamp
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's directory."""
 
 RECORD = "run.json"
-"""Name of the record file, which marks a directory as a run's."""
+"""Name of the record file; a directory that contains it belongs to a run."""
 
 
 class RunDirectory:
@@ -35,7 +35,7 @@ class RunDirectory:
         root: a local path or a URL such as ``s3://bucket/logs``.
         name: sub-directory of the experiment; empty for none.
         version: a number, a directory name, or None for the next free number (at a URL a timestamp with random letters,
-            since two runs could take the same number). It is determined on first use: by the run, by a write, or when
+            because two runs could take the same number). It is determined on first use: by the run, by a write, or when
             `version` is read.
     """
 
@@ -46,14 +46,14 @@ class RunDirectory:
         """The directory's name, if the user chose it."""
         self._version = self.fixed
         self._claim: Callable[[], str] | None = None
-        self._settled_by_run = False  # whether a run has settled the version
+        self._settled_by_run = False
         self.is_claimed = False
         """Whether a run has claimed the directory, or something was written to it."""
 
     @property
     def filesystem(self) -> fsspec.AbstractFileSystem:
         """The file system of `root`."""
-        import fsspec  # slow: reads the entry points of all packages
+        import fsspec  # imported here because it reads the entry points of all packages, which is slow
 
         return fsspec.core.url_to_fs(self.root)[0]
 
@@ -88,7 +88,7 @@ class RunDirectory:
 
         Args:
             version: the expected name, unless another run claims it first.
-            claim: called at the first write: claims the directory for all loggers that share it, and returns its name.
+            claim: called at the first write; claims the directory for all loggers that share it, and returns its name.
                 None if nothing will be written.
         """
         self._version, self._claim, self.is_claimed, self._settled_by_run = version, claim, False, True
@@ -101,7 +101,7 @@ class RunDirectory:
     def make(self) -> str:
         """Create the directory if needed, and return `path`.
 
-        A directory without a fixed version is claimed: if two runs start at once, the second takes the next number.
+        A directory without a fixed version is claimed, so that of two concurrent runs the second takes the next number.
         """
         if self.is_claimed or self.fixed is not None:
             make_directory(self.path)
@@ -121,7 +121,7 @@ class RunDirectory:
         return child(self.path, name)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write ``values`` to the file ``name`` as JSON; values that JSON lacks are written as ``str(value)``."""
+        """Write ``values`` to the file ``name`` as JSON; other values are written as ``str(value)``."""
         self.make()
         with self.filesystem.open(self.file(name), "w", encoding="utf-8") as stream:
             json.dump(dict(values), stream, indent=2, default=str)
@@ -129,7 +129,7 @@ class RunDirectory:
 
 
 def runs_folder_of(root: str, name: str) -> str:
-    """Return the parent of the directories of all runs of a name: ``<root>/<name>``."""
+    """Return the parent of the directories of all runs with this name: ``<root>/<name>``."""
     if not name:
         return root.rstrip("/") or root
     return child(root, name) if root else name
@@ -141,25 +141,26 @@ def free_version(place: str) -> str:
     return f"version_{_next_number(root)}" if filesystem is None else _time_name()
 
 
-def claim_version(place: str, asked: str | None = None, expected: str | None = None) -> str:
+def claim_version(place: str, announced: str | None = None, expected: str | None = None) -> str:
     """Create a directory that no other run uses, and return its name.
 
     Args:
         place: the parent folder; created if needed.
-        asked: the name that was announced to the user; used if it is free, or exists without a run's record.
-        expected: the name that `free_version` returned; used at a URL, where a collision cannot be detected.
+        announced: the name that was announced to the user; used if it is free, or exists without a run's record.
+        expected: the name that `free_version` returned; used at a URL, because collisions cannot be detected there.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the directory cannot be created.
     """
     filesystem, root = filesystem_of(place)
     if filesystem is not None:  # object stores have no atomic directory creation
-        return asked or expected or _time_name()
+        return announced or expected or _time_name()
     os.makedirs(root, exist_ok=True)
-    if asked is not None:
-        path = os.path.join(root, asked)
+    if announced is not None:
+        path = os.path.join(root, announced)
+        # An existing directory without a record may be used, because the user may have created it.
         if _make_new(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
-            return asked  # the user may have created it
+            return announced
     number = _next_number(root)
     while not _make_new(os.path.join(root, f"version_{number}")):
         number += 1
@@ -221,5 +222,5 @@ def _next_number(root: str) -> int:
 
 
 def _time_name() -> str:
-    letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_LETTERS))
+    letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_RANDOM_LETTERS))
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}"

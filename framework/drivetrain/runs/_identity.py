@@ -19,8 +19,8 @@ class Identity:
 
     Attributes:
         module: class of the module, see `class_path`.
-        name: name of the run, which is its first logger's.
-        hyper_parameters: the module's, without secrets, encoded as JSON.
+        name: name of the run, taken from its first logger.
+        hyper_parameters: the module's hyper-parameters, without secrets, encoded as JSON.
         searched: names of hyper-parameters that a search sets, which may differ within an experiment.
     """
 
@@ -30,24 +30,26 @@ class Identity:
     searched: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, kind: type, name: str, hyper_parameters: Mapping[str, Any], searched: Iterable[str] = ()) -> Identity:
+    def of(
+        cls, module_class: type, name: str, hyper_parameters: Mapping[str, Any], searched: Iterable[str] = ()
+    ) -> Identity:
         """Return the identity of a run.
 
         Args:
-            kind: the module's class.
+            module_class: the module's class.
             name: the run's name.
-            hyper_parameters: the module's, without secrets.
+            hyper_parameters: the module's hyper-parameters, without secrets.
             searched: names of hyper-parameters that a search sets.
         """
-        return cls(class_path(kind), name, encode_hyper_parameters(hyper_parameters), frozenset(searched))
+        return cls(class_path(module_class), name, encode_hyper_parameters(hyper_parameters), frozenset(searched))
 
     def difference(self, module: str, name: str, hyper_parameters: Any) -> str | None:
         """Describe how another run differs from this experiment; None if it is the same.
 
         Args:
-            module: its module's class; "" if unknown.
-            name: its name; "" if unknown.
-            hyper_parameters: as `encode_hyper_parameters` returns them; None if unknown.
+            module: class of the other run's module; "" if unknown.
+            name: name of the other run; "" if unknown.
+            hyper_parameters: its hyper-parameters, as `encode_hyper_parameters` returns them; None if unknown.
         """
         if module and not is_same_class(module, self.module):
             return f"its module is {module}, and this one {self.module}"
@@ -55,23 +57,24 @@ class Identity:
             return f"its name is {name!r}, and this one's {self.name!r}"
         if hyper_parameters is None or hyper_parameters == self.hyper_parameters:
             return None
-        theirs = hyper_parameters if isinstance(hyper_parameters, Mapping) else {}
-        ours = self.hyper_parameters
-        keys = [key for key in {**theirs, **ours} if key not in theirs or key not in ours or theirs[key] != ours[key]]
+        other = hyper_parameters if isinstance(hyper_parameters, Mapping) else {}
+        own = self.hyper_parameters
+        keys = [key for key in {**other, **own} if key not in other or key not in own or other[key] != own[key]]
         keys = [key for key in keys if key not in self.searched]
         if not keys and isinstance(hyper_parameters, Mapping):
             return None
         differences = ", ".join(
-            f"{key}={_format_value(theirs, key)}, here {_format_value(ours, key)}" for key in keys[:3]
+            f"{key}={_format_value(other, key)}, here {_format_value(own, key)}" for key in keys[:3]
         )
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         return f"its hyper-parameters differ: {differences}{more}"
 
 
 def class_path(kind: type) -> str:
-    """Return a class by module and name; classes of a script count as those of a module of the script's name.
+    """Return the path of a class: its module and qualified name.
 
-    ``train.py`` thus names its classes the same whether it is run or imported. Classes of a notebook have no module.
+    For a class defined in a script, the module is the script's name, so that ``train.py`` yields the same paths whether
+    it is run or imported. For a class defined in a notebook there is no module.
     """
     module = kind.__module__
     if module in ("__main__", "__mp_main__"):
@@ -81,17 +84,17 @@ def class_path(kind: type) -> str:
     return f"{module}.{kind.__qualname__}" if module else kind.__qualname__
 
 
-def is_same_class(one: str, other: str) -> bool:
-    """Return whether two class paths name one class; either may lack the leading packages or the module."""
-    return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
+def is_same_class(first: str, second: str) -> bool:
+    """Return whether two class paths refer to the same class; either may lack the leading packages or the module."""
+    return first == second or first.endswith(f".{second}") or second.endswith(f".{first}")
 
 
 def encode_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as JSON-able values, to compare them with those of a file."""
+    """Return hyper-parameters as JSON-able values, to compare them with those read from a file."""
     tensors: dict[str, Any] = {}
     try:
         document = encode(dict(hyper_parameters), tensors, "hyper_parameters")
-    except CheckpointError:  # saving reports it
+    except CheckpointError:  # saving reports the error
         return {}
     return document if isinstance(document, dict) else {}
 

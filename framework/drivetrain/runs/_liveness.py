@@ -1,4 +1,4 @@
-"""Determines whether a run is alive: by its process on this machine, by its heartbeat elsewhere."""
+"""Determines whether a run is alive: from its process on this machine, from its heartbeat on other machines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ running_ids: set[str] = set()
 
 
 def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
-    """Return whether a run is alive; None if only its heartbeat can tell.
+    """Return whether a run is alive; None if only its heartbeat can show it.
 
     Args:
         record: the run's record.
-        jobs: the jobs that this process belongs to. An earlier process of the same job has ended.
+        jobs: the jobs that this process belongs to. An earlier process of the same job is known to have ended.
     """
     if record.status != RUNNING:
         return False
     if any(job.is_same(other) and job.restarts > other.restarts for job in jobs for other in record.jobs):
         return False
     process = record.process
-    lives = None if process is None else process.lives()
-    if lives and process == Process.here():
+    process_is_alive = None if process is None else process.lives()
+    if process_is_alive and process == Process.here():
         return record.id in running_ids
-    if lives is None and has_replaced(list(jobs), record.jobs):
+    if process_is_alive is None and has_replaced(list(jobs), record.jobs):
         return False
-    return lives
+    return process_is_alive
 
 
 class HeartbeatWatch:
@@ -44,7 +44,7 @@ class HeartbeatWatch:
     Args:
         record: the record as first read.
         seconds: how long to watch.
-        read: returns the current record of a folder.
+        read: returns the current record of a folder, or None.
     """
 
     def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
@@ -52,22 +52,22 @@ class HeartbeatWatch:
         self._read = read
         self.latest: Record | None = None
         """The record as last read."""
-        self._until = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
         self.is_alive: bool | None = None
         """The outcome; None while the record has not changed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome is known, or the time is over."""
-        return self.is_alive is not None or time.monotonic() >= self._until
+        """Whether the outcome is known, or the time is up."""
+        return self.is_alive is not None or time.monotonic() >= self._deadline
 
     def poll(self, pause: float) -> None:
         """Wait for at most ``pause`` seconds, then read the record again.
 
         Raises:
-            StorageError: the storage refuses.
+            StorageError: the record cannot be read.
         """
-        time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
+        time.sleep(max(0.0, min(pause, self._deadline - time.monotonic())))
         latest = self.latest = self._read(self.record.folder)
         if latest is not None and latest.document != self.record.document:
             self.is_alive = latest.status == RUNNING

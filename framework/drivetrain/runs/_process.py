@@ -1,6 +1,6 @@
 """Identifies the process of a run's rank 0 and its cluster job, to tell live runs from dead ones.
 
-Source: proc(5) for what distinguishes processes with the same pid; Slurm's sbatch(1) for ``SLURM_RESTART_COUNT``.
+References: proc(5) for what distinguishes processes with the same pid; Slurm's sbatch(1) for ``SLURM_RESTART_COUNT``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Process:
         return asdict(self)
 
     def lives(self) -> bool | None:
-        """Return whether the process is alive; None if it is on another machine or in another container."""
+        """Return whether the process is alive; None if unknown (on another machine or in another container)."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_boot_and_namespace()):
             return None
         try:
@@ -76,8 +76,8 @@ class Job:
     Attributes:
         kind: "slurm" or "elastic" (torchrun).
         name: SLURM's job id, or torchrun's run id.
-        restarts: number of earlier starts.
-        step: SLURM's step id, since steps of a job may run concurrently; "" otherwise.
+        restarts: how often the job was restarted.
+        step: SLURM's step id, because steps of a job may run concurrently; "" for other kinds.
     """
 
     kind: str
@@ -88,33 +88,33 @@ class Job:
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> list[Self]:
         """Return the jobs that a process with these environment variables belongs to, outermost first."""
-        found = []
+        jobs = []
         slurm = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
         if slurm:
             step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or ""
-            found.append(cls("slurm", slurm, _number(variables.get("SLURM_RESTART_COUNT")), step))
+            jobs.append(cls("slurm", slurm, _number(variables.get("SLURM_RESTART_COUNT")), step))
         elastic = variables.get("TORCHELASTIC_RUN_ID")
         if elastic not in (None, "", "none", DEFAULT_RUN_ID):  # torchrun's default is "none"
-            found.append(cls("elastic", elastic, _number(variables.get("TORCHELASTIC_RESTART_COUNT"))))
-        return found
+            jobs.append(cls("elastic", elastic, _number(variables.get("TORCHELASTIC_RESTART_COUNT"))))
+        return jobs
 
     @classmethod
     def from_json(cls, document: Any) -> list[Self]:
         """Return the jobs from a list of `as_json` dicts; invalid entries are skipped."""
-        found = []
+        jobs = []
         for entry in document if isinstance(document, list) else []:
             if isinstance(entry, Mapping):
                 kind, name, restarts, step = (entry.get(key) for key in ("kind", "name", "restarts", "step"))
                 if isinstance(kind, str) and isinstance(name, str) and type(restarts) is int and isinstance(step, str):
-                    found.append(cls(kind, name, restarts, step))
-        return found
+                    jobs.append(cls(kind, name, restarts, step))
+        return jobs
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON-able dict."""
         return asdict(self)
 
     def is_same(self, other: Job) -> bool:
-        """Return whether ``other`` is the same job, whatever its restart count."""
+        """Return whether ``other`` is the same job, regardless of its restart count."""
         return (self.kind, self.name) == (other.kind, other.name)
 
     def replaces(self, other: Job) -> bool:
@@ -126,9 +126,9 @@ class Job:
         return self.is_same(other) and not concurrent
 
 
-def has_replaced(ours: list[Job], theirs: list[Job]) -> bool:
-    """Return whether one of our jobs replaces one of theirs."""
-    return any(job.replaces(other) for job in ours for other in theirs)
+def has_replaced(jobs: list[Job], others: list[Job]) -> bool:
+    """Return whether any of ``jobs`` replaces any of ``others``."""
+    return any(job.replaces(other) for job in jobs for other in others)
 
 
 def _number(text: str | None) -> int:
@@ -138,7 +138,7 @@ def _number(text: str | None) -> int:
 def _start_time(pid: int) -> str:
     """Return a process's start time in clock ticks since boot; "" if unknown.
 
-    A zombie (ended, but not reaped) returns "ended", which equals no recorded start time.
+    For a zombie, which has ended but was not reaped, the result is "ended", which equals no recorded start time.
     """
     try:
         # The command name, in parentheses, may contain spaces and parentheses.

@@ -21,7 +21,7 @@ from drivetrain.runs._process import Job, Process
 
 FORMAT = 1
 _MAX_RECORD_BYTES = 2**26  # larger files are not records
-_MAX_TEXT = 2000  # characters; longer settings are truncated
+_MAX_TEXT = 2000  # characters of a setting; longer text is truncated
 _TEMPORARY_NAME = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
 
 RUNNING = "running"
@@ -58,7 +58,7 @@ class Record(NamedTuple):
 
     @property
     def status(self) -> str:
-        """The recorded status; ``running`` also for a run that was killed."""
+        """The recorded status; a run that was killed also has ``running``."""
         return _text(self.document.get("status"))
 
     @property
@@ -74,10 +74,10 @@ class Record(NamedTuple):
     @property
     def loggers(self) -> list[tuple[tuple[str, str], str]]:
         """The (class, name) and the version of each logger."""
-        found = self.document.get("loggers")
-        described = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        document = self.document.get("loggers")
+        entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
         return [
-            ((_text(entry.get("class")), _text(entry.get("name"))), _text(entry.get("version"))) for entry in described
+            ((_text(entry.get("class")), _text(entry.get("name"))), _text(entry.get("version"))) for entry in entries
         ]
 
     @property
@@ -88,10 +88,10 @@ class Record(NamedTuple):
 
 
 def read(folder: str) -> Record | None:
-    """Return the record in a folder; None if there is none, or it is invalid.
+    """Return the record in a folder; None if there is no valid record.
 
     Raises:
-        StorageError: the storage refuses.
+        StorageError: the record cannot be read.
     """
     path = child(folder, RECORD)
     filesystem, root = filesystem_of(path)
@@ -108,7 +108,7 @@ def read(folder: str) -> Record | None:
     except OSError as error:
         raise StorageError(
             f"{path!r} cannot be read: {error}.",
-            "it is unknown whose run this is and whether it is running.",
+            "it is unknown which run this is and whether it is running.",
             "check the storage, the credentials and the network.",
         ) from error
     try:
@@ -124,7 +124,7 @@ def write(folder: str, document: Mapping[str, Any]) -> None:
     """Write a record atomically: a reader gets the previous or the new one.
 
     Raises:
-        OSError: the storage refuses.
+        OSError: the record cannot be written.
     """
     content = encode_record(document)
     filesystem, root = filesystem_of(child(folder, RECORD))
@@ -165,7 +165,7 @@ def archive_record(folder: str) -> str:
     """Rename the record of an earlier run to ``run-1.json``, ``run-2.json`` ..., and return the name.
 
     Raises:
-        OSError: the storage refuses.
+        OSError: the record cannot be renamed.
     """
     filesystem, root = filesystem_of(folder)
     number = 1
@@ -176,8 +176,8 @@ def archive_record(folder: str) -> str:
         return name
     with as_os_errors():
         filesystem.invalidate_cache()
-        taken = {entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)}
-        while (name := f"run-{number}.json") in taken:
+        existing = {entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)}
+        while (name := f"run-{number}.json") in existing:
             number += 1
         filesystem.copy(child(root, RECORD), child(root, name))
     return name
@@ -194,7 +194,7 @@ def now() -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a setting as a JSON-able value: objects by class name, numbers that JSON lacks as text."""
+    """Return a setting as a JSON-able value: objects by class name, numbers that JSON cannot represent as text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -19,7 +19,7 @@ from drivetrain.runs._record import FINISHED, Record, read
 
 logger = logging.getLogger("drivetrain")
 
-_SHORT_RETRY_SECONDS = 5.0  # for records that are not essential
+_SHORT_RETRY_SECONDS = 5.0  # for records that are useful but not required
 _MAX_LISTED = 3  # skipped runs that are listed by name
 
 
@@ -29,7 +29,7 @@ class ResumeChoice(NamedTuple):
     Attributes:
         path: path of the checkpoint; None for a fresh start.
         record: record of the run whose folder is continued; None for a new folder.
-        parent: id of the run that wrote the checkpoint; "" for none.
+        parent: id of the run that wrote the checkpoint; "" if unknown.
         skipped: the runs that were skipped, each with the reason.
     """
 
@@ -43,12 +43,12 @@ class ResumeChoice(NamedTuple):
         if not self.skipped:
             return ""
         more = len(self.skipped) - _MAX_LISTED
-        named = "; ".join(self.skipped[:_MAX_LISTED])
-        return f" Skipped: {named}{f'; and {more} more' if more > 0 else ''}."
+        listed = "; ".join(self.skipped[:_MAX_LISTED])
+        return f" Skipped: {listed}{f'; and {more} more' if more > 0 else ''}."
 
 
 class RunSearch:
-    """Searches the runs in a folder, and user-specified folders of checkpoints, for a checkpoint to resume from.
+    """Searches the runs in a folder, and folders of checkpoints named by the user, for a checkpoint to resume from.
 
     Args:
         place: the folder or URL that holds the runs.
@@ -68,20 +68,20 @@ class RunSearch:
         self._retry = retry
         self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
         self._unreadable: set[str] = set()
-        self._has_candidates = False  # whether there is more than one checkpoint to choose from
+        self._is_search = False  # whether folders are searched, instead of using one given checkpoint
         self._skipped: list[str] = []
         self._alive: dict[str, bool | None] = {}  # liveness by folder
-        self._known: dict[str, Record] = {}  # runs of this experiment, by id
-        self._folder_owner: Record | None = None  # of any experiment; its folder is the new run's
-        self._user_checkpoints: list[Checkpoint] = []  # checkpoints in folders that the user named
+        self._runs: dict[str, Record] = {}  # runs of this experiment, by id
+        self._folder_owner: Record | None = None  # the run, of any experiment, in the new run's folder
+        self._user_checkpoints: list[Checkpoint] = []  # in folders that the user named
 
     # Collecting runs and checkpoints
 
     def collect_runs(self, folders: Sequence[str]) -> None:
         """Add all runs of this experiment, and the checkpoints in ``folders`` outside the runs' own folders."""
-        self._has_candidates = True
-        names = [self._version] if self._version is not None else self._retry.call(self._names)
-        results = [self._retry.call(partial(self._read_neighbour, child(self._place, name))) for name in names]
+        self._is_search = True
+        names = [self._version] if self._version is not None else self._retry.call(partial(children, self._place))
+        results = [self._retry.call(partial(self._read_if_permitted, child(self._place, name))) for name in names]
         records = sorted((record for record in results if record is not None), key=_started, reverse=True)
         for record in records:
             if record.is_training and self._is_same_experiment(record):
@@ -91,7 +91,7 @@ class RunSearch:
 
     def collect_checkpoints(self, folders: Sequence[str]) -> None:
         """Add the checkpoints in folders that the user named."""
-        self._has_candidates = True
+        self._is_search = True
         for checkpoint in resumable_in(folders, self._retry):
             difference = self.difference_of(checkpoint)
             if difference is None:
@@ -108,14 +108,11 @@ class RunSearch:
 
     def add_run(self, record: Record) -> None:
         """Add a run of this experiment."""
-        self._known.setdefault(record.id, record)
+        self._runs.setdefault(record.id, record)
 
     def set_folder_owner(self, version: str) -> None:
-        """Read the record of the run that owns the folder which the user named for the new run."""
+        """Read the record in the folder that the user named for the new run."""
         self._folder_owner = self._read(child(self._place, version))
-
-    def _names(self) -> list[str]:
-        return children(self._place)
 
     def reread(self, folder: str) -> Record | None:
         """Return the current record of a folder.
@@ -128,7 +125,7 @@ class RunSearch:
     def _read(self, folder: str) -> Record | None:
         return self._retry.call(partial(read, folder))
 
-    def _read_neighbour(self, folder: str) -> Record | None:
+    def _read_if_permitted(self, folder: str) -> Record | None:
         try:
             return read(folder)
         except StorageError as error:
@@ -150,11 +147,11 @@ class RunSearch:
         """Describe how the run of a checkpoint differs from this experiment; None if it does not."""
         metadata = checkpoint.manifest.metadata
         module = metadata.run.get("module", "")
-        if not module:  # written before runs had folders
+        if not module:  # earlier versions stored the class in the state
             try:
                 made_of = checkpoint.state().get("made_of")
             except CheckpointError:
-                made_of = None  # it is skipped later
+                made_of = None  # the checkpoint is skipped later
             module = str(made_of.get("module", "")) if isinstance(made_of, dict) else ""
         return self._identity.difference(
             module, metadata.run.get("name", ""), encode_hyper_parameters(metadata.hyper_parameters)
@@ -163,15 +160,15 @@ class RunSearch:
     def find_run_of(self, checkpoint: Checkpoint) -> Record | None:
         """Return the record of the run that wrote a checkpoint; None if it no longer exists."""
         metadata = checkpoint.manifest.metadata
-        parent, _, _ = checkpoint.path.rstrip("/").rpartition("/")
-        above, _, name = parent.rpartition("/")
-        record = self._read(above or "/") if name == CHECKPOINTS else None
+        checkpoints_folder, _, _ = checkpoint.path.rstrip("/").rpartition("/")
+        run_folder, _, name = checkpoints_folder.rpartition("/")
+        record = self._read(run_folder or "/") if name == CHECKPOINTS else None
         if record is None or record.id != metadata.run.get("id"):
-            record = self._read_copied_from(metadata.run.get("folder", ""))
+            record = self._read_stored_folder(metadata.run.get("folder", ""))
         return record if record is not None and record.id == metadata.run.get("id") else None
 
-    def _read_copied_from(self, folder: str) -> Record | None:
-        """Read the record that a checkpoint names. A copied checkpoint may name a folder that is unreachable here."""
+    def _read_stored_folder(self, folder: str) -> Record | None:
+        """Read the record in the folder that a checkpoint stores; it may be unreachable for a copied checkpoint."""
         if folder and folder not in self._unreadable:
             try:
                 return self._short_retry.call(partial(read, folder))
@@ -185,25 +182,25 @@ class RunSearch:
     # Liveness
 
     def undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
-        """Return a run that would be chosen if it were dead, but may be alive on another machine; None for none.
+        """Return a run that would be chosen if it were dead, but may be alive on another machine, or None.
 
         Args:
             check: as for `newest`.
         """
         if self._folder_owner is not None and self._liveness_of(self._folder_owner) is None:
             return self._folder_owner
-        out_of_sight = [record for record in self._known.values() if self._liveness_of(record) is None]
-        if not out_of_sight or not self._has_candidates:
-            return next(iter(out_of_sight), None)
+        uncertain = [record for record in self._runs.values() if self._liveness_of(record) is None]
+        if not uncertain or not self._is_search:
+            return next(iter(uncertain), None)
         _, record = self._newest(check)
-        return record if record in out_of_sight else None
+        return record if record in uncertain else None
 
     def finish_watch(self, watch: HeartbeatWatch) -> None:
         """Store the outcome of the watch on a run that `undecided` returned."""
         record = watch.record
         self._alive[record.folder] = bool(watch.is_alive)
-        if watch.latest is not None and self._known.get(record.id) is record:
-            self._known[record.id] = watch.latest
+        if watch.latest is not None and self._runs.get(record.id) is record:
+            self._runs[record.id] = watch.latest
         if watch.latest is not None and self._folder_owner is record:
             self._folder_owner = watch.latest
 
@@ -212,7 +209,7 @@ class RunSearch:
         return bool(self._liveness_of(record))
 
     def mark_alive(self, record: Record) -> None:
-        """Mark a run as alive, because another process has resumed it meanwhile."""
+        """Mark a run as alive because another process has resumed it."""
         self._alive[record.folder] = True
 
     def _liveness_of(self, record: Record) -> bool | None:
@@ -225,83 +222,85 @@ class RunSearch:
     def newest(self, check: Callable[[Checkpoint], None], include_running: bool = False) -> ResumeChoice:
         """Return the newest checkpoint of the experiment, and the run whose folder to continue.
 
-        Checkpoints of an earlier start of the same job come first.
+        Checkpoints of an earlier start of the same job take precedence.
 
         Args:
             check: raises `CheckpointError` for a checkpoint that cannot be resumed from.
-            include_running: also consider runs that are alive; for evaluations, which write nothing.
+            include_running: also consider runs that are alive; used for evaluations, which write nothing there.
         """
-        found, record = self._newest(check, include_running)
-        return self._choice(None if found is None else found.path, record, found)
+        checkpoint, record = self._newest(check, include_running)
+        return self._choice(None if checkpoint is None else checkpoint.path, record, checkpoint)
 
     def _newest(
         self, check: Callable[[Checkpoint], None], include_running: bool = False
     ) -> tuple[Checkpoint | None, Record | None]:
-        """Return the newest checkpoint and its run; only a run if this job was stopped before its first save."""
-        known = sorted(self._known.values(), key=_started, reverse=True)
-        candidates = [record for record in known if include_running or not self._is_alive(record)]
+        """Return the newest checkpoint and its run; if this job was stopped before its first save, only its run."""
+        by_start = sorted(self._runs.values(), key=_started, reverse=True)
+        candidates = [record for record in by_start if include_running or not self._is_alive(record)]
         ids = {record.id for record in candidates}
-        of_this_job = [record for record in candidates if self._is_of_this_job(record)]
-        ids_of_this_job = {record.id for record in of_this_job}
+        job_records = [record for record in candidates if self._is_of_this_job(record)]
+        job_run_ids = {record.id for record in job_records}
         user_checkpoints = [
             checkpoint for checkpoint in self._user_checkpoints if not self._is_of_running_run(checkpoint, ids)
         ]
-        of_job = [each for each in user_checkpoints if each.manifest.metadata.run.get("id") in ids_of_this_job]
-        for records, others in (
-            (of_this_job, of_job),
-            (candidates, user_checkpoints),
-        ):
+        job_checkpoints = [
+            checkpoint for checkpoint in user_checkpoints if checkpoint.manifest.metadata.run.get("id") in job_run_ids
+        ]
+        for records, other_checkpoints in ((job_records, job_checkpoints), (candidates, user_checkpoints)):
             in_run_folders = {
                 checkpoint.path: (checkpoint, record)
                 for record in records
                 for checkpoint in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
                 if checkpoint.manifest.metadata.run.get("id", record.id) == record.id
             }
-            newest = select_newest([*(each for each, _ in in_run_folders.values()), *others], self._retry, check)
+            found = [checkpoint for checkpoint, _ in in_run_folders.values()]
+            newest = select_newest([*found, *other_checkpoints], self._retry, check)
             if newest is not None:
-                # Use the record that was judged dead: another process may have resumed the run since.
-                found = in_run_folders.get(newest.path)
-                return newest, self._known_run(newest) if found is None else found[1]
-            unfinished = [record for record in records if records is of_this_job and record.status != FINISHED]
+                # Return the record whose liveness was determined; another process may have resumed the run since.
+                in_run = in_run_folders.get(newest.path)
+                return newest, self._known_run(newest) if in_run is None else in_run[1]
+            unfinished = [record for record in records if records is job_records and record.status != FINISHED]
             if unfinished and not include_running:
                 return None, unfinished[0]
         return None, None
 
     def resume_from(self, checkpoint: Checkpoint) -> ResumeChoice:
-        """Return the choice for an explicit checkpoint: its run's folder is continued if it is the newest there."""
+        """Return the choice for a given checkpoint; its run's folder is continued if no newer one is there."""
         record = self._known_run(checkpoint)
         resumable = record is not None and self.difference_of(checkpoint) is None and not checkpoint.weights_only
         if record is None or not resumable or self._is_alive(record):
             return self._choice(checkpoint.path, None, checkpoint)
         folder = checkpoint.path.rstrip("/").rpartition("/")[0]
         in_run_folders = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
-        of_its_run = [each for each in in_run_folders if each.manifest.metadata.run.get("id") == record.id]
+        of_its_run = [
+            candidate for candidate in in_run_folders if candidate.manifest.metadata.run.get("id") == record.id
+        ]
         newest = select_newest(of_its_run, self._retry)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
 
     def _known_run(self, checkpoint: Checkpoint) -> Record | None:
-        return self._known.get(checkpoint.manifest.metadata.run.get("id", ""))
+        return self._runs.get(checkpoint.manifest.metadata.run.get("id", ""))
 
     def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
-        if record is not None:  # a run elsewhere is not continued: output goes to the requested folder
-            continued = self._is_in_place(record)
-            record = record._replace(folder=child(self._place, record.name)) if continued else None
+        if record is not None:  # only a run in the requested folder is continued
+            in_place = self._is_in_place(record)
+            record = record._replace(folder=child(self._place, record.name)) if in_place else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
         return ResumeChoice(path, record, parent, tuple(self._skipped))
 
     def _is_in_place(self, record: Record) -> bool:
         if self._version is not None and record.name != self._version:
             return False
-        above = record.folder.rstrip("/").rpartition("/")[0]
-        return resolve_folder(above) == resolve_folder(self._place)
+        parent = record.folder.rstrip("/").rpartition("/")[0]
+        return resolve_folder(parent) == resolve_folder(self._place)
 
     def _is_alive(self, record: Record) -> bool:
         alive = self._liveness_of(record)
         if alive:
             process = record.process
-            where = "" if process is None else f", process {process.pid} on {process.host}"
-            skipped = f"{record.name} (it is running{where})"
+            process_text = "" if process is None else f", process {process.pid} on {process.host}"
+            skipped = f"{record.name} (it is running{process_text})"
             if skipped not in self._skipped:
                 self._skipped.insert(0, skipped)
         return bool(alive)
@@ -312,7 +311,7 @@ class RunSearch:
     def _is_of_running_run(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
         """Return whether the checkpoint's run is known and cannot be resumed."""
         run = checkpoint.manifest.metadata.run.get("id", "")
-        return run in self._known and run not in ids
+        return run in self._runs and run not in ids
 
 
 def _started(record: Record) -> str:

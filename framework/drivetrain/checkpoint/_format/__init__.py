@@ -1,4 +1,4 @@
-"""The on-disk format of checkpoints, and its reading and writing. Independent of modules and runs."""
+"""The on-disk format of checkpoints, its reader and its writer. They do not depend on modules or runs."""
 
 from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save

@@ -1,4 +1,4 @@
-"""Exchanges the names of two folders in one system call, where the system supports it."""
+"""Exchanges the names of two folders in one system call, if the system supports it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Callable
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _RENAME_SWAP = 2  # macOS, sys/stdio.h
 _AT_FDCWD = -100
-_UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(first: str, second: str) -> bool:
-    """Swap two paths on one file system atomically; return False if the system or file system cannot.
+    """Swap two paths on one file system atomically; return False if the system or file system does not support it.
 
     Raises:
-        OSError: the exchange is supported, and failed.
+        OSError: the exchange is supported, but failed.
     """
     call = _system_call()
     if call is None:
@@ -27,7 +27,7 @@ def exchange(first: str, second: str) -> bool:
     if call(os.fsencode(first), os.fsencode(second)) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _UNKNOWN:
+    if number in _UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), first, None, second)
 

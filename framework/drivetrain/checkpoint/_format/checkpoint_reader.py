@@ -20,7 +20,7 @@ from drivetrain.errors import CheckpointError, listed
 
 
 class Checkpoint:
-    """A checkpoint opened for reading; at first only its manifest is read. `load` opens one.
+    """A checkpoint opened for reading, as returned by `load`. Only the manifest is read until other parts are needed.
 
     Args:
         folder: the folder it is read from.
@@ -53,19 +53,19 @@ class Checkpoint:
         """Return every parameter and buffer by name, including tied names. Each is read on access."""
         part = self.manifest.weights
         sources = self._sources(part)
-        others = {} if part.document is None else self._read_document(part, sources)
-        if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
+        other_values = {} if part.document is None else self._read_document(part, sources)
+        if not isinstance(other_values, dict) or not all(isinstance(name, str) for name in other_values):
             raise damage_error(self.path, f"{part.document} is not a dict of names")
         tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
-        return Weights({**tensors, **others}, self.manifest.aliases, self.readers)
+        return Weights({**tensors, **other_values}, self.manifest.aliases, self.readers)
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Return an optimizer's state, keyed by parameter name.
 
         Args:
             index: index of the optimizer.
-            regions: by parameter name, the region to read of state tensors with their parameter's shape; those are
-                returned as `ParameterShard`, all others whole.
+            regions: by parameter name, the region to read. It applies to state tensors of the parameter's shape, which
+                are returned as `ParameterShard`; all others are returned whole.
 
         Raises:
             CheckpointError: there is no such optimizer, or its state is damaged.
@@ -73,12 +73,12 @@ class Checkpoint:
         count = len(self.manifest.optimizers)
         if index >= count:
             raise CheckpointError(
-                f"{self.path!r} holds the state of {count} optimizer(s), and not of number {index}.",
-                "weights alone were saved." if self.weights_only else "the run had no more.",
-                "take another checkpoint, or load the weights alone.",
+                f"{self.path!r} holds the state of {count} optimizer(s), and none with index {index}.",
+                "only weights were saved." if self.weights_only else "the run had no more optimizers.",
+                "use another checkpoint, or load only the weights.",
             )
         document = self.optimizer_document(index)
-        # Without regions the files of the weights are not opened.
+        # If no regions are given, the files of the weights need not be opened.
         shapes = {name: value.shape for name, value in self.weights().sources().items()} if regions else {}
         wanted: dict[int, Region] = {}
         for name, values in document["state"].items():
@@ -119,7 +119,7 @@ class Checkpoint:
         return None if part is None or part.document is None else self._read_document(part, self._sources(part))
 
     def rank_state(self, rank: int) -> Any:
-        """Return the state that one rank saved of itself; None if there is none."""
+        """Return the state that the given rank saved; None if there is none."""
         if rank >= len(self.manifest.ranks):
             return None
         part = self.manifest.ranks[rank]
@@ -147,13 +147,15 @@ class Checkpoint:
         return self._sources(part)
 
     def _sources(self, part: Part) -> dict[str, TensorSource]:
-        found: dict[str, TensorSource] = {}
+        merged: dict[str, TensorSource] = {}
         for sources in map_in_threads(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
-            duplicates = found.keys() & sources.keys()
+            duplicates = merged.keys() & sources.keys()
             if duplicates:
-                raise damage_error(self.path, f"{listed(sorted(duplicates))} is in several of {listed(part.tensors)}")
-            found.update(sources)
-        return found
+                raise damage_error(
+                    self.path, f"{listed(sorted(duplicates))} is in more than one of {listed(part.tensors)}"
+                )
+            merged.update(sources)
+        return merged
 
     def _load_json(self, part: Part) -> Any:
         assert part.document is not None
@@ -192,7 +194,7 @@ class Weights(Mapping[str, Any]):
     Args:
         values: stored values, with a `TensorSource` for each tensor.
         aliases: ``{tied: first}`` for tied names.
-        readers: number of parallel reads that pay off.
+        readers: number of parallel reads.
     """
 
     def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
@@ -203,7 +205,7 @@ class Weights(Mapping[str, Any]):
         self._readers = readers
 
     def __getitem__(self, name: str) -> Any:
-        value = self._values[self._aliases.get(name, name)]
+        value = self._stored(name)
         return value.read() if isinstance(value, TensorSource) else value
 
     def __iter__(self) -> Iterator[str]:
@@ -237,8 +239,8 @@ class Weights(Mapping[str, Any]):
         sources = ((source, wanted.get(name)) for name, source in self._values.items())
         _check_memory("the tensors", sources)
         stored = list(self._values)
-        found = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
-        return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
+        loaded = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
+        return {**loaded, **{tied: loaded[first] for tied, first in self._aliases.items()}}
 
     def _stored(self, name: str) -> Any:
         return self._values[self._aliases.get(name, name)]
@@ -248,8 +250,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint at a path or URL. Only its manifest is read.
 
     Raises:
-        CheckpointError: there is none, it is incomplete, or it has another format.
-        StorageError: a `CheckpointError` for a storage that refuses or does not answer.
+        CheckpointError: there is no checkpoint, it is incomplete, or it has another format.
+        StorageError: the storage failed or did not answer; a subclass of `CheckpointError`.
     """
     folder = folder_at(os.fspath(path))
     content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES + 1)
@@ -264,19 +266,18 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _read_tensors(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
-    """Return a decoded document with each `TensorSource` replaced by its values, or by the wanted region of them."""
-    found: dict[int, TensorSource] = {}
-    _collect_sources(value, found)
-
-    _check_memory("what a document refers to", ((source, wanted.get(key)) for key, source in found.items()))
+    """Return a decoded document with each `TensorSource` replaced by its tensor, or by the wanted region of it."""
+    sources: dict[int, TensorSource] = {}
+    _collect_sources(value, sources)
+    _check_memory("the tensors of a document", ((source, wanted.get(key)) for key, source in sources.items()))
 
     def read(source: TensorSource) -> torch.Tensor | ParameterShard:
         region = wanted.get(id(source))
         values = source.read(region)
         return values if region is None else ParameterShard(values, source.shape, region)
 
-    values = map_in_threads(read, found.values(), readers)
-    return _replace_sources(value, dict(zip(found, values, strict=True)))
+    values = map_in_threads(read, sources.values(), readers)
+    return _replace_sources(value, dict(zip(sources, values, strict=True)))
 
 
 def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
@@ -300,26 +301,26 @@ def _optimizer_state_problem(document: Any) -> str | None:
             return f"group {number} has no list of names as 'params'"
         names += params
     if len(set(names)) != len(names):
-        return "a parameter is in it twice"
+        return "a parameter occurs twice"
     return None
 
 
-def _collect_sources(value: Any, found: dict[int, TensorSource]) -> None:
+def _collect_sources(value: Any, sources: dict[int, TensorSource]) -> None:
     if isinstance(value, TensorSource):
-        found[id(value)] = value
+        sources[id(value)] = value
     elif isinstance(value, dict):
         for part in value.values():
-            _collect_sources(part, found)
+            _collect_sources(part, sources)
     elif isinstance(value, list | tuple):
         for part in value:
-            _collect_sources(part, found)
+            _collect_sources(part, sources)
 
 
-def _replace_sources(value: Any, read: Mapping[int, Any]) -> Any:
+def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
     if isinstance(value, TensorSource):
-        return read[id(value)]
+        return replacements[id(value)]
     if isinstance(value, dict):
-        return type(value)({key: _replace_sources(part, read) for key, part in value.items()})
+        return type(value)({key: _replace_sources(part, replacements) for key, part in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(_replace_sources(part, read) for part in value)
+        return type(value)(_replace_sources(part, replacements) for part in value)
     return value

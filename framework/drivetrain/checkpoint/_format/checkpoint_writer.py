@@ -1,4 +1,4 @@
-"""Writes a checkpoint collectively and atomically: either all of it is committed or nothing."""
+"""Writes a checkpoint collectively and atomically: either all of it is committed, or nothing is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(
     path: str,
     contents: Contents,
     control: ControlPlane,
-    shard_of: Callable[[Any], TensorOrShard] = lambda held: held,
+    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
     sizes: Sizes = DEFAULT_SIZES,
 ) -> None:
     """Write a checkpoint. Collective.
@@ -50,7 +50,8 @@ def save(
         sizes: how tensors are split into files.
 
     Raises:
-        CheckpointError: on every rank, naming the failed rank and the cause; what was at ``path`` is unchanged.
+        CheckpointError: raised on every rank; names the failed rank and the cause. An existing checkpoint at ``path``
+            is unchanged.
     """
     commit(path, stage(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
 
@@ -104,7 +105,7 @@ class _SavePlan:
         join_info: what the other ranks need to write to rank 0's storage.
         regions: for each shared part, the regions that each rank contributes.
         state: the tensors of rank 0's state.
-        digest: the digest to compute of each file, if any.
+        digest: the digest to compute for each file, if any.
     """
 
     join_info: JoinInfo
@@ -151,23 +152,23 @@ def _shared_parts(staged: StagedCheckpoint) -> list[StagedPart]:
 
 
 def _raise_difference(shared: Sequence[StagedPart], control: ControlPlane) -> NoReturn:
-    mine = {
+    entries = {
         f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
         + (", sharded" if spec.name in part.shards() else "")
         for part in shared
         for spec in part.specs
         if part.role != "state" or spec.name in part.shards()
     }
-    everyone = control.gather_objects(mine)
+    entries_by_rank = control.gather_objects(entries)
     lines = []
-    for rank, theirs in enumerate(everyone):
-        for name in list(dict.fromkeys([*everyone[0], *theirs])):
-            if everyone[0].get(name) != theirs.get(name):
-                first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
+    for rank, rank_entries in enumerate(entries_by_rank):
+        for name in list(dict.fromkeys([*entries_by_rank[0], *rank_entries])):
+            if entries_by_rank[0].get(name) != rank_entries.get(name):
+                first, other = entries_by_rank[0].get(name, "missing"), rank_entries.get(name, "missing")
                 lines.append(f"{name}: {first} on rank 0, {other} on rank {rank}")
     raise CheckpointError(
         "The ranks have different things to save: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
-        "they write one checkpoint together, each its shard of every tensor.",
+        "they write one checkpoint together; each rank writes its shard of every tensor.",
         "build the same module, optimizers and callbacks on every rank.",
     )
 
@@ -182,7 +183,7 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
                 f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
                 f"ranks contribute {count}.",
                 "exactly one rank must contribute each element.",
-                "this is an error of the strategy's shard_of.",
+                "this is a bug in the strategy's shard_of.",
             )
 
 
@@ -205,8 +206,8 @@ def _write(
         document = None if part.document is None else storage.file_name(f"{part.stem}.json")
         try:
             # Collective, so it runs even after an earlier part has failed.
-            gathering = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
-            written.update(gathering.write(files))
+            writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
+            written.update(writer.write(files))
             if part.document is not None and document is not None and problem is None:
                 written[document] = _write_file(storage, document, part.document, plan.digest)
             index = _index(part, files)
@@ -232,9 +233,9 @@ def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
     """Return the index file of a part with several files, as Hugging Face's libraries read it; None for one file."""
     if len(files) < 2:
         return None
-    storage = {spec.name: file.name for file in files for spec in file.specs}
+    file_names = {spec.name: file.name for file in files for spec in file.specs}
     total = sum(spec.nbytes for file in files for spec in file.specs)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: storage[name] for name in part.tensors}}
+    index = {"metadata": {"total_size": total}, "weight_map": {name: file_names[name] for name in part.tensors}}
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
@@ -256,32 +257,32 @@ def _commit_manifest(
     """Write the manifest, which commits the checkpoint."""
     identifier = staged.metadata.identifier or secrets.token_hex(16)
 
-    def dump_with_checksum() -> bytes:
+    def build_manifest() -> bytes:
         if control.rank != 0:
             return b""
         for name, record in written.items():
-            _check_size(path, storage, name, record.size, alone=control.world_size == 1)
-        of_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
+            _check_size(path, storage, name, record.size, single_rank=control.world_size == 1)
+        parts_by_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
         for role, part in parts:
-            of_role[role].append(part)
+            parts_by_role[role].append(part)
         keys = [part.key for part in staged.parts if part.role == "callback"]
         manifest = Manifest(
             identifier=identifier,
             world_size=control.world_size,
             metadata=staged.metadata,
             files=written,
-            weights=of_role["weights"][0],
+            weights=parts_by_role["weights"][0],
             aliases=staged.aliases,
-            optimizers=tuple(of_role["optimizer"]),
-            callbacks=dict(zip(keys, of_role["callback"], strict=True)),
-            state=next((part for part in of_role["state"] if part.files()), None),
-            ranks=tuple(of_role["rank"]) if any(part.files() for part in of_role["rank"]) else (),
+            optimizers=tuple(parts_by_role["optimizer"]),
+            callbacks=dict(zip(keys, parts_by_role["callback"], strict=True)),
+            state=next((part for part in parts_by_role["state"] if part.files()), None),
+            ranks=tuple(parts_by_role["rank"]) if any(part.files() for part in parts_by_role["rank"]) else (),
             versions=versions(),
         )
         return encode_manifest(manifest)
 
-    content = run_collectively(control, f"The checkpoint {path!r} could not be written", dump_with_checksum)
-    # If the reply to the upload is lost, even rank 0 cannot know whether the manifest was stored: keep all files.
+    content = run_collectively(control, f"The checkpoint {path!r} could not be written", build_manifest)
+    # If the reply to the upload is lost, rank 0 cannot know whether the manifest was stored, so all files are kept.
     storage.keep()
     run_collectively(
         control,
@@ -290,18 +291,18 @@ def _commit_manifest(
     )
 
 
-def _check_size(path: str, storage: Storage, name: str, size: int, alone: bool) -> None:
+def _check_size(path: str, storage: Storage, name: str, size: int, single_rank: bool) -> None:
     try:
-        seen = storage.size(name)
+        actual_size = storage.size(name)
     except FileNotFoundError:
-        seen = None
-    if seen == size:
+        actual_size = None
+    if actual_size == size:
         return
-    found = "nothing" if seen is None else f"{seen} bytes"
-    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {found}."
-    if alone:
+    actual = "nothing" if actual_size is None else f"{actual_size} bytes"
+    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
+    if single_rank:
         raise CheckpointError(
-            what, "another process removed or changed it.", "save where no other process deletes files."
+            what, "another process removed or changed it.", "save to a folder in which no other process deletes files."
         )
     raise CheckpointError(
         what,

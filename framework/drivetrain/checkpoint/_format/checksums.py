@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-try:  # same checksums, several times as fast
+try:  # the same checksums, several times as fast
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
@@ -19,14 +19,14 @@ BLOCK = 4 * 2**20
 """Block size in bytes for writing; readers use the size in the manifest."""
 
 DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
-"""Digests by name. A CRC detects accidents and can be forged; a cryptographic digest cannot."""
+"""Digests by name. A CRC detects accidental damage but can be forged; a cryptographic digest cannot."""
 
 
 def check_digest(owner: str, digest: Any) -> None:
     """Raise if ``digest`` is neither None nor the name of a known digest.
 
     Args:
-        owner: whose argument it is, for the error.
+        owner: name of the function or class that takes the argument, for the error.
         digest: the value to check.
 
     Raises:
@@ -41,7 +41,7 @@ def check_digest(owner: str, digest: Any) -> None:
 
 
 class BlockChecksums:
-    """Computes the checksum of each block of a file from its bytes in order, in portions of any size."""
+    """Computes the checksum of each block of a file, given its bytes in order, in chunks of any size."""
 
     def __init__(self, block: int = BLOCK) -> None:
         self._block = block
@@ -55,10 +55,10 @@ class BlockChecksums:
         view = memoryview(content)
         self.size += len(view)
         while len(view):
-            portion = view[: self._block - self._filled]
-            self._sum = crc32(portion, self._sum)
-            self._filled += len(portion)
-            view = view[len(portion) :]
+            chunk = view[: self._block - self._filled]
+            self._sum = crc32(chunk, self._sum)
+            self._filled += len(chunk)
+            view = view[len(chunk) :]
             if self._filled == self._block:
                 self._close()
 

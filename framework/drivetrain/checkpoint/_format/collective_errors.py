@@ -17,7 +17,7 @@ def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Ex
     Args:
         control: the control plane.
         summary: what failed as a whole; begins the error message.
-        value: this rank's value, plain as for `ControlPlane.gather_objects`.
+        value: this rank's value, of a type that `ControlPlane.gather_objects` supports.
         problem: this rank's problem, or None.
 
     Raises:
@@ -74,5 +74,5 @@ def _error_texts(problem: Exception) -> tuple[str, str, str]:
         return problem.what, problem.why, problem.fix
     text = f"{type(problem).__name__}: {problem}"
     if isinstance(problem, OSError):
-        return text, "the storage refused.", "check the path, its permissions and the free space."
+        return text, "the storage failed, or denied access.", "check the path, its permissions and the free space."
     return text, "", "see the cause above; the training state is unchanged."

@@ -40,5 +40,5 @@ def free_bytes(folder: Path) -> int | None:
     disk = os.statvfs(folder)
     if disk.f_blocks == 0:
         return None
-    reserved_too = os.geteuid() == 0
-    return disk.f_frsize * (disk.f_bfree if reserved_too else disk.f_bavail)
+    is_root = os.geteuid() == 0
+    return disk.f_frsize * (disk.f_bfree if is_root else disk.f_bavail)

@@ -1,4 +1,4 @@
-"""Encodes values as JSON that decodes to equal values, with tensors kept apart. No pickle: decoding runs no code."""
+"""Encodes values as JSON, with tensors kept separate. Unlike unpickling, decoding runs no code from the file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError
 
-# A dict with one of these as its only key encodes a value that JSON lacks. A user's dict with a key that begins with
-# "$" is written as pairs, so that the two cannot be confused.
+# A dict with one of these as its only key encodes a value that JSON cannot represent. A user's dict with a key that
+# begins with "$" is written as pairs, so that the two cannot be confused.
 TENSOR, TUPLE, FLOAT, PAIRS, COUNTER = "$tensor", "$tuple", "$float", "$pairs", "$counter"
 METADATA = "__metadata__"
 """A reserved key in the header of a safetensors file, so no tensor can have this name."""
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
-# Limits of what is written. Larger documents are rejected on reading before they cost memory and time.
+# Limits for writing. When reading, larger documents are rejected early, before they take much memory and time.
 MAX_DOCUMENT_BYTES = 2**28
-"""Maximum size of a JSON document; long lists of numbers are better kept as tensors."""
+"""Maximum size of a JSON document; long lists of numbers should be stored as tensors."""
 MAX_DEPTH = 100
 """Maximum nesting of lists, tuples and dicts."""
 _MAX_READ_DEPTH = MAX_DEPTH + 4  # values passed to `encode` lie a level or two inside a document
@@ -40,7 +40,7 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
         path: the keys on the path to ``value``.
 
     Raises:
-        CheckpointError: names a value of another type.
+        CheckpointError: a value has another type; the message names it.
     """
     try:
         return _encode(value, tensors, path)
@@ -48,7 +48,7 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
         raise CheckpointError(
             f"A checkpoint cannot hold {'/'.join(path[:1]) or 'this state'!r}: it contains itself, or is nested deeper "
             f"than {MAX_DEPTH} levels.",
-            "JSON cannot represent a value that contains itself, and deeper values are not read.",
+            "JSON cannot represent a value that contains itself, and deeper nesting is not supported.",
             "save a copy that does not contain itself, or a flatter one.",
         ) from None
 
@@ -107,7 +107,7 @@ def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
     """Return the value that `encode` was given; ``tensor`` returns a tensor by name.
 
     Raises:
-        ValueError: `encode` cannot have returned this, or it is nested too deeply.
+        ValueError: this is not a result of `encode`, or it is nested too deeply.
         KeyError: from ``tensor``.
     """
     if depth > _MAX_READ_DEPTH:
@@ -155,7 +155,7 @@ def dumps(document: Any) -> bytes:
     """Return an encoded document as JSON text.
 
     Raises:
-        CheckpointError: it is too long to be read again.
+        CheckpointError: the text would be too long for `loads`.
     """
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     if len(text) > MAX_DOCUMENT_BYTES or _too_many(text):
@@ -175,12 +175,12 @@ def parse_json(content: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | N
         pairs: the ``object_pairs_hook`` for `json.loads`.
 
     Raises:
-        ValueError: it is not JSON, or larger than anything that is written.
+        ValueError: it is not JSON, or exceeds the limits of `dumps`.
     """
     if _too_many(content):
         raise ValueError(f"it has more than {_MAX_VALUES} values")
     try:
-        return json.loads(content, object_pairs_hook=pairs, parse_constant=_refuse)
+        return json.loads(content, object_pairs_hook=pairs, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -191,12 +191,12 @@ def _too_many(content: bytes) -> bool:
     return len(content) > limit and content.count(b",") + content.count(b"[") + content.count(b"{") > limit
 
 
-def _refuse(constant: str) -> Any:
+def _reject_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
 def loads(content: bytes | bytearray | memoryview, name: str) -> Any:
-    """Return a document from its text, not decoded yet.
+    """Parse the JSON text of a document, without decoding it.
 
     Raises:
         CheckpointError: it is not JSON.

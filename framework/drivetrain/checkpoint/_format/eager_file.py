@@ -39,11 +39,11 @@ class EagerFile:
         while remaining:
             count = os.writev(self._file.fileno(), remaining[:_MAX_BUFFERS])
             self._written += count
-            whole = 0
-            while whole < len(remaining) and count >= len(remaining[whole]):
-                count -= len(remaining[whole])
-                whole += 1
-            del remaining[:whole]
+            finished = 0
+            while finished < len(remaining) and count >= len(remaining[finished]):
+                count -= len(remaining[finished])
+                finished += 1
+            del remaining[:finished]
             if count:
                 remaining[0] = remaining[0][count:]
         start_writing = _system_call()
@@ -66,8 +66,8 @@ def _system_call() -> Callable[[int, int, int], int] | None:
     library = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(library, "sync_file_range"):
         return None
-    wide = ctypes.c_int64
+    offset = ctypes.c_int64
     # The result is ignored, since fsync reports errors.
     return lambda descriptor, begin, size: int(
-        library.sync_file_range(descriptor, wide(begin), wide(size), _START_WRITING)
+        library.sync_file_range(descriptor, offset(begin), offset(size), _START_WRITING)
     )

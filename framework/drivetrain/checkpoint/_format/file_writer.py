@@ -29,8 +29,8 @@ class FileWriter:
     """Writes a file in one thread and computes its checksums in another; both release the GIL while they work.
 
     Args:
-        sink: the destination; the caller that opened it closes it.
-        digest: one of `DIGESTS`, computed in a third thread; None for none.
+        sink: the destination, which the caller closes.
+        digest: one of `DIGESTS`, computed in a third thread; None computes no digest.
     """
 
     def __init__(self, sink: Sink, digest: str | None = None) -> None:
@@ -54,8 +54,8 @@ class FileWriter:
 
         Args:
             content: must not change until `record` has returned.
-            borrowed: whether the memory belongs to an existing tensor. Of temporary pieces, only `MAX_WAITING_PIECES`
-                may be queued.
+            borrowed: whether the memory belongs to an existing tensor. At most
+                `MAX_WAITING_PIECES` other pieces are queued at a time.
 
         Raises:
             Exception: an earlier write failed.
@@ -84,7 +84,7 @@ class FileWriter:
         self._raise_error()
 
     def record(self) -> FileRecord:
-        """Return the file's size, checksums and digest, once everything is written and summed."""
+        """Wait until everything is written and checksummed; return the file's size, checksums and digest."""
         self.flush()
         for future in (self._checksummed, self._digested):
             if future is not None:
@@ -110,7 +110,7 @@ class FileWriter:
             self._sink.writelines(batch)
 
     def _submit_digest(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
-        """Queue ``content`` for the digest; one call processes all that is queued, because small contents are many."""
+        """Queue ``content`` for the digest; one call processes everything queued, to save calls for small pieces."""
         self._undigested.append(content)
         if self._digested is None or not self._digest_is_due:
             self._digest_is_due = True

@@ -43,7 +43,7 @@ class Folder(Protocol):
 
     Attributes:
         path: the path as the caller gave it.
-        readers: number of parallel reads that pay off.
+        readers: number of parallel reads to use.
     """
 
     path: str
@@ -65,10 +65,10 @@ class Folder(Protocol):
 
 
 def folder_at(path: str) -> Folder:
-    """Return the folder at a path or an fsspec URL, whatever it holds.
+    """Return the folder at a path or an fsspec URL, without checking what it holds.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no folder at this path.
     """
     filesystem, root = filesystem_of(path)
     if filesystem is not None:
@@ -87,7 +87,7 @@ def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
     """Return the first ``limit`` bytes of a file; None if there is no such file.
 
     Raises:
-        StorageError: the storage refuses.
+        StorageError: the storage failed, or denied access.
     """
     try:
         return folder.read_all(name, limit)
@@ -96,7 +96,7 @@ def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
     except OSError as error:
         raise StorageError(
             f"{name} of {folder.path!r} cannot be read: {error}.",
-            "the storage refused, or does not answer.",
+            "the storage denied access, or does not answer.",
             "check the path and its permissions.",
         ) from error
 
@@ -134,7 +134,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
     except OSError as error:
         raise StorageError(
             f"{path!r} cannot be reached: {error}.",
-            "the storage refused, or does not answer.",
+            "the storage denied access, or does not answer.",
             "check the URL, the credentials and the network.",
         ) from error
     if not exists:
@@ -144,7 +144,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Convert errors of a storage's library, whose classes vary, to `OSError`."""
+    """Convert the errors of storage libraries, which use various classes, to `OSError`."""
     try:
         yield
     except (OSError, CheckpointError):
@@ -192,7 +192,7 @@ class _RemoteFile:
 def _read_range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
     """Return exactly the bytes from ``begin`` up to ``end`` of an object, or raise `OSError`."""
     if begin >= end:
-        return b""  # stores refuse an empty range
+        return b""  # stores reject an empty range
     content: bytes = filesystem.cat_file(path, start=begin, end=end)
     if len(content) != end - begin:
         raise OSError(f"{len(content)} bytes were received instead of {end - begin}")

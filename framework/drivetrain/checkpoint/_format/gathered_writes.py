@@ -1,4 +1,4 @@
-"""Writes sharded tensors whole: the rank that owns a file gathers it piece by piece from the others."""
+"""Writes sharded tensors as whole ones: the rank that owns a file gathers them from the other ranks, piece by piece."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ Regions = Mapping[str, Region | None]
 _FlatPiece = tuple[torch.Tensor, bool]
 """A flat piece, and whether its memory belongs to an existing tensor."""
 
-_ALIGNED = 16  # bytes
-_SMALL = 2**16  # bytes; copying smaller pieces together costs less than handing each to the writer's threads
+_ALIGNMENT = 16  # bytes
+_MAX_JOINED = 2**16
+"""Maximum size of pieces that are joined, in bytes; queueing each of them for the writer's threads would cost more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,15 @@ class GatheredWriter:
     """Writes the tensors of one part.
 
     Args:
-        held: this rank's tensors and shards.
+        tensors: this rank's tensors and shards.
         regions: the regions that each rank contributes, by rank.
         control: the control plane.
         storage: where the files are written.
-        piece: bytes that are exchanged at a time.
-        digest: digest to compute of each file, if any.
+        piece: number of bytes that are exchanged at a time.
+        digest: digest to compute for each file, if any.
     """
 
-    held: Mapping[str, TensorOrShard]
+    tensors: Mapping[str, TensorOrShard]
     regions: Sequence[Regions]
     control: ControlPlane
     storage: Storage
@@ -120,11 +121,11 @@ class GatheredWriter:
 
     def _parts(self, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
         for piece in pieces:
-            held = self.held.get(piece.spec.name)
+            value = self.tensors.get(piece.spec.name)
             region = self.regions[self.control.rank].get(piece.spec.name)
             part = None if region is None else overlap(region, piece)
-            if part is not None and region is not None and isinstance(held, ParameterShard):
-                yield read_overlap(held.local, region, part)
+            if part is not None and region is not None and isinstance(value, ParameterShard):
+                yield read_overlap(value.local, region, part)
 
     def _nbytes_from(self, rank: int, pieces: Sequence[Piece]) -> int:
         total = 0
@@ -137,7 +138,7 @@ class GatheredWriter:
     def _assembled(
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
     ) -> Iterator[_FlatPiece]:
-        """Yield each piece whole and flat; small ones that this rank holds whole are joined into one."""
+        """Yield each piece assembled and flat; consecutive small pieces of unsharded tensors are joined."""
         consumed = dict.fromkeys(received, 0)
         for batch in batches_of(pieces, self._is_small, self.piece):
             piece = batch[0]
@@ -145,10 +146,10 @@ class GatheredWriter:
                 (memory,) = buffers.cut([sum(small.nbytes for small in batch)])
                 yield torch.cat([self._rows(small).view(torch.uint8) for small in batch], out=memory), False
                 continue
-            held = self.held[piece.spec.name]
-            if not isinstance(held, ParameterShard):
+            value = self.tensors[piece.spec.name]
+            if not isinstance(value, ParameterShard):
                 rows = self._rows(piece)
-                yield rows, rows.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+                yield rows, rows.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
                 continue
             (memory,) = buffers.cut([piece.nbytes])
             whole = memory.view(piece.spec.dtype)
@@ -158,7 +159,7 @@ class GatheredWriter:
                 if part is None or region is None:
                     continue
                 if rank == self.control.rank:
-                    values = read_overlap(held.local, region, part)
+                    values = read_overlap(value.local, region, part)
                 else:
                     begin = consumed[rank]
                     consumed[rank] += part.numel * piece.spec.dtype.itemsize
@@ -167,16 +168,16 @@ class GatheredWriter:
             yield whole, False
 
     def _is_small(self, piece: Piece) -> bool:
-        return piece.nbytes <= _SMALL and not isinstance(self.held[piece.spec.name], ParameterShard)
+        return piece.nbytes <= _MAX_JOINED and not isinstance(self.tensors[piece.spec.name], ParameterShard)
 
     def _rows(self, piece: Piece) -> torch.Tensor:
-        held = self.held[piece.spec.name]
-        assert not isinstance(held, ParameterShard)
-        return rows_of(held, piece)
+        value = self.tensors[piece.spec.name]
+        assert not isinstance(value, ParameterShard)
+        return rows_of(value, piece)
 
 
 class _Buffers:
-    """A ring of reused buffers, because repeated allocation makes the allocator keep several times as much.
+    """A ring of reused buffers, because with repeated allocation the allocator would keep several times as much.
 
     Args:
         count: number of buffers; one is reused after ``count`` calls.
@@ -187,7 +188,7 @@ class _Buffers:
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return one tensor per size in bytes, aligned for every dtype."""
-        offsets = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        offsets = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         buffer = self._buffers.popleft()
         if buffer.numel() < offsets[-1]:
             del buffer  # free it before allocating a larger one
@@ -259,8 +260,8 @@ class _Output:
 
 def _split_into_waves(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
     """Yield waves of files with at most one file per owner."""
-    of_owner: dict[int, list[PlannedFile]] = {}
+    files_by_owner: dict[int, list[PlannedFile]] = {}
     for file in files:
-        of_owner.setdefault(file.owner, []).append(file)
-    for number in range(max((len(owned) for owned in of_owner.values()), default=0)):
-        yield [owned[number] for owned in of_owner.values() if number < len(owned)]
+        files_by_owner.setdefault(file.owner, []).append(file)
+    for number in range(max((len(owned) for owned in files_by_owner.values()), default=0)):
+        yield [owned[number] for owned in files_by_owner.values() if number < len(owned)]

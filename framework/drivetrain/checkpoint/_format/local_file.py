@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MAX_OPEN = 64
-"""Open descriptors per checkpoint: it may have thousands of files, and a process often at most 1,024 descriptors."""
+"""Open descriptors per checkpoint; it may have thousands of files, but many systems allow 1,024 per process."""
 
 _SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
 
@@ -150,7 +150,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file only: opening a pipe would block, and opening a device may have side effects."""
+    """Open a file if it is regular: opening a pipe would block, and opening a device may have side effects."""
     try:
         _check_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

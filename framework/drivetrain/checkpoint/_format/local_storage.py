@@ -34,7 +34,7 @@ class LocalStorage:
     Args:
         target: path of the checkpoint.
         token: makes the names of this writer's folders unique.
-        lock: descriptor of the locked file, on rank 0.
+        lock: descriptor of the locked file, on rank 0; None on other ranks.
     """
 
     def __init__(self, target: Path, token: str, lock: int | None = None) -> None:
@@ -108,13 +108,13 @@ class LocalStorage:
             os.rename(self._folder, self._target)
             return
         except OSError:
-            # Renaming fails if the target is a folder with content, which is then exchanged.
+            # Renaming fails if the target is a folder with content. In that case the two folders are exchanged.
             if not self._target.is_dir() or not any(self._target.iterdir()):
                 raise
         _check_is_checkpoint(self._target)
         if exchange(str(self._folder), str(self._target)):
             return
-        # If killed between the renames, `find_interrupted_replacement` finds the old one through the lock file.
+        # If this process is killed between the renames, `find_interrupted_replacement` finds the old checkpoint.
         aside = _moved_aside_path(self._target.parent, self._token)
         os.rename(self._target, aside)
         try:
@@ -168,12 +168,12 @@ def write_pointer(path: str, name: str) -> None:
         os.close(lock)
 
 
-def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
+def claim_name(folder: str, choose: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
     """Choose a name for a checkpoint and reserve it against other runs.
 
     Args:
         folder: the folder of checkpoints.
-        free: chooses a name, given the names that others have reserved.
+        choose: returns a name, given the names that other runs have reserved.
 
     Returns:
         The name, and a function that releases it.
@@ -182,7 +182,7 @@ def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str,
     parent.mkdir(parents=True, exist_ok=True)
     with lock_folder(parent):
         clear_leftovers(parent)
-        name = free(_claimed_names(parent))
+        name = choose(_claimed_names(parent))
         lock_file = _lock_file(parent, secrets.token_hex(8))
         lock = _create_locked(lock_file, name)
     return name, lambda: _remove_leftovers(lock_file, lock)
@@ -234,7 +234,7 @@ def _find_lock_files(folder: Path) -> list[Path]:
 
 
 def _read_target_name(lock_file: Path) -> str:
-    """Return the name that a lock file holds; "" if it holds none."""
+    """Return the name stored in a lock file; "" if it is empty or invalid."""
     name = os.fsdecode(read_whole(lock_file, _MAX_NAME_BYTES + 1))
     return "" if len(name) > _MAX_NAME_BYTES or "/" in name or "\0" in name or name in (".", "..") else name
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its metadata and file list. Writing it, last, commits the checkpoint."""
+"""The manifest of a checkpoint: its metadata and file list. It is written last, which commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**26
 """Maximum size in bytes; enough for the checksums of 32 TiB."""
-_BLOCK_SIZE_RANGE = (
-    2**12,
-    2**26,
-)  # bytes; smaller blocks are too many, larger ones take too much memory
+_BLOCK_SIZE_RANGE = (2**12, 2**26)  # bytes; smaller blocks are too numerous, larger ones take too much memory
 _MAX_RANKS = 2**24
 _MAX_TIME = 2**36  # upper bound for `written`, in the year 4147
 
@@ -78,18 +75,18 @@ class CheckpointMetadata:
         precision: name of the precision.
         progress: counters, JSON-able.
         hyper_parameters: arguments that the module was built with, JSON-able.
-        left_out: names of arguments that are secrets and not stored, joined by dots if nested.
-        run: the run that wrote it: its "id", "name", "folder" and the class of its "module", as far as known.
+        left_out: names of arguments that are not stored because they are secret; nested names are joined by dots.
+        run: the run that wrote it: its "id", "name", "folder" and the class of its "module", if known.
         weights_only: whether no run can resume from it.
         pretrained: descriptions of the Hugging Face models in the module, by name; see `_pretrained`.
         base: checksums of the weights that are not stored, by name; empty if all are stored.
-        identifier: unique id; "" lets the writer draw one.
+        identifier: unique id; if "", the writer generates one.
         parent: identifier of the run's previous checkpoint, or the one it resumed from; "" for none.
         lineage: the runs it descends from, oldest first, each with the number of checkpoints it had written when the
             next run resumed from it, or when this one was written.
-        argument: the one argument of the module that holds all hyper-parameters; "" if each is an argument of its own.
+        argument: name of the module's argument that holds all hyper-parameters; "" if each is a separate argument.
         data_hyper_parameters: arguments that the data module was built with, JSON-able.
-        data_argument: the one argument of the data module that holds all of them; "" if each is an argument of its own.
+        data_argument: as ``argument``, for the data module.
     """
 
     strategy: str = ""
@@ -113,8 +110,8 @@ class CheckpointMetadata:
         last = len(other.lineage) - 1
         if last < 0 or len(self.lineage) <= last or self.lineage[:last] != other.lineage[:last]:
             return False
-        (run, count), (others_run, others_count) = self.lineage[last], other.lineage[last]
-        return run == others_run and (count, len(self.lineage)) > (others_count, last + 1) and count >= others_count
+        (run, count), (other_run, other_count) = self.lineage[last], other.lineage[last]
+        return run == other_run and (count, len(self.lineage)) > (other_count, last + 1) and count >= other_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +144,16 @@ class Manifest:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and the libraries, as the manifest records them."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    installed = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("drivetrain", "safetensors"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-# As JSON
+# JSON encoding
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -210,15 +207,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def record_as_json(record: FileRecord) -> dict[str, Any]:
     """Return a file record as JSON-able values."""
-    described: dict[str, Any] = {"size": record.size, "crc32": record.crc32}
-    return {**described, "sha256": record.sha256} if record.sha256 else described
+    fields: dict[str, Any] = {"size": record.size, "crc32": record.crc32}
+    return {**fields, "sha256": record.sha256} if record.sha256 else fields
 
 
 def check_metadata(metadata: CheckpointMetadata) -> None:
     """Raise if a manifest cannot hold this metadata; called before the first save.
 
     Raises:
-        CheckpointError: it is too long, or holds values that JSON lacks.
+        CheckpointError: it is too long, or holds values that JSON cannot represent.
     """
     encode_manifest(Manifest("", 1, metadata, {}, Part()))
 
@@ -239,15 +236,15 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         document = parse_json(content)
         if not isinstance(document, dict) or "format" not in document:
             raise ValueError("it has no format number")
-        found = document["format"]
+        format_number = document["format"]
     except (ValueError, RecursionError) as error:
         raise _damage_error(path, f"it cannot be read: {type(error).__name__}: {error}") from error
-    if type(found) is not int or found != FORMAT:
+    if type(format_number) is not int or format_number != FORMAT:
         raise CheckpointError(
-            f"{path!r} has format {reprlib.repr(found)}.",
+            f"{path!r} has format {reprlib.repr(format_number)}.",
             f"this version reads format {FORMAT}.",
             "load it with the version that wrote it, and save its weights in a supported format."
-            if found == 0
+            if format_number == 0
             else "load it with a newer version of drivetrain.",
         )
     if not has_valid_checksum(content):
@@ -274,14 +271,14 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         raise ValueError(f"blocks of {block_size} bytes")
     files = {}
     for name, entry in _dict(document["files"], "files").items():
-        described = _dict(entry, "files")
-        record = FileRecord(_count(described["size"]), _text(described["crc32"]), _digest(described.get("sha256", "")))
+        fields = _dict(entry, "files")
+        record = FileRecord(_count(fields["size"]), _text(fields["crc32"]), _digest(fields.get("sha256", "")))
         if len(record.crc32) != 8 * block_count(record.size, block_size):
             raise ValueError(f"{name!r} has {len(record.crc32)} digits of checksums for {record.size} bytes")
         files[_file_name(name)] = record
-    without = sorted(name for name, entry in files.items() if not entry.sha256)
-    if 0 < len(without) < len(files):
-        raise ValueError(f"{listed(without)} have no digest, and other files have one")
+    without_digest = sorted(name for name, entry in files.items() if not entry.sha256)
+    if 0 < len(without_digest) < len(files):
+        raise ValueError(f"{listed(without_digest)} have no digest, and other files have one")
     manifest = Manifest(
         identifier=_text(document["id"]),
         world_size=_count(document["world_size"]),
@@ -321,7 +318,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     unlisted, shared = sorted(used.keys() - files.keys()), sorted(name for name, count in used.items() if count > 1)
     if unlisted or shared:
         raise ValueError(
-            f"{listed(unlisted)} are used and not listed" if unlisted else f"{listed(shared)} are used twice"
+            f"{listed(unlisted)} are used but not listed" if unlisted else f"{listed(shared)} are used twice"
         )
     return manifest
 
@@ -333,11 +330,11 @@ def _digest(text: Any) -> str:
 
 
 def _part(document: Any) -> Part:
-    described = _dict(document, "a part")
+    fields = _dict(document, "a part")
     return Part(
-        document=None if described["document"] is None else _file_name(described["document"]),
-        tensors=tuple(_file_name(name) for name in _list(described["tensors"], "tensors")),
-        index=None if described["index"] is None else _file_name(described["index"]),
+        document=None if fields["document"] is None else _file_name(fields["document"]),
+        tensors=tuple(_file_name(name) for name in _list(fields["tensors"], "tensors")),
+        index=None if fields["index"] is None else _file_name(fields["index"]),
     )
 
 

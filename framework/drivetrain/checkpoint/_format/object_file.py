@@ -9,7 +9,8 @@ from typing import Any
 
 from drivetrain.checkpoint._format.storage import protocols_of
 
-# On these, creating a folder would create a bucket (also for a misspelt name), and uploads are atomic.
+# Protocols of stores on which creating a folder would create a bucket (even for a misspelt name), and each upload is
+# atomic.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 
 
@@ -28,8 +29,8 @@ def make_folder(filesystem: Any, root: str) -> None:
 def open_object(filesystem: Any, path: str) -> Iterator[Any]:
     """Yield a stream whose content is stored when the context exits without an error.
 
-    The upload ends when the stream is closed. If that raises, the store may have stored the object nevertheless, so its
-    size is compared. No other writer may use ``path``.
+    The upload ends when the stream is closed. If closing raises, the object may be stored nevertheless, so its size is
+    compared. No other writer may use ``path``.
     """
     stream = filesystem.open(path, "wb")
     try:
@@ -38,10 +39,10 @@ def open_object(filesystem: Any, path: str) -> Iterator[Any]:
         try:
             stream.close()
         except Exception:
-            if not _has(filesystem, path, nbytes):
+            if not _has_size(filesystem, path, nbytes):
                 raise
     except BaseException:
-        # The incomplete content must not be uploaded, not even when the stream is garbage-collected.
+        # The incomplete content must not be uploaded, even when the stream is garbage-collected.
         with suppress(Exception):
             stream.discard()
         with suppress(AttributeError):
@@ -69,7 +70,7 @@ def open_replacement(filesystem: Any, path: str) -> Iterator[Any]:
         raise
 
 
-def _has(filesystem: Any, path: str, nbytes: int) -> bool:
+def _has_size(filesystem: Any, path: str, nbytes: int) -> bool:
     try:
         filesystem.invalidate_cache()
         return int(filesystem.size(path)) == nbytes

@@ -17,7 +17,7 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts to upload the manifes
 
 
 def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Callable[[], bool]) -> None:
-    """Upload a small object, retrying if the store refuses or its reply is lost.
+    """Upload a small object, retrying if the upload fails or its reply is lost.
 
     Args:
         filesystem: the fsspec file system.
@@ -26,7 +26,7 @@ def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Call
         is_stored: returns whether the store holds the new content.
 
     Raises:
-        Exception: the object could not be confirmed to be stored.
+        Exception: the upload failed, and the object is not known to be stored.
     """
     for pause in (*_PAUSES, None):
         try:
@@ -43,8 +43,8 @@ def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Call
 class ObjectStorage:
     """A prefix in an object store.
 
-    Concurrent writers never share file names, and the manifest names the files of one of them. Once a manifest may have
-    been stored, its writer deletes none of its files: neither if the reply is lost, nor on ranks that did not get it.
+    Concurrent writers never share file names, and the manifest names the files of only one of them. Once a manifest may
+    have been stored, no rank deletes the files that it names, because the reply to a successful upload can be lost.
 
     Args:
         filesystem: the fsspec file system.
@@ -91,10 +91,10 @@ class ObjectStorage:
     def commit(self, manifest: bytes, identifier: str) -> None:
         before = self._read_manifest()
         self._put_manifest(manifest, identifier)
-        now = self._read_manifest()
-        # If another writer has replaced this manifest meanwhile, the cleanup is that writer's.
-        if before is not None and now is not None and now.identifier == identifier:
-            self._remove(before.files.keys() - now.files.keys())
+        after = self._read_manifest()
+        # If another writer has replaced this manifest in the meantime, that writer does the cleanup.
+        if before is not None and after is not None and after.identifier == identifier:
+            self._remove(before.files.keys() - after.files.keys())
 
     def abandon(self) -> None:
         self._remove(self._created)

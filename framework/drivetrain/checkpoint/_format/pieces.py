@@ -1,4 +1,4 @@
-"""Splits tensors into pieces of bounded size, and maps a rank's region to its place in a piece."""
+"""Splits tensors into pieces of bounded size, and finds where a rank's region lies in a piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain._distributed.shards import Region, Span
 from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.tensor_file import Spec
 
-_LOCAL_PIECE = 16 * 2**20  # bytes of a piece that is not exchanged; a CPU tensor is written without a copy
+_LOCAL_PIECE_BYTES = 16 * 2**20  # for pieces that are not exchanged; CPU tensors are written without a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +55,31 @@ def pieces_of(spec: Spec, limit: int) -> Iterator[Piece]:
 
 def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Iterator[list[Piece]]:
     """Group the pieces of a file, in order, into rounds with at most ``limit`` bytes of sharded tensors each."""
-    gathered: list[Piece] = []
-    filled = 0
+    current: list[Piece] = []
+    size = 0
     for spec in specs:
-        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _LOCAL_PIECE)):
+        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _LOCAL_PIECE_BYTES)):
             nbytes = piece.nbytes if spec.name in sharded else 0
-            if filled and filled + nbytes > limit:
-                yield gathered
-                gathered, filled = [], 0
-            gathered.append(piece)
-            filled += nbytes
-    if gathered:
-        yield gathered
+            if size and size + nbytes > limit:
+                yield current
+                current, size = [], 0
+            current.append(piece)
+            size += nbytes
+    if current:
+        yield current
 
 
-def batches_of(pieces: Iterable[Piece], joins: Callable[[Piece], bool], limit: int) -> Iterator[list[Piece]]:
-    """Group consecutive pieces for which ``joins`` is true into batches of at most ``limit`` bytes."""
+def batches_of(pieces: Iterable[Piece], can_join: Callable[[Piece], bool], limit: int) -> Iterator[list[Piece]]:
+    """Group consecutive pieces for which ``can_join`` is true into batches of at most ``limit`` bytes."""
     batch: list[Piece] = []
-    filled, joined = 0, False
+    size, joined = 0, False
     for piece in pieces:
-        nbytes, joining = piece.nbytes, joins(piece)
-        if batch and not (joined and joining and filled + nbytes <= limit):
+        nbytes, joining = piece.nbytes, can_join(piece)
+        if batch and not (joined and joining and size + nbytes <= limit):
             yield batch
-            batch, filled = [], 0
+            batch, size = [], 0
         batch.append(piece)
-        filled, joined = filled + nbytes, joining
+        size, joined = size + nbytes, joining
     if batch:
         yield batch
 
@@ -122,10 +122,10 @@ def overlap(region: Region, piece: Piece) -> Overlap | None:
     low, high = max(offsets[0], piece.first), min(offsets[0] + sizes[0], piece.last)
     if low >= high or 0 in sizes:
         return None
-    across = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+    other_slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
     return Overlap(
         (slice(low - offsets[0], high - offsets[0]),),
-        (slice(low - piece.first, high - piece.first), *across),
+        (slice(low - piece.first, high - piece.first), *other_slices),
         (high - low, *sizes[1:]),
         False,
     )
@@ -133,11 +133,11 @@ def overlap(region: Region, piece: Piece) -> Overlap | None:
 
 def read_overlap(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
     """Return the elements of ``part`` from the local tensor, flat and on the CPU."""
-    held = local.detach()
+    values = local.detach()
     if part.flat:
-        return row_major(held.reshape(-1)[part.source]).cpu()
+        return row_major(values.reshape(-1)[part.source]).cpu()
     assert not isinstance(region, Span)
-    return row_major(held.reshape(region.sizes or (1,))[part.source]).cpu()
+    return row_major(values.reshape(region.sizes or (1,))[part.source]).cpu()
 
 
 def write_overlap(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
@@ -151,10 +151,10 @@ def write_overlap(whole: torch.Tensor, piece: Piece, part: Overlap, values: torc
 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a piece of a whole tensor, flat and on the CPU; a view if possible."""
-    held = tensor.detach().resolve_conj().resolve_neg()
-    if piece.numel < held.numel():
-        held = held.reshape(as_rows(held.shape))[piece.first : piece.last]
-    return row_major(held).cpu()
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if piece.numel < values.numel():
+        values = values.reshape(as_rows(values.shape))[piece.first : piece.last]
+    return row_major(values).cpu()
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-_ALIGNED = 64  # bytes, more than any dtype needs
+_ALIGNMENT = 64  # bytes, more than any dtype needs
 
 
 def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Start copying CUDA tensors to pinned memory, each on its device's current stream, and return the copies.
 
-    torch rounds each pinned allocation up to a power of two, and each takes the driver about 0.1 ms. The copies
-    therefore share few blocks with sizes that are powers of two.
+    torch rounds each pinned allocation up to a power of two, and each allocation takes about 0.1 ms. The copies
+    therefore share a few blocks whose sizes are powers of two.
     """
-    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED for tensor in tensors]
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     copies: list[torch.Tensor] = [torch.empty(())] * len(tensors)
     for capacity, members in blocks(sizes):
         block = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)

@@ -24,7 +24,7 @@ def allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
     try:
         return torch.empty(numel, dtype=dtype, device="cpu")
     except (RuntimeError, MemoryError) as error:
-        raise _too_large(numel * dtype.itemsize, what, "the allocation failed") from error
+        raise _memory_error(numel * dtype.itemsize, what, "the allocation failed") from error
 
 
 def allocate_bytes(count: int) -> memoryview:
@@ -40,10 +40,10 @@ def check_memory(nbytes: int, what: str) -> None:
     """
     limit = _memory_limit()
     if nbytes > limit:
-        raise _too_large(nbytes, what, f"this machine or container has {limit:,} bytes")
+        raise _memory_error(nbytes, what, f"this machine or container has {limit:,} bytes")
 
 
-def _too_large(nbytes: int, what: str, why: str) -> CheckpointError:
+def _memory_error(nbytes: int, what: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{what} takes {nbytes:,} bytes of memory.",
         f"{why}.",
@@ -55,6 +55,6 @@ def _too_large(nbytes: int, what: str, why: str) -> CheckpointError:
 def _memory_limit() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # another system, or unlimited ("max")
+        with suppress(OSError, ValueError):  # the file does not exist, or says "max"
             limits.append(int(Path(path).read_text()))
     return min(limits)

@@ -22,17 +22,17 @@ TensorOrShard = torch.Tensor | ParameterShard
 
 @dataclass(slots=True)
 class Contents:
-    """What one rank contributes to a checkpoint. All ranks give the same names in the same order.
+    """What one rank contributes to a checkpoint. All ranks pass the same names in the same order.
 
     Attributes:
-        weights: by parameter name: tensors that every rank holds whole, shards, or other values (an ``_extra_state``).
+        weights: by parameter name: unsharded tensors, shards, or other values (an ``_extra_state``).
         metadata: metadata for the manifest.
         aliases: tied names, ``{tied: first}``; the tied ones are not stored.
         optimizers: their states by parameter name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
-        callbacks: tensors by the callback's key and by name, whole or sharded as the weights.
-        state: nested JSON-able values and tensors, of which rank 0's are stored; None for none.
+        callbacks: tensors by the callback's key and by name, unsharded or sharded.
+        state: nested JSON-able values and tensors; only those of rank 0 are stored. None if there is no state.
         rank_state: the same, stored for each rank.
-        digest: digest to store for each file, if any; rank 0's choice counts.
+        digest: digest to store for each file, if any; the value on rank 0 is used.
     """
 
     weights: Mapping[str, Any]
@@ -56,7 +56,7 @@ class StagedPart:
         tensors: tensors and shards by name, in order.
         sizes: how tensors are split into files.
         key: the callback's key.
-        specs: names, dtypes and shapes of the tensors; computed once, because there may be many.
+        specs: names, dtypes and shapes of the tensors.
     """
 
     stem: str
@@ -75,7 +75,7 @@ class StagedPart:
         return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
 
     def digest(self) -> str:
-        """Return a hash of what must be equal on all ranks; of rank 0's state, only the sharded tensors."""
+        """Return a hash of what must be equal on all ranks; for the "state" part this is only the sharded tensors."""
         lines = [
             f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], ParameterShard)}"
             for spec in self.specs
@@ -137,8 +137,8 @@ def stage(
 ) -> StagedCheckpoint:
     """Prepare a checkpoint's contents for writing. Not collective.
 
-    Contents that cannot be stored are not reported here, where the other ranks would wait, but by `commit` on all
-    ranks.
+    Contents that cannot be stored are not reported here, because the other ranks would wait forever; `commit` reports
+    them on all ranks.
 
     Args:
         contents: this rank's contents.
@@ -187,13 +187,13 @@ def _stage_parts(
         return StagedPart(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes, key)
 
     tensors: dict[str, Any] = {}
-    others: dict[str, Any] = {}
+    other_values: dict[str, Any] = {}
     for name, value in contents.weights.items():
         if name in contents.aliases:
             continue
-        (tensors if isinstance(value, torch.Tensor | ParameterShard) else others)[name] = value
-    document = encode(others, tensors)
-    yield part("model", "weights", document if others and is_rank_0 else None, tensors)
+        (tensors if isinstance(value, torch.Tensor | ParameterShard) else other_values)[name] = value
+    document = encode(other_values, tensors)
+    yield part("model", "weights", document if other_values and is_rank_0 else None, tensors)
     for number, state in enumerate(contents.optimizers):
         tensors = {}
         document = {

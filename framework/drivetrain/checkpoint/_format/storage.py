@@ -16,9 +16,7 @@ _CHECKPOINT_FILE = re.compile(
     r"manifest\.json|weights\.safetensors"  # `weights.safetensors` is format 0
     r"|(model|optimizer-\d+|callback-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
 )
-
-
-_EATEN_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
+_MISSING_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 class Storage(Protocol):
@@ -29,7 +27,7 @@ class Storage(Protocol):
         """What the other ranks need to write to the same storage."""
 
     def file_name(self, name: str) -> str:
-        """Return the name to use for a file; unique where an existing file of that name may be in use."""
+        """Return the name to use for a file; unique if an existing file of that name may be in use."""
 
     def open(self, name: str) -> AbstractContextManager[Sink]:
         """Create a file; it is durable once the context exits without an error."""
@@ -66,7 +64,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     Raises:
         CheckpointError: the protocol is unknown, or its library is not installed.
     """
-    if _EATEN_SLASH.match(path):
+    if _MISSING_SLASH.match(path):
         raise CheckpointError(
             f"{path!r} is neither a path nor a URL.",
             "a URL has two slashes after its protocol; pathlib.Path removes one of them.",
@@ -74,7 +72,7 @@ def filesystem_of(path: str) -> tuple[Any, str]:
         )
     if not _is_url(path):
         return None, os.path.expanduser(path)
-    # Imported late: local paths do not need it, and the import is slow.
+    # Imported here because the import is slow, and local paths do not need it.
     import fsspec
 
     try:
@@ -82,14 +80,14 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     except (ValueError, ImportError) as error:
         raise CheckpointError(
             f"{path!r} cannot be reached: {error}.",
-            "URLs go through fsspec, which finds a file system by the protocol.",
+            "fsspec opens URLs, and finds the file system by the protocol.",
             "check the spelling, or install its library: pip install 'drivetrain[s3]' for s3://.",
         ) from error
     return (None, root) if "file" in protocols_of(filesystem) else (filesystem, root)
 
 
 def _is_url(path: str) -> bool:
-    """Return whether fsspec handles this path: it has a ``://``, or is chained by ``::`` to a known protocol."""
+    """Return whether fsspec handles this path: it has a ``://``, or begins with a known protocol and ``::``."""
     if "://" in path:
         return True
     chained, double_colon, _ = path.partition("::")
@@ -104,7 +102,7 @@ def path_exists(filesystem: Any, path: str) -> bool:
     """Return whether an object or folder exists. Unlike fsspec's ``exists``, raise on errors.
 
     Raises:
-        Exception: the storage refuses, with an error of its library.
+        Exception: the storage failed; the class depends on its library.
     """
     try:
         filesystem.info(path)

@@ -1,7 +1,7 @@
 """The safetensors format: a header with dtype, shape and byte offsets of each tensor, followed by their bytes.
 
 https://huggingface.co/docs/safetensors/index#format . The safetensors library needs all tensors in memory; this module
-supports writing and reading them one at a time.
+writes and reads them one at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from drivetrain.checkpoint._format.documents import METADATA, parse_json
 from drivetrain.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000  # bytes, the safetensors library's limit
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 _ALIGNMENT = 64  # bytes; alignment of the first tensor
 _MAX_COUNT = 2**63 - 1  # maximum of dimensions, element counts and byte counts
 _MAX_DIMENSIONS = 64
@@ -73,7 +73,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Raise if safetensors cannot store a tensor.
 
     Raises:
-        CheckpointError: names the tensor.
+        CheckpointError: the tensor has an unsupported name, dtype, layout or device.
     """
     if name.rpartition(": ")[2] == METADATA:
         raise CheckpointError(
@@ -104,16 +104,16 @@ def in_file_order(specs: Iterable[Spec]) -> list[Spec]:
 def header_of(specs: Sequence[Spec]) -> bytes:
     """Return the header of a file that holds ``specs`` contiguously, in that order."""
     # Built from strings: with many tensors, a dict and two lists each would cost more in garbage collection.
-    places = [f'"{METADATA}":{{"format":"pt"}}']
+    items = [f'"{METADATA}":{{"format":"pt"}}']
     begin = 0
     for spec in specs:
         end = begin + spec.nbytes
         shape = ",".join(map(str, spec.shape))
-        places.append(
+        items.append(
             f'{json.dumps(spec.name)}:{{"dtype":"{NAMES[spec.dtype]}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
         )
         begin = end
-    text = f"{{{','.join(places)}}}".encode()
+    text = f"{{{','.join(items)}}}".encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
@@ -135,11 +135,11 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearr
         length = int.from_bytes(read(0, 8), "little")
         if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header claims to have {length} of {size} bytes")
-        places = parse_json(bytes(read(8, 8 + length)), _without_repeats)
-        if not isinstance(places, dict):
+        descriptions = parse_json(bytes(read(8, 8 + length)), _without_repeats)
+        if not isinstance(descriptions, dict):
             raise ValueError("its header is not a JSON object")
-        _check_metadata(places.pop(METADATA, {}))
-        entries = {key: _entry(key, place, 8 + length, size) for key, place in places.items()}
+        _check_metadata(descriptions.pop(METADATA, {}))
+        entries = {key: _entry(key, description, 8 + length, size) for key, description in descriptions.items()}
         _check_contiguous(entries.values(), 8 + length, size)
         return entries
     except ValueError as error:
@@ -151,10 +151,10 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearr
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("its header has a name twice")
-    return found
+    return unique
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -162,10 +162,10 @@ def _check_metadata(metadata: Any) -> None:
         raise ValueError(f"{METADATA} is {reprlib.repr(metadata)}, and must map names to strings")
 
 
-def _entry(name: str, place: Any, data: int, size: int) -> Entry:
-    if not isinstance(place, dict) or place.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{_brief(name)} is described by {reprlib.repr(place)}")
-    dtype, shape, offsets = place["dtype"], place["shape"], place["data_offsets"]
+def _entry(name: str, description: Any, data: int, size: int) -> Entry:
+    if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{_brief(name)} is described by {reprlib.repr(description)}")
+    dtype, shape, offsets = description["dtype"], description["shape"], description["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{_brief(name)} has the unknown dtype {reprlib.repr(dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
@@ -187,12 +187,12 @@ def _check_contiguous(entries: Iterable[Entry], begin: int, size: int) -> None:
     """Reject tensors that overlap, and gaps between tensors, which the format does not allow."""
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != begin:
-            how = (
+            problem = (
                 "overlaps the previous tensor"
                 if entry.begin < begin
                 else f"leaves a gap of {entry.begin - begin} bytes"
             )
-            raise ValueError(f"{_brief(entry.name)}, which begins at byte {entry.begin}, {how}")
+            raise ValueError(f"{_brief(entry.name)}, which begins at byte {entry.begin}, {problem}")
         begin = entry.end
     if begin != size:
         raise ValueError(f"the {size - begin} bytes from {begin} on belong to no tensor")

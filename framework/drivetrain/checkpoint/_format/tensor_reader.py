@@ -43,17 +43,17 @@ class CheckResult(NamedTuple):
 
 
 class ZeroBudget:
-    """Limits how many bytes of sparse zeros are hashed: a huge sparse file takes no disk space, but time to hash."""
+    """Limits how many bytes of sparse zeros are hashed: a huge sparse file takes little space but long to hash."""
 
-    def __init__(self, left: int) -> None:
-        self._left = left
+    def __init__(self, remaining: int) -> None:
+        self._remaining = remaining
         self._lock = threading.Lock()
 
     def add_zeros(self, digest: Any, size: int) -> Any:
         """Return the digest after ``size`` more zeros, or None if the budget is used up."""
         with self._lock:
-            self._left -= size
-            if self._left < 0:
+            self._remaining -= size
+            if self._remaining < 0:
                 return None
         digest.update(bytes(size))
         return digest
@@ -145,7 +145,7 @@ class CheckedFile:
         return number * self._block, min((number + 1) * self._block, self.size)
 
     def _read_shared(self, number: int, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with part of a block, and cache the block, because the next tensor often has the rest."""
+        """Fill ``memory`` with part of a block, and cache the block, because the next tensor often needs the rest."""
         with self._lock:
             if self._copy_cached(number, begin, memory):
                 return
@@ -172,9 +172,9 @@ class CheckedFile:
             raise _storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         self._compare(number, crc32(memory))
 
-    def _compare(self, number: int, found: int) -> None:
+    def _compare(self, number: int, checksum: int) -> None:
         expected = self._record.crc32[8 * number : 8 * number + 8]
-        if f"{found:08x}" != expected:
+        if f"{checksum:08x}" != expected:
             begin, end = self._bounds(number)
             raise damage_error(self._path, f"{self.name} was altered between bytes {begin} and {end}")
 
@@ -198,7 +198,7 @@ def _open_source(folder: Folder, name: str) -> Source:
 def _storage_error(path: str, problem: str) -> StorageError:
     return StorageError(
         f"The checkpoint {path!r} cannot be read: {problem}.",
-        "the storage refused, or does not answer; the checkpoint may be intact.",
+        "the storage denied access, or does not answer; the checkpoint may be intact.",
         "check the path, its permissions and the network, and try again.",
     )
 
@@ -259,8 +259,8 @@ class TensorSource:
         shape, row = as_rows(self.shape), row_size(self.shape)
         first, count = (*region.offsets, 0)[0], (*region.sizes, 1)[0]
         rows = self._read_elements(first * row, (first + count) * row).view(count, *shape[1:])
-        across = tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
-        return rows[(slice(None), *across[1:])].contiguous().view(region.sizes)
+        slices = tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
+        return rows[(slice(None), *slices[1:])].contiguous().view(region.sizes)
 
     def _read_elements(self, start: int, stop: int) -> torch.Tensor:
         if not 0 <= start <= stop <= self.entry.numel:

@@ -49,7 +49,7 @@ def _describe_problem(checkpoint: Checkpoint, name: str, zeros: ZeroBudget) -> s
     try:
         file = checkpoint.file(name)
     except CheckpointError as error:
-        # Keep only what the error says about the file.
+        # Remove the part of the message that names the checkpoint.
         return error.what.removeprefix(damage_error(checkpoint.path, "").what.removesuffix(".")).removesuffix(".")
     result, block = file.check(zeros), checkpoint.manifest.block_size
     if result.bad_blocks:
@@ -66,8 +66,8 @@ def _find_contradictions(checkpoint: Checkpoint) -> list[str]:
     """Return problems of files that are intact but inconsistent, or that a reader would fail on."""
     manifest = checkpoint.manifest
     optimizers = [partial(checkpoint.optimizer_document, index) for index in range(len(manifest.optimizers))]
-    others = [manifest.state, *manifest.ranks]
-    documents = [partial(checkpoint.document, part) for part in others if part is not None and part.document]
+    state_parts = [manifest.state, *manifest.ranks]
+    documents = [partial(checkpoint.document, part) for part in state_parts if part is not None and part.document]
     problems = [line for part in manifest.parts() for line in _check_tensors(checkpoint, part)]
     if problems:
         return problems

@@ -59,7 +59,7 @@ class WriteResult:
 
     Attributes:
         written: records of its files, by name.
-        parts: the checkpoint's parts as this rank knows them, with their roles.
+        parts: the parts that this rank staged, with their roles.
     """
 
     written: dict[str, FileRecord]

@@ -57,14 +57,14 @@ def plan_files(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) 
     contents: list[list[Spec]] = [[] for _ in range(count)]
     begin = 0
     for spec in specs:
-        # Assigned by its midpoint, so that a file's size is off by at most half of its first and last tensor.
+        # A tensor is assigned by its midpoint, so a file's size is off by at most half of its first and last tensor.
         middle = begin + spec.nbytes // 2
         contents[min(count * middle // max(total, 1), count - 1)].append(spec)
         begin += spec.nbytes
-    contents = [held for held in contents if held]
+    contents = [specs_of_file for specs_of_file in contents if specs_of_file]
     count = len(contents)
     names = [f"{stem}-{number + 1:05d}-of-{count:05d}" for number in range(count)] if count > 1 else [stem]
     return [
-        PlannedFile(f"{name}.safetensors", number * world_size // count, tuple(in_file_order(held)))
-        for number, (name, held) in enumerate(zip(names, contents, strict=True))
+        PlannedFile(f"{name}.safetensors", number * world_size // count, tuple(in_file_order(specs_of_file)))
+        for number, (name, specs_of_file) in enumerate(zip(names, contents, strict=True))
     ]
