@@ -86,12 +86,12 @@ class Checkpointing:
         """Whether autocast's cache of weight casts is disabled within checkpointed blocks."""
 
     def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        kept = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
+        policy = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
         options: dict[str, Any] = {"use_reentrant": False}
         region = forward
-        if kept is not None:
-            chosen = list(kept) if isinstance(kept, tuple) else kept
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, chosen)
+        if policy is not None:
+            saved = list(policy) if isinstance(policy, tuple) else policy
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
             region = _without_cast_cache(forward)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:

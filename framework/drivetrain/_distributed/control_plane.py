@@ -103,7 +103,7 @@ class ControlPlane(Protocol):
         """Publish a failure of this rank. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        """Return the first failure that is a cause, if one is reported within ``wait``. Not collective.
+        """Return the first failure that is itself a cause, if one is reported within ``wait``. Not collective.
 
         Otherwise return a report of absent ranks, if there is one, since it may remain the only information.
         """

@@ -1,4 +1,4 @@
-"""The process of one rank of a `World`, which runs one function after another in a restored process state."""
+"""The process of one rank of a `World`: it runs functions one after another and restores its state in between."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Call:
         modules: ``sys.path``.
         start_method: the start method of the function's own child processes; None for the platform's default.
         process_group: the backend of the process group for the function, or None.
-        rendezvous: a path that does not exist yet, for the rendezvous of that group.
+        rendezvous: path of a file that does not exist yet, for the rendezvous of that group.
         timeout: seconds until the rank dumps its stacks.
         stacks: the file for them, also used for a fault such as SIGSEGV.
     """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
     """Skip if there are fewer than ``count`` CUDA devices."""
-    found = torch.cuda.device_count()
-    return _skip(found < count, f"needs {count} CUDA device(s), there are {found}")
+    available = torch.cuda.device_count()
+    return _skip(available < count, f"needs {count} CUDA device(s), there are {available}")
 
 
 def requires_emulated_cuda() -> pytest.MarkDecorator:

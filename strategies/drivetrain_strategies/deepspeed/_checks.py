@@ -52,9 +52,9 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
             )
         dtypes.setdefault(parameter.dtype, name)
     if not mixed and set(dtypes) - {torch.float32}:
-        found = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
+        examples = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"precision='32-true' and parameters of other dtypes: {found}.",
+            f"precision='32-true' and parameters of other dtypes: {examples}.",
             "ZeRO would silently convert them to float32, or compute in half precision.",
             "use precision='bf16-mixed', or module.float().",
         )
@@ -70,10 +70,10 @@ def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
     """
     for wanted in classes:
         if not any(isinstance(child, wanted) for child in module.modules()):
-            found = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
+            present = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
             raise ConfigurationError(
                 f"leaf_modules: no module of class {wanted.__name__} is in {type(module).__name__}.",
-                f"the classes in it are {', '.join(found)}.",
+                f"the classes in it are {', '.join(present)}.",
                 "name one of these.",
             )
 

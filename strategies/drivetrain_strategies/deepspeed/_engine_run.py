@@ -164,7 +164,10 @@ class DeepSpeedRun:
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._module
         in_optimizer = {
-            id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]
+            id(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
         # Stage 3 cannot handle gradients of parameters that the optimizer does not hold.
         self._untrained = [
@@ -430,7 +433,7 @@ class DeepSpeedRun:
 
 
 def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that stage 3 gathers separately: leaf modules, and others with parameters of their own."""
+    """Return the modules that stage 3 gathers separately: leaf modules, and others that own parameters."""
     within = {id(child) for leaf in leaves for child in leaf.modules() if child is not leaf}
     return {
         name: child

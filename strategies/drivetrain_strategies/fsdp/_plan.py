@@ -148,15 +148,15 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
     if wrap is None:
         return _repeated_blocks(module)
     if callable(wrap):
-        found = {name: child for name, child in named.items() if wrap(name, child)}
-        for name, child in found.items():
+        chosen = {name: child for name, child in named.items() if wrap(name, child)}
+        for name, child in chosen.items():
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 raise ConfigurationError(
                     f"wrap chose {name!r}, a {type(child).__name__}.",
                     "it has no forward, in which its parameters would be gathered.",
                     "choose the modules in it, or its parent.",
                 )
-        return found, "chosen by wrap"
+        return chosen, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
     present = {type(child).__name__ for child in named.values()}
     for wanted in classes:
@@ -181,17 +181,17 @@ def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     called ``experts`` belong to the enclosing block: ranks may run different experts, and gathering is collective.
     """
     for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
-        found: dict[str, nn.Module] = {}
+        units: dict[str, nn.Module] = {}
         for name, container in module.named_modules():
-            if not isinstance(container, CONTAINERS) or any(_inside(name, unit) for unit in found):
+            if not isinstance(container, CONTAINERS) or any(_inside(name, unit) for unit in units):
                 continue
             if "experts" in name.rpartition(".")[2]:
                 continue
             children = {f"{name}.{key}" if name else key: child for key, child in container.named_children()}
             kinds = Counter(type(child) for child in children.values() if is_block(child))
-            found |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
-        if found:
-            return found, reason
+            units |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
+        if units:
+            return units, reason
     return {}, "no repeated blocks: gathered as one unit; choose units with wrap"
 
 
@@ -234,7 +234,7 @@ def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Mo
     replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
     for pattern in ignored:
         if isinstance(pattern, str):
-            found = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}
+            matches = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}
         else:
             inside = {
                 id(parameter)
@@ -242,8 +242,8 @@ def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Mo
                 if isinstance(child, pattern)
                 for parameter in child.parameters()
             }
-            found = {name: value for name, value in parameters.items() if id(value) in inside}
-        if not found:
+            matches = {name: value for name, value in parameters.items() if id(value) in inside}
+        if not matches:
             label = pattern if isinstance(pattern, str) else pattern.__name__
             known = parameters if isinstance(pattern, str) else {type(child).__name__ for child in module.modules()}
             raise ConfigurationError(
@@ -251,7 +251,7 @@ def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Mo
                 "ignored is a list of parameter names, with '*' as a wildcard, and module classes.",
                 f"use one of {', '.join(list(known)[:10])}.",
             )
-        replicated |= found
+        replicated |= matches
     return replicated
 
 
@@ -261,9 +261,9 @@ def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]])
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, names[id(parameter)][0])
     if len(dtypes) > 1:
-        found = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
+        examples = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"Unit {unit.name or 'root'!r} has trainable parameters of {len(dtypes)} dtypes: {found}.",
+            f"Unit {unit.name or 'root'!r} has trainable parameters of {len(dtypes)} dtypes: {examples}.",
             "the gradients of a unit are reduced together, in one dtype.",
             "convert them to one dtype, freeze some of them, or choose units with wrap.",
         )

@@ -365,7 +365,7 @@ class FSDPStrategy(DistributedStrategy):
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # A single process exchanges nothing, and keeps its gradients where a window with None losses can rescale them.
+        # A single process exchanges nothing. Its gradients stay in place, where a window with None losses rescales them.
         if enabled or self.world_size == 1:
             return nullcontext()
         return self._require_gradients().accumulating()
@@ -409,8 +409,8 @@ class FSDPStrategy(DistributedStrategy):
         sharded.gather_root()
         return stepped
 
-    def _all_reduce_overflow(self, found: torch.Tensor) -> None:
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    def _all_reduce_overflow(self, found_inf: torch.Tensor) -> None:
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
 
     # State
 
