@@ -365,7 +365,7 @@ class FSDPStrategy(DistributedStrategy):
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # A single process exchanges nothing. Its gradients stay in place, where a window with None losses rescales them.
+        # A single process exchanges nothing. Its gradients stay where a window with None losses can rescale them.
         if enabled or self.world_size == 1:
             return nullcontext()
         return self._require_gradients().accumulating()
