@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
 
-_HOMES = {
+_SUBMODULES = {
     "DDPStrategy": ".ddp",
     "DeepSpeedStrategy": ".deepspeed",
     "FSDPStrategy": ".fsdp",
@@ -22,9 +22,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+    value = globals()[name] = getattr(import_module(_SUBMODULES[name], __name__), name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""Replaces forwards on module instances, for activation checkpointing and compilation; names stay the same."""
+"""Replaces forwards on module instances, for activation checkpointing and compilation; keeps parameter names."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class ForwardSwap:
     """
 
     def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._replaced: list[tuple[nn.Module, Any]] = []
 
     def put(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``module.forward`` by ``wrap(module.forward)``."""
-        self._before.append((module, module.__dict__.get("forward")))
+        self._replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = wrap(module.forward)
 
     def undo(self) -> None:
         """Restore all forwards."""
-        for module, before in reversed(self._before):
+        for module, previous in reversed(self._replaced):
             module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
-        self._before = []
+            if previous is not None:
+                module.__dict__["forward"] = previous
+        self._replaced = []
 
 
 class Checkpointing:
@@ -86,12 +86,12 @@ class Checkpointing:
         """Whether autocast's cache of weight casts is disabled within checkpointed blocks."""
 
     def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        kept = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
+        policy = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
         options: dict[str, Any] = {"use_reentrant": False}
         region = forward
-        if kept is not None:
-            chosen = list(kept) if isinstance(kept, tuple) else kept
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, chosen)
+        if policy is not None:
+            saved = list(policy) if isinstance(policy, tuple) else policy
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
             region = _without_cast_cache(forward)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -126,20 +126,22 @@ def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> 
     """Yield every module of one of ``classes``; of nested ones only the outermost.
 
     Raises:
-        ConfigurationError: a class does not occur; lists those that do.
+        ConfigurationError: the module contains no instance of a class; lists the classes that it contains.
     """
     present = {type(child).__name__ for child in module.modules() if child is not module}
-    for one in classes:
-        if not any(isinstance(child, one) for child in module.modules()):
+    for wanted in classes:
+        if not any(isinstance(child, wanted) for child in module.modules()):
             raise ConfigurationError(
-                f"activation_checkpointing: no module of class {one.__name__} is in {type(module).__name__}."
-                f"{nearest(one.__name__, present)}",
+                f"activation_checkpointing: no module of class {wanted.__name__} is in {type(module).__name__}."
+                f"{nearest(wanted.__name__, present)}",
                 f"the classes in it are {', '.join(sorted(present))}.",
                 "name one of these.",
             )
     chosen: list[str] = []
     for name, child in module.named_modules():
-        if any(isinstance(child, one) for one in classes) and not any(name.startswith(f"{outer}.") for outer in chosen):
+        if any(isinstance(child, wanted) for wanted in classes) and not any(
+            name.startswith(f"{outer}.") for outer in chosen
+        ):
             chosen.append(name)
             yield child
 

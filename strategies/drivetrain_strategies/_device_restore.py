@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-class HomeDevice:
+class OriginalDevice:
     """Remembers a module's device and moves the module back to it after a run.
 
     A module with tensors on several devices, or with none, is not moved.

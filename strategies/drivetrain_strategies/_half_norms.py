@@ -1,4 +1,4 @@
-"""Runs normalization layers with half-precision parameters on float32 copies of these, where kernels need it."""
+"""Runs half-precision normalization layers with float32 copies of their parameters, if kernels require it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 def half_precision_norms(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers in ``module`` whose kernels may refuse weights in half precision.
 
-    BatchNorm and InstanceNorm refuse them where statistics are kept; LayerNorm and GroupNorm on a CPU with float32
+    BatchNorm and InstanceNorm refuse them if they keep statistics, LayerNorm and GroupNorm on a CPU with float32
     inputs.
     """
     for child in module.modules():
@@ -23,20 +23,20 @@ def half_precision_norms(module: nn.Module) -> Iterator[nn.Module]:
 def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` to run with the weights of ``layer`` cast to float32, as under plain autocast.
 
-    Without statistics, nothing is cast if input and weights already have the same dtype.
+    For LayerNorm and GroupNorm, nothing is cast if input and weights already have the same dtype.
     """
     keeps_statistics = isinstance(layer, _NormBase)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        held: dict[str, Any] = layer._parameters
+        parameters: dict[str, Any] = layer._parameters
         inputs = args or tuple(kwargs.values())
-        if not keeps_statistics and inputs[0].dtype == held["weight"].dtype:
+        if not keeps_statistics and inputs[0].dtype == parameters["weight"].dtype:
             return forward(*args, **kwargs)
-        halves = {name: parameter for name, parameter in held.items() if parameter is not None}
-        held.update({name: parameter.float() for name, parameter in halves.items()})
+        halves = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+        parameters.update({name: parameter.float() for name, parameter in halves.items()})
         try:
             return forward(*args, **kwargs)
         finally:
-            held.update(halves)
+            parameters.update(halves)
 
     return run

@@ -1,4 +1,4 @@
-"""Errors for frozen weights that user code updates where the update would be lost (an EMA teacher, for example)."""
+"""Errors for updates of frozen weights by user code (an EMA teacher, for example) that would be lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTITIONED = (
     "update them within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use strategy='fsdp' or 'ddp'.",
 )
 ROUNDED = (
-    "the update went to half-precision copies; the float32 weights, which are saved and copied from, are unchanged.",
+    "the update went to half-precision copies; the float32 weights, which checkpoints save, are unchanged.",
     "use precision='32-true', or strategy='fsdp' or 'ddp'; EMAWeightAveraging averages trainable weights.",
 )
 

@@ -1,11 +1,11 @@
 """Records how ``configure_model`` builds a module on the meta device, and replays it one tensor at a time.
 
 The replay runs every recorded tensor operation on the CPU, in the same order and from the same generator state, so each
-value equals bit for bit that of an ordinary build, whatever initialises it: constructors, ``reset_parameters``, or a
-loop over all parameters at the end. A tensor has storage only from the first operation that writes it to the last one
-that touches it. Its final value is then passed to the caller, who cuts a shard from it, and the storage is freed.
-Code that needs values (``.item()``, a branch on a value) fails on the meta device, and random numbers drawn for tensors
-with storage are refused.
+value equals bit for bit that of an ordinary build, regardless of what initialises it: constructors,
+``reset_parameters``, or a loop over all parameters at the end. A tensor has storage only from the first operation that
+writes it to the last one that touches it. Its final value is then passed to the caller, which cuts a shard from it, and
+the storage is freed. Code that needs values (``.item()``, a branch on a value) fails on the meta device, and random
+numbers drawn for tensors with storage are refused.
 
 `_OperationRecorder` records operations. `_FunctionRecorder` records what a dispatch mode does not see: tensors made of
 Python numbers, and the functions of ``torch.nn.init`` that return at once for a meta tensor (``trunc_normal_``,
@@ -37,7 +37,9 @@ _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exp
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
-_INITIALISERS = {unwrap(one).__code__: one for one in vars(nn.init).values() if isinstance(one, FunctionType)}
+_INITIALISERS = {
+    unwrap(function).__code__: function for function in vars(nn.init).values() if isinstance(function, FunctionType)
+}
 """The functions of ``torch.nn.init``, whose first argument is the tensor, by the code object that runs."""
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -97,7 +99,7 @@ def record_on_meta() -> Iterator[Recording]:
             raise
         raise ConfigurationError(
             f"configure_model failed on the meta device: {error}",
-            "modules are built without storage, so that no rank ever holds the whole; code there cannot read values.",
+            "modules are built without storage, so that no rank holds the whole module; code there cannot read values.",
             "do not read tensor values in configure_model, or build with storage: the strategy's meta=False.",
         ) from error
     finally:
@@ -316,9 +318,9 @@ def _overwritten_storage(call: _Call) -> int | None:
     if not (initialises or name in _OVERWRITES) or not call.arguments or not _is_meta(call.arguments[0]):
         return None
     target = call.arguments[0]
-    whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+    covers_storage = target.numel() * target.element_size() == target.untyped_storage().nbytes()
     others = {_storage_key(leaf) for leaf in tree_flatten((call.arguments[1:], call.options))[0] if _is_meta(leaf)}
-    return _storage_key(target) if whole and _storage_key(target) not in others else None
+    return _storage_key(target) if covers_storage and _storage_key(target) not in others else None
 
 
 def _is_meta(value: Any) -> bool:
@@ -348,7 +350,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
     """Return the meta tensors of ``module``: parameters, buffers, and tensors stored as attributes.
 
     Raises:
-        ConfigurationError: one was not built in ``configure_model``, so its values are unknown.
+        ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown.
     """
     meta_tensors: list[MetaTensor] = []
     for prefix, child in module.named_modules():

@@ -22,14 +22,14 @@ GATHER_LIMIT = 8 * 2**30
 
 @dataclass(slots=True)
 class LeftShard:
-    """One rank's shard of a parameter, with what detects that weights were loaded into the parameter since.
+    """One rank's shard of a parameter, with the values that show whether weights were loaded into the parameter since.
 
     Attributes:
         name: the parameter's name.
         local: the shard.
-        placements: how the shards make up the whole.
-        shape: shape of the whole.
-        stride: stride of the whole.
+        placements: how the shards form the whole parameter.
+        shape: shape of the whole parameter.
+        stride: stride of the whole parameter.
         version: the parameter's version counter when the shard was left.
         address: the parameter's data pointer at that time.
     """
@@ -50,8 +50,8 @@ LEFT_SHARDS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Le
 def exceeds_limit(module: nn.Module, limit: int) -> bool:
     """Return whether the module's parameters take more than ``limit`` bytes."""
     # Lazy parameters have no shape before `configure_model`.
-    every: list[Any] = [*module.parameters()]
-    known = [parameter for parameter in every if not is_lazy(parameter)]
+    parameters: list[Any] = [*module.parameters()]
+    known = [parameter for parameter in parameters if not is_lazy(parameter)]
     return bool(sum(parameter.numel() * parameter.element_size() for parameter in known) > limit)
 
 
@@ -76,14 +76,16 @@ def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bo
     return False
 
 
-def keep_left_shards(module: nn.Module, sizes: tuple[int, ...], parts: list[LeftShard], under: str, warn: bool) -> None:
+def keep_left_shards(
+    module: nn.Module, sizes: tuple[int, ...], parts: list[LeftShard], strategy: str, warn: bool
+) -> None:
     """Keep this rank's shards for a later run, and log it. Does not communicate.
 
     Args:
         module: the module, whose parameters hold no values from now on.
         sizes: sizes of the mesh over which the parameters are sharded.
         parts: this rank's shards.
-        under: name of the strategy that can continue from them.
+        strategy: name of the strategy that can continue from them.
         warn: log as a warning, not at debug level.
     """
     LEFT_SHARDS[module] = sizes, parts
@@ -93,7 +95,7 @@ def keep_left_shards(module: nn.Module, sizes: tuple[int, ...], parts: list[Left
         "them; for anything else, load weights first.",
         type(module).__name__,
         _format_sizes(sizes),
-        under,
+        strategy,
     )
 
 
@@ -103,11 +105,11 @@ def left_shards_for(module: nn.Module, sizes: tuple[int, ...]) -> list[LeftShard
     Raises:
         ConfigurationError: the weights are sharded over another mesh.
     """
-    found, parts = find_left_shards(module)
-    if parts and found != sizes:
+    left_sizes, parts = find_left_shards(module)
+    if parts and left_sizes != sizes:
         raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as shards over {_format_sizes(found)} ranks, and this "
-            f"run has {_format_sizes(sizes)}.",
+            f"The weights of {type(module).__name__} were left as shards over {_format_sizes(left_sizes)} ranks, and "
+            f"this run has {_format_sizes(sizes)}.",
             "an earlier run failed, or the parameters are above gather_limit, so each rank holds only its shard.",
             "use as many ranks and the same sharding again, or load weights (load_state_dict) before.",
         )

@@ -24,32 +24,32 @@ def refuse_device_map(module: nn.Module) -> None:
                 "its layers are pinned to devices by hooks that a strategy cannot undo.",
                 "load it without device_map; the strategy places it.",
             )
-    where: dict[torch.device, str] = {}
+    name_by_device: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):  # already on the run's devices: tensor parallelism split it
             continue
-        where.setdefault(parameter.device, name)
-    where.pop(torch.device("meta"), None)
-    if len(where) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in where.items())
+        name_by_device.setdefault(parameter.device, name)
+    name_by_device.pop(torch.device("meta"), None)
+    if len(name_by_device) > 1:
+        examples = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
         raise ConfigurationError(
-            f"The module is on {len(where)} devices: {places}.",
+            f"The module is on {len(name_by_device)} devices: {examples}.",
             "a strategy needs the whole module on one device before it places it.",
             "move it to one device (module.to('cpu')) and leave placement to the strategy.",
         )
 
 
-def refuse_sparse_embeddings(module: nn.Module, why: str) -> None:
+def refuse_sparse_embeddings(module: nn.Module, reason: str) -> None:
     """Refuse ``nn.Embedding(sparse=True)`` for a strategy whose gradients are dense.
 
     Raises:
-        ConfigurationError: names the embedding; ``why`` is the reason.
+        ConfigurationError: names the embedding and gives ``reason``.
     """
     for name, child in _embeddings(module):
         if child.sparse:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with sparse=True.",
-                why,
+                reason,
                 "use sparse=False, or strategy='ddp'.",
             )
 
@@ -71,7 +71,7 @@ def refuse_meta(module: nn.Module) -> None:
 
 
 def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Refuse layers that were created during a run on another device than the run's.
+    """Refuse layers that were created during a run on a device other than the run's.
 
     Raises:
         ConfigurationError: names the first of them.

@@ -7,7 +7,7 @@ from drivetrain.strategies import MemoryAdvice
 
 def sharding_advice(world_size: int) -> MemoryAdvice:
     """Return the advice to shard the module."""
-    more = " on several devices" if world_size == 1 else ""
+    condition = " on several devices" if world_size == 1 else ""
     return MemoryAdvice(
-        "state", f"strategy='fsdp'{more}: each rank holds a shard of parameters, gradients and optimizer state"
+        "state", f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"
     )

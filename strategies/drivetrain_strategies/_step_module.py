@@ -19,7 +19,7 @@ class OpaqueOutput:
 
 
 class StepModule(nn.Module):
-    """Runs the step that its forward receives, so that gradients synchronize for training, validation and other steps.
+    """Runs the step that its forward receives, so that gradients synchronize for every kind of step.
 
     If the step returns a dict, forward returns the loss and an `OpaqueOutput` of the dict. A wrapper such as DDP finds
     the used parameters from the outputs; it finds none in a dict of another class (a Hugging Face ``ModelOutput``), and
@@ -43,7 +43,7 @@ def unwrap_step_output(output: Any) -> Any:
     """Return the step's output from the output of the wrapper around `StepModule`."""
     if type(output) is tuple and len(output) == 2 and type(output[1]) is OpaqueOutput:
         loss, opaque = output
-        if opaque.output["loss"] is not loss:  # the wrapper added an autograd node of its own
+        if opaque.output["loss"] is not loss:  # the wrapper added an autograd node
             opaque.output["loss"] = loss
         return opaque.output
     return output

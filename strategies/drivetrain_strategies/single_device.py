@@ -14,7 +14,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
-from drivetrain_strategies._device_restore import HomeDevice
+from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._missing_weights import refuse_missing_weights
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 
@@ -35,7 +35,7 @@ class SingleDeviceStrategy(Strategy):
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         super().__init__()
         self._requested_device = None if device is None else torch.device(device)
-        self._home: HomeDevice | None = None
+        self._original_device: OriginalDevice | None = None
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -55,7 +55,7 @@ class SingleDeviceStrategy(Strategy):
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
-        self._home = HomeDevice(module)
+        self._original_device = OriginalDevice(module)
         self.precision.convert_module(module)
         module.to(self.device)
         return operator.call
@@ -66,8 +66,8 @@ class SingleDeviceStrategy(Strategy):
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
-        if self._home is not None:
-            self._home.restore()
+        if self._original_device is not None:
+            self._original_device.restore()
         self.module = None
         self.optimizers = []
-        self._home = None
+        self._original_device = None

@@ -1,4 +1,4 @@
-"""Matches the buffers of ranks whose steps created or resized some of them."""
+"""Makes buffers match across ranks after a step created or resized some of them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def match_buffers_to_rank_0(module: nn.Module, control: ControlPlane) -> None:
     (mismatches,) = control.agree("the form of buffers", control.from_rank_0(specs_checksum) != specs_checksum)
     if not mismatches:
         return
-    wanted: dict[str, Any] = control.from_rank_0(specs)
-    for name in [*specs, *wanted]:
-        if specs.get(name) == wanted.get(name):
+    rank_0_specs: dict[str, Any] = control.from_rank_0(specs)
+    for name in [*specs, *rank_0_specs]:
+        if specs.get(name) == rank_0_specs.get(name):
             continue
-        owner, _, last = name.rpartition(".")
-        fresh = None
-        if name in wanted:
-            shape, dtype = wanted[name]
+        owner, _, attribute = name.rpartition(".")
+        buffer = None
+        if name in rank_0_specs:
+            shape, dtype = rank_0_specs[name]
             device = next((tensor.device for tensor in (*module.parameters(), *buffers.values())), None)
-            fresh = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        module.get_submodule(owner)._buffers[last] = fresh
+            buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        module.get_submodule(owner)._buffers[attribute] = buffer

@@ -79,7 +79,7 @@ def _positions_in_whole(positions: Tensor, region: Region, shape: tuple[int, ...
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
-    """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, copied at once."""
+    """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, with one copy per device."""
     return stack_on_cpu([checksum(tensor) for tensor in tensors])
 
 

@@ -16,10 +16,10 @@ from drivetrain._distributed.control_plane import Pending, absent_error, spread
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.flight_recorder import FlightRecord
 from drivetrain._distributed.plain_values import decode, encode
-from drivetrain._distributed.watchdog import stacks
+from drivetrain._distributed.watchdog import request_stacks
 from drivetrain.errors import DistributedError
 
-_FIELD = 20  # bits of one count in the counter of an agreement: up to a million ranks
+_FIELD_BITS = 20  # bits of one count in the counter of an agreement: up to a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of the store
 _LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the others
 _PING = 30.0  # seconds of waiting between two checks that the absent ranks are alive
@@ -39,7 +39,7 @@ class _PendingReduction:
 
 
 class GroupControl:
-    """The control plane over CPU, on a process group of its own so that it never queues behind gradients.
+    """The control plane over CPU, on a separate process group, so that its messages never queue behind gradients.
 
     Args:
         group: a gloo process group over all ranks.
@@ -73,7 +73,7 @@ class GroupControl:
         self._shared = 0
 
     def detach(self) -> None:
-        """Drop the group, which is about to be destroyed. The store stays: failures are exchanged through it."""
+        """Drop the group, which is about to be destroyed. Keep the store, through which failures are exchanged."""
         self._group = None
         while self._clones:
             clone = self._clones.pop()
@@ -110,7 +110,7 @@ class GroupControl:
         dist.barrier(group=self._group)
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        # The group is a plain one over all ranks, so its ranks are the global ones.
+        # The group contains all ranks, so its ranks are the global ones.
         work = [dist.isend(tensor, group=self._group, group_dst=rank) for rank, tensor in sends.items()]
         work += [dist.irecv(tensor, group=self._group, group_src=rank) for rank, tensor in receives.items()]
         for request in work:
@@ -122,7 +122,7 @@ class GroupControl:
         store = PrefixStore(f"twin{len(self._clones)}", self.store)
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
-        # The clone's prefix of the store has neither failures nor stacks.
+        # Failures and stacks are not stored under the clone's prefix of the store.
         clone.external_failures, clone.collect_stacks = self._reports, self.collect_stacks  # type: ignore[method-assign]
         clone.flight = self.flight
         self._clones.append(clone)
@@ -138,17 +138,17 @@ class GroupControl:
         return decode(self.store.get(key))
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
-        # One counter holds, side by side, the number of ranks that arrived and the numbers of raised flags. The rank
-        # that completes it publishes the sum, so that all ranks read the same numbers.
+        # One counter contains, in separate bit fields, the number of ranks that arrived and the number of ranks that
+        # raised each flag. The last rank to arrive publishes it, so that all ranks read the same numbers.
         number = self._agreements
         self._agreements += 1
         key = f"agree/{number}"
-        word = 1
+        contribution = 1
         for position, flag in enumerate(flags, start=1):
-            word |= int(flag) << (_FIELD * position)
+            contribution |= int(flag) << (_FIELD_BITS * position)
         self.store.set(f"{key}/{self.rank}", purpose)
-        total = self.store.add(key, word)
-        mask = (1 << _FIELD) - 1
+        total = self.store.add(key, contribution)
+        mask = (1 << _FIELD_BITS) - 1
         if total & mask == self.world_size:
             purposes = [text.decode() for text in self.store.multi_get(self._arrivals(key))]
             self.store.set(f"{key}/done", json.dumps({"total": total, "purposes": list(dict.fromkeys(purposes))}))
@@ -164,8 +164,8 @@ class GroupControl:
                 "every rank must make the same collective calls in the same order.",
                 "look for a call under `if trainer.is_global_zero:` and move it out.",
             )
-        self._forget(number - 2)
-        return tuple((done["total"] >> (_FIELD * position)) & mask for position in range(1, len(flags) + 1))
+        self._delete_agreement(number - 2)
+        return tuple((done["total"] >> (_FIELD_BITS * position)) & mask for position in range(1, len(flags) + 1))
 
     def _arrivals(self, key: str) -> list[str]:
         return [f"{key}/{rank}" for rank in range(self.world_size)]
@@ -173,12 +173,12 @@ class GroupControl:
     def _wait(self, key: str, purpose: str, timeout: timedelta | None, agreement: str | None = None) -> None:
         timeout = self.timeout if timeout is None else timeout
         # Polled, because a `Store.wait` that times out writes two warnings to the terminal every time.
-        begun = time.monotonic()
-        end = begun + timeout.total_seconds()
-        next_check, next_ping = begun + _FAILURE_CHECK, begun + _PING
+        start = time.monotonic()
+        deadline = start + timeout.total_seconds()
+        next_check, next_ping = start + _FAILURE_CHECK, start + _PING
         silent: set[int] = set()
         while not self.store.check([key]):
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start
             time.sleep(min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE))
             if time.monotonic() < next_check:
                 continue
@@ -186,30 +186,30 @@ class GroupControl:
             failure = self.first_failure()
             if failure is not None:
                 raise RankFailedError(failure)
-            if time.monotonic() > min(end, next_ping):
-                # The keys are built only here: with thousands of ranks, each agreement would build thousands.
+            if time.monotonic() > min(deadline, next_ping):
+                # Built only here, since building the keys for every agreement would be slow with many ranks.
                 arrivals = [] if agreement is None else self._arrivals(agreement)
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])] or [0]
-                late = time.monotonic() > end
-                where = self.collect_stacks(absent, late)
-                # A live rank answers whatever it is doing; one that has not answered twice is gone.
-                gone = silent & {rank for rank, stack in where.items() if stack is None}
-                silent = {rank for rank, stack in where.items() if stack is None}
+                late = time.monotonic() > deadline
+                stacks_by_rank = self.collect_stacks(absent, late)
+                # A live rank always answers; a rank that did not answer two requests is gone.
+                gone = silent & {rank for rank, stack in stacks_by_rank.items() if stack is None}
+                silent = {rank for rank, stack in stacks_by_rank.items() if stack is None}
                 next_ping = time.monotonic() + _PING
                 if not (late or gone) or self.store.check([key]):
                     continue
-                waited = time.monotonic() - begun
+                waited = time.monotonic() - start
                 raise absent_error(
                     f"Rank {self.rank} reached {purpose} and waited {waited:.0f} s for rank(s) {absent}.",
                     "every rank must make the same collective calls in the same order.",
                     "look for a call under `if trainer.is_global_zero:` and move it out; if a rank is only slow, "
                     "raise the strategy's timeout or step_timeout.",
-                    where,
+                    stacks_by_rank,
                     self.flight.pattern,
                 )
 
     def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
-        answers = stacks(self.store, self.rank, self.world_size, late)
+        answers = request_stacks(self.store, self.rank, self.world_size, late)
         if late:
             self.flight.leave()
         requested = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
@@ -224,8 +224,8 @@ class GroupControl:
     def after_first_step(self) -> None:
         self._then()
 
-    def _forget(self, number: int) -> None:
-        # All ranks have reached agreement `number + 1`, so none reads this one any more.
+    def _delete_agreement(self, number: int) -> None:
+        # All ranks have reached agreement `number + 1`, so no rank reads this one any more.
         if number < 0:
             return
         self.store.delete_key(f"agree/{number}/{self.rank}")
@@ -275,7 +275,7 @@ class GroupControl:
     def _reports(self) -> list[Failure]:
         count = self.store.add("failures", 0)
         reports = [Failure.decode(self.store.get(f"failure/{number + 1}")) for number in range(count)]
-        # A rank that was killed reports nothing, but its launcher may.
+        # A rank that was killed cannot report its failure, but its launcher may.
         reported = {failure.rank for failure in reports}
         return reports + [failure for failure in self.external_failures() if failure.rank not in reported]
 

@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain._distributed.failure import AbsentRanksError, Failure
 from drivetrain.errors import DistributedError
 
-_SHOWN = 8  # distinct stacks in a message
+_MAX_STACKS = 8  # distinct stacks in a message
 _SILENT = "Its process has ended, or hangs outside of Python."
 
 
@@ -24,7 +24,7 @@ class Pending(Protocol):
 
 
 class ControlPlane(Protocol):
-    """Exchanges small values between ranks, apart from the strategy's own collectives.
+    """Exchanges small values between ranks, separately from the strategy's collectives.
 
     Unless they say otherwise, its methods are collective: all ranks call them in the same order.
     """
@@ -76,8 +76,8 @@ class ControlPlane(Protocol):
         """Return, for each flag, the number of ranks that raise it. Uses the store: no collective is issued.
 
         Args:
-            purpose: what the ranks agree on, the same on every rank.
-            flags: this rank's flags, two at most.
+            purpose: describes what the ranks agree on; the same on every rank.
+            flags: this rank's flags, at most two.
             timeout: how long to wait for the others; None is the timeout of the control plane.
 
         Raises:
@@ -90,11 +90,11 @@ class ControlPlane(Protocol):
     def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         """Return the stacks of ranks, by default of all others; None for those that do not answer. Not collective.
 
-        If they are ``late``, every rank also dumps its last collectives into the folder given to `set_record_folder`.
+        With ``late``, every rank also dumps its last collectives into the folder given to `set_record_folder`.
         """
 
     def set_record_folder(self, folder: str | None) -> None:
-        """Set the folder for the last collectives of this rank, dumped when a rank waits in vain. Not collective."""
+        """Set the folder for the last collectives of this rank, dumped when a rank waits too long. Not collective."""
 
     def records(self) -> str | None:
         """Return a glob pattern for the dumped files of all ranks; None if nothing was dumped."""
@@ -103,7 +103,7 @@ class ControlPlane(Protocol):
         """Publish a failure of this rank. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        """Return the first failure that is a cause, if one is reported within ``wait``. Not collective.
+        """Return the first failure that is itself a cause, if one is reported within ``wait``. Not collective.
 
         Otherwise return a report of absent ranks, if there is one, since it may remain the only information.
         """
@@ -112,10 +112,10 @@ class ControlPlane(Protocol):
         """Finish a run: the process that hosts the store waits until the others no longer read from it."""
 
     def all_failures(self, wait: timedelta) -> list[Failure]:
-        """Return the reported failures once all ranks have failed or ``wait`` is over. Not collective."""
+        """Return the reported failures once all ranks have failed or ``wait`` has passed. Not collective."""
 
     def all_ranks_failed(self) -> bool:
-        """Whether all ranks have reported a failure, so that no further report will arrive. Not collective."""
+        """Return whether all ranks have reported a failure, so that no further report will arrive. Not collective."""
 
     def silent_ranks(self) -> list[int]:
         """Return the ranks that have not reported a failure. Not collective."""
@@ -220,11 +220,11 @@ def absent_error(
     for stack, indices in spread(list(where.values())).items():
         description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT}"
         lines.append(f"rank(s) {[ranks[index] for index in indices]}: {description}")
-    lines = lines[:_SHOWN]
+    lines = lines[:_MAX_STACKS]
     if records is not None:
         lines.append(f"The last collectives of each rank: {records}")
-    kind = DistributedError if None in where.values() else AbsentRanksError
-    return kind(what, "\n".join([why, "Where they are:", *lines]), fix)
+    error_class = DistributedError if None in where.values() else AbsentRanksError
+    return error_class(what, "\n".join([why, "Where they are:", *lines]), fix)
 
 
 def spread(values: Sequence[Any]) -> dict[Any, list[int]]:

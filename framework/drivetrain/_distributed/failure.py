@@ -32,13 +32,13 @@ _PEER_MESSAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed.
+    """A report of how a rank failed.
 
     Attributes:
         rank: the global rank.
-        exit_code: the exit code of its process: negative for a signal, None if not known (yet).
+        exit_code: the exit code of its process: negative for a signal, None if it is not known yet.
         signal_name: "SIGKILL", ..., or None.
-        error_type: the exception's qualified name, or None without an exception.
+        error_type: the exception's qualified name, or None if there was no exception.
         message: the exception's text, or another description.
         traceback: the formatted traceback with its causes, or "".
         pickled_error: the pickled exception in base 85, if it can be pickled. It is only passed through files that no
@@ -58,10 +58,11 @@ class Failure:
     @classmethod
     def of_exception(cls, rank: int, error: BaseException) -> Self:
         """Create the report of an exception that is being handled on ``rank``."""
-        kind = type(error)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        error_class = type(error)
+        module, name = error_class.__module__, error_class.__qualname__
         text = "".join(traceback.format_exception(error))
-        return cls(rank=rank, error_type=name, message=str(error), traceback=text, pickled_error=_dump(error))
+        error_type = name if module == "builtins" else f"{module}.{name}"
+        return cls(rank=rank, error_type=error_type, message=str(error), traceback=text, pickled_error=_dump(error))
 
     @classmethod
     def of_exit(cls, rank: int, exit_code: int, stacks: str = "") -> Self:
@@ -72,7 +73,7 @@ class Failure:
 
     @property
     def distance(self) -> int:
-        """How far the failure is from the cause.
+        """The distance of the failure from the cause, from 0 to 2.
 
         0 is a cause; 1 is drivetrain's report of ranks that did not arrive or made another call; 2 only reports a lost
         connection or another rank's failure.
@@ -108,12 +109,12 @@ class Failure:
         return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
 
     def encode(self) -> str:
-        """Return the failure as text for a store, which anyone who can reach its port may write."""
+        """Return the failure as text for a store, which any process that can reach its port may write."""
         return json.dumps(asdict(replace(self, pickled_error=None)))
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Return the failure from the result of `encode`. A pickle that someone has inserted is dropped unread."""
+        """Return the failure from the result of `encode`. An inserted pickle is dropped without being loaded."""
         return replace(cls(**json.loads(text)), pickled_error=None)
 
     def write(self, path: str) -> None:
@@ -153,7 +154,7 @@ def _raised_at(failure: Failure) -> str:
 
 
 class RankFailedError(DistributedError):
-    """Another rank failed. `failure` describes which and how."""
+    """Another rank failed. `failure` describes which rank, and how."""
 
     def __init__(self, failure: Failure) -> None:
         why = f"its traceback:\n{failure.traceback.rstrip()}" if failure.traceback else ""
@@ -166,7 +167,7 @@ class RankFailedError(DistributedError):
 
 
 class AbsentRanksError(DistributedError):
-    """Ranks did not arrive in time but answered with their stacks, so no further report of them will come."""
+    """Ranks did not arrive in time but answered with their stacks, so they will send no further report."""
 
 
 def failure_file(error_file: str) -> str:
@@ -175,7 +176,7 @@ def failure_file(error_file: str) -> str:
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """Return the name of the signal for a negative exit code, else None."""
+    """Return the name of the signal for a negative exit code, otherwise None."""
     if exit_code is None or exit_code >= 0:
         return None
     try:

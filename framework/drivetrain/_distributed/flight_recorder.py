@@ -8,9 +8,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-# The binding of NCCL, in CUDA builds; then the one that other backends share.
+# The binding for NCCL, which CUDA builds have, then the one for other backends.
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
-_SHOWN = 50  # collectives in the text file
+_MAX_COLLECTIVES = 50  # collectives in the text file
 
 
 class FlightRecord:
@@ -27,9 +27,9 @@ class FlightRecord:
         self.pattern: str | None = None
 
     def leave(self) -> None:
-        """Write ``flight-rank-N.txt`` to read and compare, and ``flight_rank_N``, torch's own dump, for torch's tools.
+        """Write ``flight-rank-N.txt``, to be read and compared, and ``flight_rank_N``, a dump for torch's tools.
 
-        Write nothing without a record or if the folder cannot be written.
+        Do nothing if there is no record or the folder cannot be written.
         """
         folder, dumped = self.folder, None if self.folder is None else dump()
         if folder is None or dumped is None:
@@ -58,7 +58,7 @@ def dump() -> tuple[bytes, dict[str, Any]] | None:
             continue
         try:
             raw = function()
-            record: dict[str, Any] = pickle.loads(raw)  # safe: this process made it
+            record: dict[str, Any] = pickle.loads(raw)  # safe, since this process created it
             if record.get("entries"):
                 return raw, record
         except Exception:
@@ -69,7 +69,7 @@ def dump() -> tuple[bytes, dict[str, Any]] | None:
 def describe_collectives(record: dict[str, Any]) -> list[str]:
     """Return a line for each of the last collectives, in order; matching calls on two ranks give equal lines."""
     lines = []
-    for entry in record["entries"][-_SHOWN:]:
+    for entry in record["entries"][-_MAX_COLLECTIVES:]:
         number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
         group = " ".join(map(str, entry.get("process_group", ())))
         sizes = f"{entry.get('input_sizes')} {' '.join(entry.get('input_dtypes', ()))}"

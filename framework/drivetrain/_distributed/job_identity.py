@@ -14,12 +14,12 @@ from typing import Self
 from drivetrain._config.secret_values import arguments_without_secrets
 
 # Names of options whose values differ from rank to rank.
-_OF_A_RANK = re.compile(r"rank|(node|host|machine|process|proc|worker|task)[-_]?(id|index|number)?$", re.IGNORECASE)
+_RANK_OPTION = re.compile(r"rank|(node|host|machine|process|proc|worker|task)[-_]?(id|index|number)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the processes of one job have in common.
+    """The properties that all processes of a job share.
 
     Attributes:
         name: the job's name, the same on all of its processes; "" if it has none.
@@ -66,7 +66,7 @@ class Job:
     def decode(cls, text: str | bytes) -> Self:
         """Return the job from the result of `encode`."""
         job = cls(**json.loads(text))
-        return replace(job, command=tuple((digest, tells) for digest, tells in job.command))
+        return replace(job, command=tuple((digest, identifies_rank) for digest, identifies_rank in job.command))
 
     def describe_difference(self, other: Job) -> str:
         """Return how ``other`` differs from this job, or "" if it is the same."""
@@ -80,8 +80,10 @@ class Job:
             return f"it was started in {other.folder}, and this one in {self.folder}"
         if len(self.command) != len(other.command):
             return "it was started with another command line"
-        for (digest, tells), (other_digest, also) in zip(self.command, other.command, strict=True):
-            if digest != other_digest and not (tells and also):
+        for (digest, identifies_rank), (other_digest, other_identifies_rank) in zip(
+            self.command, other.command, strict=True
+        ):
+            if digest != other_digest and not (identifies_rank and other_identifies_rank):
                 return "it was started with another command line"
         return ""
 
@@ -91,15 +93,15 @@ def _digest_words(command: Sequence[str], ranks: Collection[int]) -> Iterator[tu
     for word in command:
         name, has_value, value = word.partition("=")
         if has_value:
-            tells = _is_one_of(value, ranks) and _OF_A_RANK.search(name) is not None
-            yield _digest(name if tells else word), tells
+            identifies_rank = _is_one_of(value, ranks) and _RANK_OPTION.search(name) is not None
+            yield _digest(name if identifies_rank else word), identifies_rank
             option = None
         elif word.startswith("-"):
             yield _digest(word), False
             option = word
         else:
-            tells = _is_one_of(word, ranks) and (option is None or _OF_A_RANK.search(option) is not None)
-            yield _digest(word), tells
+            identifies_rank = _is_one_of(word, ranks) and (option is None or _RANK_OPTION.search(option) is not None)
+            yield _digest(word), identifies_rank
             option = None
 
 

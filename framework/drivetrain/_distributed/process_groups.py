@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 
 def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None:
-    """Set the timeout of every collective of these groups; None is every group of this process."""
-    private: Any = dist.distributed_c10d
-    setter = getattr(dist, "set_timeout", None) or private._set_pg_timeout  # public from torch 2.15 on
-    for group in list(private._world.pg_map) if groups is None else groups:
+    """Set the timeout of every collective of these groups; None selects every group of this process."""
+    c10d: Any = dist.distributed_c10d
+    setter = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public from torch 2.15 on
+    for group in list(c10d._world.pg_map) if groups is None else groups:
         with contextlib.suppress(ValueError):  # a group that this rank is not in
             setter(timeout, group)
 
 
 def uses_nccl() -> bool:
-    """Return True if a group of this process uses NCCL, where a closed connection does not wake a waiting kernel."""
+    """Return True if a group of this process uses NCCL, whose waiting kernels do not notice a closed connection."""
     return bool(_nccl_backends())
 
 
@@ -33,7 +33,7 @@ def abort_nccl() -> None:
     backends = _nccl_backends()
     if not backends:
         return
-    # All at once, since one communicator's abort may wait for another's (pytorch/pytorch#119797).
+    # As one group, since one communicator's abort may wait for another's (pytorch/pytorch#119797).
     backends[0]._group_start()
     for backend in backends:
         backend.abort()

@@ -14,7 +14,8 @@ from drivetrain.errors import ConfigurationError
 
 _JOB_KEY = "drivetrain/job"  # the key with the identity of the store's job
 _JOB_KEY_TIMEOUT = timedelta(seconds=60)
-_NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address that leads here but is not this machine's own
+# Errors for an address that reaches this machine but is not assigned to it.
+_NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None) -> TCPStore:
@@ -22,7 +23,7 @@ def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None)
 
     Args:
         address: the address by which all processes reach this machine. The store listens only there: on the loopback
-            device for 127.0.0.1. If it is a name and there are several nodes, or if it is no address of this machine,
+            device for 127.0.0.1. If it is a name and there are several nodes, or is not an address of this machine,
             the store listens on all addresses: a machine's own name often resolves to its loopback device.
         port: the port; 0 lets the operating system choose.
         num_nodes: the number of machines that the processes run on.
@@ -41,9 +42,9 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
         ConfigurationError: as for `host`.
     """
     try:
-        for family, where in _addresses(address, num_nodes):
+        for family, ip in _addresses(address, num_nodes):
             try:
-                return socket.create_server((where, port), family=family, backlog=socket.SOMAXCONN)
+                return socket.create_server((ip, port), family=family, backlog=socket.SOMAXCONN)
             except OSError as error:
                 if error.errno not in _NOT_LOCAL:
                     raise
@@ -88,10 +89,10 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
     except RuntimeError as error:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, which is not the store of this job",
-            "its host has not set the job, so another kind of program seems to use the port",
+            "its host has not set the job, so another program seems to use the port",
             "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
         ) from error
-    _compare(job, Job.decode(store.get(_JOB_KEY)), rank, address, port)
+    _refuse_other_job(job, Job.decode(store.get(_JOB_KEY)), rank, address, port)
     if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, where another process is already rank {rank}",
@@ -108,10 +109,10 @@ def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -
     Raises:
         ConfigurationError: the store belongs to another job.
     """
-    _compare(job, Job.decode(store.compare_set(_JOB_KEY, "", job.encode())), rank, address, port)
+    _refuse_other_job(job, Job.decode(store.compare_set(_JOB_KEY, "", job.encode())), rank, address, port)
 
 
-def _compare(job: Job, store_job: Job, rank: int, address: str, port: int) -> None:
+def _refuse_other_job(job: Job, store_job: Job, rank: int, address: str, port: int) -> None:
     difference = job.describe_difference(store_job)
     if difference:
         raise ConfigurationError(
@@ -130,7 +131,7 @@ def _addresses(address: str, num_nodes: int) -> list[tuple[socket.AddressFamily,
         if num_nodes > 1 and address != "localhost":
             return []
         infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-        return [(family, str(where[0])) for family, _, _, _, where in infos]
+        return [(family, str(sockaddr[0])) for family, _, _, _, sockaddr in infos]
     return [(socket.AF_INET if number.version == 4 else socket.AF_INET6, address)]
 
 

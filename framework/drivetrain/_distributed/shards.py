@@ -45,8 +45,8 @@ class ParameterShard:
     Attributes:
         local: this rank's part: of the shape of its box, or of shape (n,) for a span.
         shape: the shape of the whole tensor.
-        region: the part's position in the whole.
-        speaks: False if another rank holds the same part and provides it for checkpoints and checksums.
+        region: the part's position in the whole tensor.
+        is_primary: False if another rank holds the same part and provides it for checkpoints and checksums.
         gather: returns the whole tensor on every rank; collective. None if it cannot be gathered.
     """
 

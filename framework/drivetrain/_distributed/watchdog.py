@@ -13,19 +13,19 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _POLL = 0.5  # seconds between two polls of the store
-_ANSWER = timedelta(seconds=3)  # how long a rank waits for the stacks of others
-_DEEPEST = 12  # lines of a stack in an answer
-_LAST_ANSWER = 5.0  # seconds to wait for a pending request at the end
+_ANSWER_TIMEOUT = timedelta(seconds=3)  # how long a rank waits for the stacks of others
+_MAX_LINES = 12  # lines of a stack in an answer
+_LAST_ANSWER_TIMEOUT = 5.0  # seconds to wait for a pending request at the end
 
 
 class Watchdog:
-    """Polls the store during a run, on a thread of its own that takes no time of the training step.
+    """Polls the store during a run, on a separate thread that does not slow down training steps.
 
     Args:
         store: a connection to the run's store for this thread only: a waiting call blocks its connection.
         rank: this rank.
-        dump_record: called when a rank waits in vain.
-        on_failure: called once a rank, this one or another, has reported a failure; None does not check for that.
+        dump_record: called when a rank has waited too long for others.
+        on_failure: called once a rank, this one or another, has reported a failure; None disables this check.
     """
 
     def __init__(
@@ -35,35 +35,35 @@ class Watchdog:
         dump_record: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._leave_record = dump_record
+        self._dump_record = dump_record
         self._on_failure = on_failure
         self._store = store
         self._rank = rank
-        self._watched = threading.get_ident()
-        self._over = threading.Event()
+        self._watched_thread = threading.get_ident()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drivetrain-watchdog", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Stop polling. If the store does not answer, as behind a cut cable, the waiting thread is abandoned."""
-        self._over.set()
+        """Stop polling. If the store does not answer, for example after a network failure, the thread is abandoned."""
+        self._stopping.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_LAST_ANSWER)
+            self._thread.join(_LAST_ANSWER_TIMEOUT)
 
     def _run(self) -> None:
         answered = late = 0
         with contextlib.suppress(RuntimeError):  # the store is gone, which the main thread notices
-            while not self._over.wait(_POLL):
+            while not self._stopping.wait(_POLL):
                 if self._on_failure is not None and self._store.add("failures", 0):
                     on_failure, self._on_failure = self._on_failure, None
                     on_failure()
                 requests = self._store.add("stacks/asked", 0)
                 if requests > answered:
                     answered = requests
-                    self._store.set(f"stacks/{requests}/{self._rank}", format_stack(self._watched))
+                    self._store.set(f"stacks/{requests}/{self._rank}", format_stack(self._watched_thread))
                     if self._store.add("stacks/late", 0) > late:
                         late = self._store.add("stacks/late", 0)
-                        self._leave_record()
+                        self._dump_record()
 
 
 def format_stack(thread: int) -> str:
@@ -75,21 +75,21 @@ def format_stack(thread: int) -> str:
     for part in text.split("\n\n"):
         head, _, body = part.partition("\n")
         if f"0x{thread:016x}" in head:
-            return "\n".join(body.splitlines()[:_DEEPEST])
+            return "\n".join(body.splitlines()[:_MAX_LINES])
     return text.strip()
 
 
-def stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict[int, str]:
+def request_stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict[int, str]:
     """Request the stacks of all ranks; return the answers by rank, without the ranks that do not answer.
 
-    If ranks are ``late``, and this is not only a check that they are alive, they also dump their last collectives.
+    With ``late``, for ranks that did not arrive in time, all ranks also dump their last collectives.
     """
     if late:
         store.add("stacks/late", 1)
     number = store.add("stacks/asked", 1)
     store.set(f"stacks/{number}/{rank}", format_stack(threading.get_ident()))
     keys = {other: f"stacks/{number}/{other}" for other in range(world_size)}
-    until = time.monotonic() + _ANSWER.total_seconds()
-    while time.monotonic() < until and not store.check(list(keys.values())):
+    deadline = time.monotonic() + _ANSWER_TIMEOUT.total_seconds()
+    while time.monotonic() < deadline and not store.check(list(keys.values())):
         time.sleep(0.05)
     return {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}

@@ -1,4 +1,4 @@
-"""Detects what a function leaves behind in the process that called it."""
+"""Detects changes of the process state that a function does not undo."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 # The first variable is set by dynamo, which torch's optimizers import at their first step.
-_NOT_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
+_IGNORED = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
 
 
 class ProcessSnapshot:
-    """A snapshot of the process state, to compare a later state with.
+    """A snapshot of the process state, for comparison with a later state.
 
     It covers what `Fit` promises not to change: the default process group, environment variables, the default dtype,
     grad mode, the working directory, non-daemon threads and child processes.
@@ -26,31 +26,31 @@ class ProcessSnapshot:
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._folder = _working_directory()
-        self._threads = set(_lasting_threads())
+        self._threads = set(_non_daemon_threads())
         self._children = {child.pid for child in multiprocessing.active_children()}
 
     def put_back(self) -> list[str]:
         """Restore what has changed and can be restored, and return a description of every change."""
-        left = []
+        changes = []
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-            left.append("a default process group")
+            changes.append("a default process group")
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
-            left.append("another default dtype")
+            changes.append("another default dtype")
         if torch.is_grad_enabled() != self._grad:
             torch.set_grad_enabled(self._grad)
-            left.append("another grad mode")
+            changes.append("another grad mode")
         if _working_directory() != self._folder:
             os.chdir(self._folder)
-            left.append("another working directory")
+            changes.append("another working directory")
         names = self._changed_variables()
         if names:
-            left.append(f"changed environment variables: {', '.join(sorted(names))}")
-        return left
+            changes.append(f"changed environment variables: {', '.join(sorted(names))}")
+        return changes
 
     def still_running(self) -> list[str]:
-        """Return a description of every thread and child process that was started since.
+        """Return a description of every thread and child process that was started since the snapshot.
 
         If there are any, garbage is collected first, which ends a data loader with persistent workers that is in a
         cycle.
@@ -60,7 +60,7 @@ class ProcessSnapshot:
         return self._new_threads_and_children()
 
     def _new_threads_and_children(self) -> list[str]:
-        threads = [f"the thread {thread.name!r}" for thread in _lasting_threads() if thread not in self._threads]
+        threads = [f"the thread {thread.name!r}" for thread in _non_daemon_threads() if thread not in self._threads]
         children = [
             f"the child process {child.name!r}"
             for child in multiprocessing.active_children()
@@ -69,16 +69,17 @@ class ProcessSnapshot:
         return threads + children
 
     def _changed_variables(self) -> set[str]:
-        before, now = self._environment, os.environ
-        names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} - _NOT_OURS
+        before, current = self._environment, os.environ
+        changed = {name for name in before.keys() | current.keys() if before.get(name) != current.get(name)}
+        names = changed - _IGNORED
         for name in names:
-            now.pop(name, None)
+            current.pop(name, None)
             if name in before:
-                now[name] = before[name]
+                current[name] = before[name]
         return names
 
 
-def _lasting_threads() -> list[threading.Thread]:
+def _non_daemon_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]
 
 

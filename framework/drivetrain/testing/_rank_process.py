@@ -1,4 +1,4 @@
-"""The process of one rank of a `World`, which runs one function after another in a restored process state."""
+"""The process of one rank of a `World`: it runs functions one after another and restores its state in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_RETURNED = "all returned"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function call for a rank, with the surroundings of the caller.
+    """A function call for a rank, with the caller's process state.
 
     Attributes:
         work: the pickled function and arguments.
@@ -36,7 +36,7 @@ class Call:
         modules: ``sys.path``.
         start_method: the start method of the function's own child processes; None for the platform's default.
         process_group: the backend of the process group for the function, or None.
-        rendezvous: a path that does not exist yet, for the rendezvous of that group.
+        rendezvous: path of a file that does not exist yet, for the rendezvous of that group.
         timeout: seconds until the rank dumps its stacks.
         stacks: the file for them, also used for a fault such as SIGSEGV.
     """
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a call left behind: changes that have been restored, and what cannot be, which ends the world."""
+    """What a call left behind: changes that were undone, and threads and processes, which end the world."""
 
     put_back: list[str]
     still_running: list[str]
@@ -71,7 +71,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
             call: Call = pipe.recv()
             # Includes threads of the pool for backward passes: they stay and count as the first call's.
             with ProcessState(generators=True):
-                _restore_surroundings(call)
+                _apply_process_state(call)
                 leftovers = _run_call(call, rank, world_size, pipe)
             torch.set_num_threads(1)
             pipe.send(leftovers)
@@ -79,7 +79,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
             return
 
 
-def _restore_surroundings(call: Call) -> None:
+def _apply_process_state(call: Call) -> None:
     os.environ.clear()
     os.environ.update(call.variables)
     os.chdir(call.folder)
@@ -91,15 +91,15 @@ def _restore_surroundings(call: Call) -> None:
 def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
     """Run the function, send its outcome, and wait until all ranks have returned.
 
-    A group that is destroyed while another rank is in a collective would make that rank fail.
+    If a rank destroyed its group while another rank is in a collective, that rank would fail.
     """
-    surroundings = ProcessSnapshot()
+    snapshot = ProcessSnapshot()
     with dump_stacks_to(Path(call.stacks), call.timeout):
         pipe.send(_outcome(call, rank, world_size))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
-    return Leftovers(surroundings.put_back(), surroundings.still_running())
+    return Leftovers(snapshot.put_back(), snapshot.still_running())
 
 
 def _outcome(call: Call, rank: int, world_size: int) -> bytes | Failure:

@@ -1,4 +1,4 @@
-"""Dumps the stacks of a process that exceeds its time or ends with a fault such as SIGSEGV."""
+"""Dumps the stacks of a process that exceeds its time limit or ends with a fault such as SIGSEGV."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SECOND_TRY = 2.0  # seconds that the timer's thread gets to dump the stacks
+_FALLBACK_DELAY = 2.0  # seconds that the timer's thread gets to dump the stacks
 
 
 @contextmanager
 def dump_stacks_to(path: Path, seconds: float) -> Iterator[None]:
     """Write the stacks of all threads to ``path`` at a fault, and if the block is still running after ``seconds``.
 
-    A Python thread does so while it holds the GIL. `faulthandler.dump_traceback_later` reads stacks while they change,
-    and one busy process in ten dies of it; it is only the fallback for a thread that hangs while it holds the GIL.
+    A Python thread writes them while it holds the GIL. `faulthandler.dump_traceback_later` reads stacks while they
+    change, which crashes about one busy process in ten, so it is only the fallback for a thread that hangs while it
+    holds the GIL.
     """
     with path.open("w") as file:
 
@@ -27,7 +28,7 @@ def dump_stacks_to(path: Path, seconds: float) -> Iterator[None]:
             file.flush()
 
         faulthandler.enable(file)
-        faulthandler.dump_traceback_later(seconds + _SECOND_TRY, file=file)
+        faulthandler.dump_traceback_later(seconds + _FALLBACK_DELAY, file=file)
         timer = threading.Timer(seconds, dump)
         timer.daemon = True
         timer.start()

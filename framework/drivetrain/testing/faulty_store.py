@@ -18,18 +18,20 @@ from fsspec.spec import AbstractFileSystem
 
 OPERATIONS = ("put", "get", "size", "list", "remove")
 
+_PARTIAL_PREFIX = ".partial-"  # of files that are being written
+
 
 @dataclass
 class StoreFault:
     """A fault of an operation on some of a store's objects.
 
     Attributes:
-        operation: one of "put", "get", "size", "list", "remove"; "*" is any.
+        operation: one of "put", "get", "size", "list", "remove"; "*" matches any.
         pattern: an `fnmatch` pattern for the objects' keys; for "list", for the prefix.
         error: the exception to raise; None raises nothing.
-        times: how often the fault occurs; None without limit.
-        after: the number of matching operations that succeed before.
-        lost: the operation takes effect, and only its response is lost.
+        times: how often the fault occurs; None means without limit.
+        after: the number of matching operations that succeed before the first fault.
+        lost: whether the operation takes effect and only its response is lost.
         seconds: an additional duration of the operation.
         age: listings omit objects younger than this, in seconds.
         call: called before the operation, for example to act as another writer or to end this process.
@@ -86,9 +88,9 @@ class FaultyStore:
         self._faults: list[StoreFault] = []
         self._lock = threading.Lock()
 
-    def fail(self, operation: str, pattern: str = "*", **how: Any) -> StoreFault:
-        """Add a fault, see `StoreFault`; if several match, the one added first applies."""
-        fault = StoreFault(operation, pattern, **how)
+    def fail(self, operation: str, pattern: str = "*", **options: Any) -> StoreFault:
+        """Add a fault, with the attributes of `StoreFault`; if several match, the one added first applies."""
+        fault = StoreFault(operation, pattern, **options)
         self._faults.append(fault)
         return fault
 
@@ -98,7 +100,9 @@ class FaultyStore:
 
     def objects(self) -> list[str]:
         """Return the keys of all objects, including those of other processes."""
-        files = [path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(".half-")]
+        files = [
+            path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(_PARTIAL_PREFIX)
+        ]
         return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def mount(self) -> FaultyStore:
@@ -112,7 +116,7 @@ class FaultyStore:
     def do(self, operation: str, key: str, work: Callable[[float], Any]) -> Any:
         with self._lock:
             self.calls.append((operation, key))
-            fault = next((each for each in self._faults if each.takes(operation, key)), None)
+            fault = next((candidate for candidate in self._faults if candidate.takes(operation, key)), None)
         if fault is None:
             return work(0.0)
         if fault.call is not None:
@@ -129,7 +133,7 @@ class FaultyStore:
     def put(self, key: str, content: bytes) -> None:
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_name(f".partial_file-{secrets.token_hex(8)}")
+        partial_file = path.with_name(f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}")
         partial_file.write_bytes(content)
         os.replace(partial_file, path)
 

@@ -1,4 +1,4 @@
-"""Marks that skip a test if the machine lacks what it needs. pytest is imported only when a mark is made."""
+"""Marks that skip a test if the machine does not meet its requirements. Only creating a mark imports pytest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
-    """Skip where there are fewer than ``count`` CUDA devices."""
-    found = torch.cuda.device_count()
-    return _skip(found < count, f"needs {count} CUDA device(s), there are {found}")
+    """Skip if there are fewer than ``count`` CUDA devices."""
+    available = torch.cuda.device_count()
+    return _skip(available < count, f"needs {count} CUDA device(s), there are {available}")
 
 
 def requires_emulated_cuda() -> pytest.MarkDecorator:
-    """Skip where `emulated_cuda` has no C++ compiler, or torch has a CUDA of its own. Compiles nothing."""
+    """Skip if `emulated_cuda` has no C++ compiler, or torch was built with CUDA. Compiles nothing."""
     reason = emulation_obstacle()
     return _skip(reason is not None, f"the emulation of CUDA {reason}")
 
 
 def requires_mps() -> pytest.MarkDecorator:
-    """Skip where Apple's GPU is not available."""
+    """Skip if Apple's GPU is not available."""
     return _skip(not torch.backends.mps.is_available(), "needs an MPS device")
 
 
@@ -40,22 +40,22 @@ def requires_linux() -> pytest.MarkDecorator:
 
 
 def requires_package(name: str, minimum: str | None = None) -> pytest.MarkDecorator:
-    """Skip where the package is not installed, or older than ``minimum``.
+    """Skip if the package is not installed, or older than ``minimum``.
 
     Args:
-        name: as it is imported.
-        minimum: the lowest version that will do; asking for one imports the package.
+        name: the name under which it is imported.
+        minimum: the lowest version that is sufficient; checking it imports the package.
     """
     try:
         missing = importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:  # of a dotted name, the package before the dot
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
         missing = True
     too_old = not missing and minimum is not None and not compare_version(name, operator.ge, minimum)
     return _skip(missing or too_old, f"needs {name}" + (f" >= {minimum}" if minimum else ""))
 
 
 def requires_command(name: str) -> pytest.MarkDecorator:
-    """Skip where there is no command of that name."""
+    """Skip if there is no command of that name."""
     return _skip(shutil.which(name) is None, f"needs the command {name}")
 
 

@@ -17,7 +17,7 @@ def assert_close_states(
 
     Args:
         actual: a ``state_dict()`` of a module or an optimizer: nested mappings and sequences of tensors and plain
-            values. Sharded tensors are gathered, so every rank has to make the call.
+            values. Sharded tensors are gathered, so every rank must call this function.
         expected: the reference.
         atol: the absolute tolerance.
         rtol: the relative tolerance. Values of different dtypes are compared in the wider one.
@@ -92,21 +92,23 @@ def _difference(actual: Any, expected: Any, atol: float, rtol: float) -> tuple[f
         return float("inf"), f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     if actual.numel() == 0:
         return None
-    wide = torch.promote_types(actual.dtype, expected.dtype)
-    actual, expected = actual.to(wide), expected.to(wide)
-    if not wide.is_floating_point and not wide.is_complex:
+    dtype = torch.promote_types(actual.dtype, expected.dtype)
+    actual, expected = actual.to(dtype), expected.to(dtype)
+    if not dtype.is_floating_point and not dtype.is_complex:
         close = actual == expected
     else:
         close = torch.isclose(actual, expected, atol=atol, rtol=rtol, equal_nan=True)
     if bool(close.all()):
         return None
-    gap = (actual - expected if wide.is_complex else actual.double() - expected.double()).abs()
-    gap = gap.nan_to_num(nan=float("inf")).masked_fill(close, 0.0)
-    worst = int(gap.argmax())
+    difference = (actual - expected if dtype.is_complex else actual.double() - expected.double()).abs()
+    difference = difference.nan_to_num(nan=float("inf")).masked_fill(close, 0.0)
+    worst = int(difference.argmax())
     value, expected_value = actual.flatten()[worst].item(), expected.flatten()[worst].item()
     position = tuple(int(index) for index in torch.unravel_index(torch.tensor(worst), actual.shape))
-    text = f"largest difference {gap.max().item():.3g} at {position}: {value:.9g} instead of {expected_value:.9g}"
-    return gap.max().item(), text + f" (atol {atol:g}, rtol {rtol:g})"
+    text = (
+        f"largest difference {difference.max().item():.3g} at {position}: {value:.9g} instead of {expected_value:.9g}"
+    )
+    return difference.max().item(), text + f" (atol {atol:g}, rtol {rtol:g})"
 
 
 def _close_numbers(actual: Any, expected: Any, atol: float, rtol: float) -> bool:

@@ -42,7 +42,7 @@ class World:
     ended and the next call starts new ones.
 
     Changes that cannot be undone, such as to class attributes or module globals, remain for later calls: run such
-    functions in processes of their own, with `run_distributed`.
+    functions in separate processes, with `run_distributed`.
 
     Args:
         nprocs: the number of ranks.
@@ -85,13 +85,13 @@ class World:
             fn: a function at the top level of a module, so that ranks can import it.
             args: pickled for every rank, as is the return value of ``fn``. Tensors are copied, not shared.
             process_group: the backend of a default process group that is created before ``fn`` and destroyed after it.
-                With None the ranks get torchrun's variables and a store hosted by the caller instead, and ``fn`` (or a
+                With None, the ranks get torchrun's variables and a store hosted by the caller instead, and ``fn`` (or a
                 `Fit` in it) creates its own group.
             timeout: seconds for the call, counted once all ranks have started.
             env: additional environment variables for the ranks.
 
         Raises:
-            RankFailedError: a rank raised or died; includes its traceback.
+            RankFailedError: a rank raised an exception or died; includes its traceback.
             DistributedError: the call timed out, with the stacks of all ranks still running; or ``fn`` left something
                 behind.
             ConfigurationError: ``fn`` or its arguments cannot be pickled.
@@ -113,8 +113,7 @@ class World:
         try:
             self._start()
             # With port 0 the operating system chooses a free port, which no other process can take in between.
-            hosts = process_group is None
-            store = host("127.0.0.1", 0) if hosts else None
+            store = host("127.0.0.1", 0) if process_group is None else None
             self._send(work, process_group, timeout, {**os.environ, **(env or {})}, store)
             outcomes = self._collect(timeout)
             leftovers = self._collect_leftovers()
@@ -128,7 +127,7 @@ class World:
         """End the ranks.
 
         Raises:
-            DistributedError: a rank did not end by itself, or not with exit code 0.
+            DistributedError: a rank did not end by itself, or ended with an exit code other than 0.
         """
         try:
             for worker in self._workers:
@@ -155,11 +154,11 @@ class World:
         context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._rank_process", *self._preload])
         self._scratch = TemporaryFolder()
         for rank in range(self.nprocs):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self.nprocs, theirs), name=f"rank-{rank}")
-            self._workers.append(_Worker(rank, process, ours))
+            caller_end, rank_end = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self.nprocs, rank_end), name=f"rank-{rank}")
+            self._workers.append(_Worker(rank, process, caller_end))
             process.start()
-            theirs.close()
+            rank_end.close()
         for worker, message in self._messages(time.monotonic() + _START_LIMIT):
             if isinstance(message, Failure):
                 raise RankFailedError(message)
@@ -194,15 +193,17 @@ class World:
 
     def _collect(self, timeout: float) -> list[bytes]:
         """Return the pickled return values of all ranks."""
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         outcomes: dict[int, Any] = {}
-        for worker, outcome in self._messages(until):
+        for worker, outcome in self._messages(deadline):
             outcomes[worker.rank] = outcome
             if isinstance(outcome, Failure):
-                until = min(until, time.monotonic() + _GRACE)
+                deadline = min(deadline, time.monotonic() + _GRACE)
                 late = [other for other in self._workers if other.rank not in outcomes]
-                further = [answer for _, answer in self._messages(until, late)]
-                raise RankFailedError(first_cause(each for each in [outcome, *further] if isinstance(each, Failure)))
+                further = [answer for _, answer in self._messages(deadline, late)]
+                raise RankFailedError(
+                    first_cause(answer for answer in [outcome, *further] if isinstance(answer, Failure))
+                )
         late = [worker for worker in self._workers if worker.rank not in outcomes]
         if late:
             raise _timeout_error(late, self.nprocs, timeout)
@@ -230,11 +231,13 @@ class World:
                     "restore or end it before the function returns",
                 )
 
-    def _messages(self, until: float, of: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
-        """Yield one message from each rank as it arrives, with a `Failure` for a rank that died, until ``until``."""
-        waiting: dict[Any, _Worker] = {worker.pipe: worker for worker in (self._workers if of is None else of)}
+    def _messages(self, deadline: float, senders: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
+        """Yield one message from each rank as it arrives, with a `Failure` for a rank that died, until ``deadline``."""
+        waiting: dict[Any, _Worker] = {
+            worker.pipe: worker for worker in (self._workers if senders is None else senders)
+        }
         while waiting:
-            ready = wait(list(waiting), max(0.0, until - time.monotonic()))
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 return
             for pipe in ready:
@@ -252,11 +255,13 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nprocs`` newly started ranks and return the list of the returned values, by rank.
 
-    Arguments and errors are those of `World.run`, except that the function may leave behind what ends with its process.
+    Arguments and errors are those of `World.run`, except that the function may leave behind threads and changes that
+    end with its process.
     Use it for functions with lasting side effects, and one `World` for many functions without.
 
     Raises:
-        DistributedError: additionally, a process did not end, or not with exit code 0, after the function returned.
+        DistributedError: additionally, if a process did not end after the function returned, or ended with an exit code
+            other than 0.
     """
     with World(nprocs) as world:
         outcomes, _ = world._call(fn, args, process_group, timeout, env)
@@ -298,13 +303,13 @@ class _Worker:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return Failure.of_exit(self.rank, self.process.exitcode or 0, self._stacks_left())
+            return Failure.of_exit(self.rank, self.process.exitcode or 0, self._read_stacks())
 
-    def where(self) -> str:
+    def dumped_stacks(self) -> str:
         """Return the stacks that a late rank has dumped, or ""."""
-        return self._stacks_left() if self.stacks.is_file() else "(it did not start)"
+        return self._read_stacks() if self.stacks.is_file() else "(it did not start)"
 
-    def _stacks_left(self) -> str:
+    def _read_stacks(self) -> str:
         return self.stacks.read_text().strip() if self.stacks.is_file() else ""
 
     def end(self) -> None:
@@ -317,11 +322,11 @@ class _Worker:
 
 
 def _timeout_error(late: Sequence[_Worker], nprocs: int, timeout: float) -> DistributedError:
-    until = time.monotonic() + _STACK_LIMIT
-    while time.monotonic() < until and not all(worker.where() for worker in late):
+    deadline = time.monotonic() + _STACK_LIMIT
+    while time.monotonic() < deadline and not all(worker.dumped_stacks() for worker in late):
         time.sleep(0.02)
     time.sleep(0.02)  # `faulthandler` writes a dump in several pieces
-    stacks = [f"rank {worker.rank}:\n{worker.where() or '(no stacks)'}" for worker in late]
+    stacks = [f"rank {worker.rank}:\n{worker.dumped_stacks() or '(no stacks)'}" for worker in late]
     return DistributedError(
         f"Rank {', '.join(str(worker.rank) for worker in late)} of {nprocs} did not return within {timeout:g} s",
         "stacks:\n" + "\n".join(stacks),

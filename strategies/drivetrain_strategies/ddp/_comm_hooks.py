@@ -28,9 +28,9 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
     elif isinstance(hook, tuple):
         ddp.register_comm_hook(*hook)
     else:
-        state, found = _by_name(hook)
+        state, function = _by_name(hook)
         try:
-            ddp.register_comm_hook(state, found)
+            ddp.register_comm_hook(state, function)
         except TypeError as error:  # torch refuses bf16 without NCCL
             raise ConfigurationError(
                 f"comm_hook={hook!r} on the backend {dist.get_backend()!r}.",

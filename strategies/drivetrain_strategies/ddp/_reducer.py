@@ -62,8 +62,8 @@ _warning_consumed = False
 def enable_static_graph(ddp: DistributedDataParallel) -> None:
     """Switch DDP to a static graph, which it plans in the next backward.
 
-    DDP built with ``static_graph=True`` would plan in the first backward, even under ``no_sync``, together with those
-    that follow until one synchronizes. Switching later lets it accumulate like any other DDP until then.
+    DDP built with ``static_graph=True`` would plan from all backwards up to the first one that synchronizes, including
+    those under ``no_sync``. Switching just before that one lets DDP accumulate gradients as usual until then.
     """
     ddp._set_static_graph()  # type: ignore[no-untyped-call]
 
@@ -112,19 +112,19 @@ def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
 
 
 def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
-    """Return the error for parameters without a gradient, by their names in the bare module."""
-    what = (
+    """Return the error for parameters without a gradient, by their names in the unwrapped module."""
+    summary = (
         f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
         f"{', ...' if len(names) > 20 else ''}."
     )
     if static_graph:
         return ConfigurationError(
-            f"The graph of training_step changed under static_graph=True. {what}",
+            f"The graph of training_step changed under static_graph=True. {summary}",
             "they had one in this rank's first step, so DDP waits for them in every step: the ranks would hang.",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         )
     return ConfigurationError(
-        what,
+        summary,
         "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
         "use DDPStrategy(static_graph=True) if it is always the same ones, "
         "DDPStrategy(find_unused_parameters=True) if they vary, or freeze them with requires_grad_(False).",
@@ -132,7 +132,7 @@ def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
 
 
 def _names_in(text: str, ddp: DistributedDataParallel) -> list[str]:
-    """Return the parameter names in the reducer's message, which has indices into the initially trainable ones."""
+    """Return the parameter names in the reducer's message, which contains indices into the initially trainable ones."""
     trainable_names: list[str] = ddp.module.trainable_names
-    found = _INDICES.search(text)
-    return [trainable_names[int(index)] for index in found[1].split()] if found else ["one that torch does not name"]
+    match = _INDICES.search(text)
+    return [trainable_names[int(index)] for index in match[1].split()] if match else ["one that torch does not name"]

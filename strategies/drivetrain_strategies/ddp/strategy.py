@@ -22,7 +22,7 @@ from drivetrain.strategies import (
     broadcast_together,
     refuse_embedding_max_norm,
 )
-from drivetrain_strategies._device_restore import HomeDevice
+from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._missing_weights import refuse_missing_weights
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
@@ -88,7 +88,7 @@ class DDPStrategy(DistributedStrategy):
             self._options["bucket_cap_mb"] = bucket_cap_mb
         if broadcast_buffers is not None:
             self._options["broadcast_buffers"] = broadcast_buffers
-        self._home: HomeDevice | None = None
+        self._original_device: OriginalDevice | None = None
         self._swap: SyncBatchNormSwap | None = None
         self._ddp: DistributedDataParallel | None = None
         self._manual = False
@@ -113,13 +113,14 @@ class DDPStrategy(DistributedStrategy):
                 "optimizers that take turns use different parameters in each backward, so the graph is not static.",
                 "use strategy='ddp'.",
             )
-        kept, reduced = self.precision.param_dtype, self.precision.reduce_dtype
-        if kept is not reduced and self.world_size > 1 and self.comm_hook is None:
+        param_dtype, reduce_dtype = self.precision.param_dtype, self.precision.reduce_dtype
+        if param_dtype is not reduce_dtype and self.world_size > 1 and self.comm_hook is None:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} reduces gradients in {reduced} and keeps parameters in {kept}.",
+                f"precision={self.precision.name!r} reduces gradients in {reduce_dtype} and keeps parameters in "
+                f"{param_dtype}.",
                 "DDP reduces gradients in the dtype of their parameters.",
                 f"use strategy='fsdp', DDPStrategy(comm_hook=...), or {type(self.precision).__name__}.reduce_dtype = "
-                f"{kept}.",
+                f"{param_dtype}.",
             )
         if self.sync_batchnorm and self.device.type == "cpu":
             raise ConfigurationError(
@@ -130,7 +131,7 @@ class DDPStrategy(DistributedStrategy):
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
-        self._home = HomeDevice(module)
+        self._original_device = OriginalDevice(module)
         if self.sync_batchnorm:
             self._swap = SyncBatchNormSwap(module)
         self.precision.convert_module(module)
@@ -208,11 +209,11 @@ class DDPStrategy(DistributedStrategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         known = {id(parameter) for parameter in self._replicated}
-        fresh = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known}
+        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known}
         self._replicated = tuple(module.parameters())
-        if fresh:
-            refuse_other_device(fresh, self.device)
-            self._broadcast([*fresh.values(), *module.buffers()])
+        if created:
+            refuse_other_device(created, self.device)
+            self._broadcast([*created.values(), *module.buffers()])
         if list(map(id, self._trainable)) == [
             id(parameter) for parameter in self._replicated if parameter.requires_grad
         ]:
@@ -236,7 +237,7 @@ class DDPStrategy(DistributedStrategy):
             reducer.expect_backward(ddp, loss)
         try:
             self.precision.backward(loss)
-            # DDP would only raise in the next forward, after a step on this rank's own gradients.
+            # DDP itself would raise only in the next forward, after an optimizer step with this rank's local gradients.
             if self._check_reduction is not None and ddp.require_backward_grad_sync:
                 self._check_reduction()
         except RuntimeError as error:
@@ -249,12 +250,12 @@ class DDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         if self._swap is not None:
             self._swap.undo()
-        if self._home is not None:
-            self._home.restore()
+        if self._original_device is not None:
+            self._original_device.restore()
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)
         self._ddp = self._check_reduction = None
-        self._home = None
+        self._original_device = None
         self._swap = None
         self._replicated, self._trainable = (), []
         super().teardown()

@@ -14,10 +14,10 @@ from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
 from drivetrain_strategies._missing_weights import refuse_missing_weights, was_left_by_deepspeed
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
-_TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
+_TORCH_OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
 
 _ELEMENTWISE = {
-    *(f"torch.optim.{name}" for name in _TORCH),
+    *(f"torch.optim.{name}" for name in _TORCH_OPTIMIZERS),
     *("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedLion", "deepspeed.DeepSpeedCPULion"),
 }
 """Optimizers whose update is elementwise."""
@@ -25,11 +25,11 @@ _ELEMENTWISE = {
 _REASONS: dict[type, str] = {
     torch.optim.LBFGS: "its step re-evaluates the loss, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
-        "it uses a parameter's rows and columns, and ZeRO flattens parameters: measured, updates are half as large"
+        "it uses a parameter's rows and columns, and ZeRO flattens parameters: measured updates were half as large"
     ),
     torch.optim.Muon: "it uses a parameter as a matrix, and ZeRO flattens parameters",
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
-    torch.optim.Adagrad: "DeepSpeed replaces it by its own, which schedulers do not reach",
+    torch.optim.Adagrad: "DeepSpeed replaces it by its own, which learning rate schedulers do not affect",
 }
 
 
@@ -52,9 +52,9 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
             )
         dtypes.setdefault(parameter.dtype, name)
     if not mixed and set(dtypes) - {torch.float32}:
-        found = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
+        examples = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"precision='32-true' and parameters of other dtypes: {found}.",
+            f"precision='32-true' and parameters of other dtypes: {examples}.",
             "ZeRO would silently convert them to float32, or compute in half precision.",
             "use precision='bf16-mixed', or module.float().",
         )
@@ -70,10 +70,10 @@ def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
     """
     for wanted in classes:
         if not any(isinstance(child, wanted) for child in module.modules()):
-            found = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
+            present = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
             raise ConfigurationError(
                 f"leaf_modules: no module of class {wanted.__name__} is in {type(module).__name__}.",
-                f"the classes in it are {', '.join(found)}.",
+                f"the classes in it are {', '.join(present)}.",
                 "name one of these.",
             )
 
@@ -109,9 +109,9 @@ def check_optimizers(
         )
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if len(optimizers) > 1:
-        how = "" if run.automatic_optimization else " that take turns (manual optimization)"
+        suffix = "" if run.automatic_optimization else " that take turns (manual optimization)"
         raise ConfigurationError(
-            f"{len(optimizers)} optimizers ({kinds}){how} under DeepSpeed.",
+            f"{len(optimizers)} optimizers ({kinds}){suffix} under DeepSpeed.",
             "its engine owns the backward and the step of one optimizer over all parameters.",
             "use one with several parameter groups, or strategy='fsdp' or 'ddp'.",
         )
@@ -133,9 +133,9 @@ def check_optimizers(
         _check_kind(optimizer, allowed=bool(config.get("zero_allow_untested_optimizer")))
         for number, group in enumerate(optimizer.param_groups):
             if not any(parameter.requires_grad for parameter in group["params"]):
-                held = [names.get(id(parameter), "?") for parameter in group["params"]]
+                members = [names.get(id(parameter), "?") for parameter in group["params"]]
                 raise ConfigurationError(
-                    f"Parameter group {number} of {type(optimizer).__name__} has nothing to train: {held[:10]}.",
+                    f"Parameter group {number} of {type(optimizer).__name__} has nothing to train: {members[:10]}.",
                     "ZeRO flattens a group's trainable parameters into one tensor, and this group has none.",
                     "remove the group.",
                 )
@@ -147,17 +147,21 @@ _PHASES = (
 )
 
 
-def check_trainable(module: nn.Module, held: Mapping[str, tuple[nn.Parameter, bool]]) -> None:
+def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter, bool]]) -> None:
     """Refuse a change of the trainable parameters within a run.
 
     Args:
         module: the module.
-        held: by name, each parameter when the engine was built, and whether it was trainable.
+        recorded: the parameters when the engine was built, by name, and whether each was trainable.
 
     Raises:
         ConfigurationError: names the parameters.
     """
-    created = [name for name, one in module.named_parameters() if name not in held or held[name][0] is not one]
+    created = [
+        name
+        for name, parameter in module.named_parameters()
+        if name not in recorded or recorded[name][0] is not parameter
+    ]
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under DeepSpeed: {listed(created)}.",
@@ -167,11 +171,11 @@ def check_trainable(module: nn.Module, held: Mapping[str, tuple[nn.Parameter, bo
     for verb, names in (
         (
             "unfrozen",
-            [name for name, (one, trained) in held.items() if one.requires_grad and not trained],
+            [name for name, (parameter, trained) in recorded.items() if parameter.requires_grad and not trained],
         ),
         (
             "frozen",
-            [name for name, (one, trained) in held.items() if trained and not one.requires_grad],
+            [name for name, (parameter, trained) in recorded.items() if trained and not parameter.requires_grad],
         ),
     ):
         if names:
@@ -194,8 +198,8 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
 
 def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
     kind = type(optimizer)
-    theirs = kind.__module__.partition(".")[0]
-    path = f"torch.optim.{kind.__name__}" if theirs == "torch" else f"{theirs}.{kind.__name__}"
+    package = kind.__module__.partition(".")[0]
+    path = f"torch.optim.{kind.__name__}" if package == "torch" else f"{package}.{kind.__name__}"
     if path in _ELEMENTWISE:
         return
     for base in kind.__mro__:

@@ -33,7 +33,7 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 
-_LATER = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
+_LATE_ATTRIBUTES = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
 """Attributes that DeepSpeed adds only in the first steps, besides those that begin with ``ds_``."""
 
 
@@ -53,10 +53,10 @@ class DeepSpeedWorld:
         self._comm, self._groups, self._ops = comm, groups, deepspeed.ops
         self._accelerator = deepspeed.accelerator.real_accelerator
         self._backend = comm.cdb
-        self._chosen = self._accelerator.ds_accelerator
-        self._before = {name: getattr(groups, name) for name in _GROUPS}
+        self._accelerator_before = self._accelerator.ds_accelerator
+        self._groups_before = {name: getattr(groups, name) for name in _GROUPS}
         self._linear = nn.functional.linear
-        # Its shared-memory collectives would have to be compiled; gloo's serve as well (E-10).
+        # Its shared-memory collectives would have to be compiled; gloo's are used instead (E-10).
         self._compatible = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed takes the local rank only from this variable, and uses it as the device index.
@@ -91,14 +91,14 @@ class DeepSpeedWorld:
 
     def close(self) -> None:
         """Release DeepSpeed's process groups and undo its patches. Does not communicate."""
-        for name, before in self._before.items():
+        for name, before in self._groups_before.items():
             group = getattr(self._groups, name)
             if group is not None and group is not before:
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
                 setattr(self._groups, name, before)
         self._comm.cdb = self._backend
-        self._accelerator.ds_accelerator = self._chosen
+        self._accelerator.ds_accelerator = self._accelerator_before
         if self._compatible is not None:
             self._ops.__compatible_ops__["deepspeed_shm_comm"] = self._compatible
         nn.functional.linear = self._linear
@@ -147,19 +147,19 @@ class ModuleSnapshot:
         for child, name, key in self._added_hooks:
             child.__dict__[name].pop(key, None)
         for holder, names in self._added:
-            own = holder.__dict__
-            late = [name for name in own if name.startswith("ds_") or name in _LATER]
+            attributes = holder.__dict__
+            late = [name for name in attributes if name.startswith("ds_") or name in _LATE_ATTRIBUTES]
             for name in {*names, *late}:
-                own.pop(name, None)
+                attributes.pop(name, None)
 
 
 def forget_root(root: nn.Module) -> None:
-    """Remove a module from the stack of running forwards, on which stage 3 leaves it."""
+    """Remove a module and its submodules from the stack of running forwards, on which stage 3 leaves them."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK
-    own = set(map(id, root.modules()))
-    stack[:] = [module for module in stack if id(module) not in own]
+    modules = set(map(id, root.modules()))
+    stack[:] = [module for module in stack if id(module) not in modules]
 
 
 def _hooks_of(child: nn.Module) -> dict[str, set[Any]]:

@@ -37,7 +37,7 @@ HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
 """Settings that halve the loss scale at each overflow and double it after 2,000 steps without one, as ``GradScaler``.
 
-With DeepSpeed's defaults the first overflow does not change it, and it doubles after 1,000 steps.
+With DeepSpeed's defaults the first overflow does not change the scale, and it doubles after 1,000 steps.
 """
 
 SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
@@ -59,41 +59,41 @@ class StrategyArguments:
     top: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_config(given: Config) -> dict[str, Any]:
+def read_config(source: Config) -> dict[str, Any]:
     """Return a copy of a config from a dict or the path of a JSON file.
 
     Raises:
         ConfigurationError: the file does not exist, is not a JSON object, or has an unknown key.
     """
-    if given is None:
+    if source is None:
         return {}
-    if isinstance(given, Mapping):
-        config = copy.deepcopy(dict(given))
-    elif not isinstance(given, str | os.PathLike):
+    if isinstance(source, Mapping):
+        config = copy.deepcopy(dict(source))
+    elif not isinstance(source, str | os.PathLike):
         raise ConfigurationError(
-            f"config={given!r}.",
+            f"config={source!r}.",
             "DeepSpeed's configuration is a dict, or the path of a JSON file.",
             "pass one of them.",
         )
     else:
-        path = Path(given)
+        path = Path(source)
         try:
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigurationError(
-                f"config={os.fspath(given)!r} cannot be read: {error}",
+                f"config={os.fspath(source)!r} cannot be read: {error}",
                 "it must be the path of a JSON file in DeepSpeed's format.",
                 "check the path, or pass a dict.",
             ) from error
         if not isinstance(config, dict):
             raise ConfigurationError(
-                f"config={os.fspath(given)!r} holds a {type(config).__name__}.",
+                f"config={os.fspath(source)!r} holds a {type(config).__name__}.",
                 "DeepSpeed's configuration is a JSON object.",
                 "put {...} around the file's content.",
             )
     for key, value in config.items():
         if key in SECTIONS and not isinstance(value, Mapping):
-            raise _no_section(key, value)
+            raise _not_a_section(key, value)
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(
                 f"config: DeepSpeed has no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
@@ -109,10 +109,10 @@ def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
     Raises:
         ConfigurationError: argument and config contradict each other, or the stage does not exist.
     """
-    given = config.get("zero_optimization", {}).get("stage", "auto")
-    if given != "auto" and arguments.stage is not None and given != arguments.stage:
-        raise _contradiction("zero_optimization.stage", given, f"DeepSpeedStrategy(stage={arguments.stage})")
-    stage = arguments.stage if arguments.stage is not None else 2 if given == "auto" else given
+    configured = config.get("zero_optimization", {}).get("stage", "auto")
+    if configured != "auto" and arguments.stage is not None and configured != arguments.stage:
+        raise _contradiction("zero_optimization.stage", configured, f"DeepSpeedStrategy(stage={arguments.stage})")
+    stage = arguments.stage if arguments.stage is not None else 2 if configured == "auto" else configured
     if stage not in (1, 2, 3):
         raise ConfigurationError(
             f"stage={stage!r}.", "ZeRO has the stages 1, 2 and 3; without any it is plain DDP.", "use one, or 'ddp'."
@@ -120,25 +120,25 @@ def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
     return int(stage)
 
 
-def offload(where: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
+def offload(target: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
     """Return DeepSpeed's section for an offload; None without one.
 
     Raises:
         ConfigurationError: the target is unknown, or ``nvme_path`` is missing.
     """
-    if where is None:
+    if target is None:
         return None
-    if where not in ("cpu", "nvme"):
+    if target not in ("cpu", "nvme"):
         raise ConfigurationError(
-            f"{argument}={where!r}.{nearest(str(where), ('cpu', 'nvme'))}",
+            f"{argument}={target!r}.{nearest(str(target), ('cpu', 'nvme'))}",
             "it is the offload target.",
             "use 'cpu' or 'nvme'.",
         )
-    if where == "nvme" and nvme_path is None:
+    if target == "nvme" and nvme_path is None:
         raise ConfigurationError(
             f"{argument}='nvme' without nvme_path.", "it needs a folder on the drive.", "give nvme_path='/...'."
         )
-    return {"device": where} if where == "cpu" else {"device": where, "nvme_path": nvme_path}
+    return {"device": target} if target == "cpu" else {"device": target, "nvme_path": nvme_path}
 
 
 def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyArguments) -> None:
@@ -150,7 +150,7 @@ def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyAr
     zero = {**config.get("zero_optimization", {}), **arguments.zero}
     for key in ("offload_param", "offload_optimizer"):
         if not isinstance(zero.get(key) or {}, Mapping):
-            raise _no_section(f"zero_optimization.{key}", zero[key])
+            raise _not_a_section(f"zero_optimization.{key}", zero[key])
     param = zero.get("offload_param") or {}
     if stage < 3 and param.get("device", "none") != "none":
         raise ConfigurationError(
@@ -221,7 +221,7 @@ def resolve(
     for path in _autos(resolved):
         raise ConfigurationError(
             f"config: {path} is 'auto'.",
-            "nothing in Fit says what it should be.",
+            "no setting of Fit determines it.",
             "set a value, or remove it to use DeepSpeed's default.",
         )
     return resolved
@@ -231,7 +231,7 @@ def _compare_batches(config: dict[str, Any], run: RunSettings, ranks: int) -> No
     if run.stage != "fit":
         return
     window = run.accumulate_grad_batches
-    wanted: dict[str, tuple[int | None, str]] = {
+    expected: dict[str, tuple[int | None, str]] = {
         "gradient_accumulation_steps": (window, f"Fit(accumulate_grad_batches={window})"),
         "train_micro_batch_size_per_gpu": (run.batch_size, f"the loader's batch_size={run.batch_size}"),
         "train_batch_size": (
@@ -239,30 +239,30 @@ def _compare_batches(config: dict[str, Any], run: RunSettings, ranks: int) -> No
             f"batch_size={run.batch_size} x accumulate_grad_batches={window} x {ranks} ranks",
         ),
     }
-    for key, (value, source) in wanted.items():
-        given = config.get(key, "auto")
-        if given not in ("auto", None) and value is not None and given != value:
-            raise _contradiction(key, given, source)
+    for key, (value, source) in expected.items():
+        configured = config.get(key, "auto")
+        if configured not in ("auto", None) and value is not None and configured != value:
+            raise _contradiction(key, configured, source)
 
 
 def _clipping(config: Mapping[str, Any], run: RunSettings) -> float:
-    given, clip_val = config.get("gradient_clipping", "auto"), run.gradient_clip_val
-    if given not in ("auto", None) and clip_val is not None and float(given) != float(clip_val):
-        raise _contradiction("gradient_clipping", given, f"Fit(gradient_clip_val={clip_val})")
+    configured, clip_val = config.get("gradient_clipping", "auto"), run.gradient_clip_val
+    if configured not in ("auto", None) and clip_val is not None and float(configured) != float(clip_val):
+        raise _contradiction("gradient_clipping", configured, f"Fit(gradient_clip_val={clip_val})")
     if clip_val is not None:
         return float(clip_val)
     # Always set, since DeepSpeed's default is 1.0.
-    return 0.0 if given in ("auto", None) else float(given)
+    return 0.0 if configured in ("auto", None) else float(configured)
 
 
 def _merge(config: dict[str, Any], arguments: Mapping[str, Any], prefix: str) -> None:
     for key, value in arguments.items():
-        given = config.get(key, "auto")
-        if given != "auto" and given != value:
-            if isinstance(given, dict) and isinstance(value, dict):
-                _merge(given, value, f"{prefix}{key}.")
+        configured = config.get(key, "auto")
+        if configured != "auto" and configured != value:
+            if isinstance(configured, dict) and isinstance(value, dict):
+                _merge(configured, value, f"{prefix}{key}.")
                 continue
-            raise _contradiction(f"{prefix}{key}", given, f"DeepSpeedStrategy's {value!r}")
+            raise _contradiction(f"{prefix}{key}", configured, f"DeepSpeedStrategy's {value!r}")
         config[key] = copy.deepcopy(value)
 
 
@@ -275,16 +275,16 @@ def _set_precision(config: dict[str, Any], precision: str) -> None:
         )
     half = HALVES.get(precision)
     for section in ("bf16", "fp16"):
-        given = config.get(section, {}).get("enabled", "auto")
-        if given != "auto" and bool(given) != (section == half):
-            raise _contradiction(f"{section}.enabled", given, f"Fit(precision={precision!r})")
+        configured = config.get(section, {}).get("enabled", "auto")
+        if configured != "auto" and bool(configured) != (section == half):
+            raise _contradiction(f"{section}.enabled", configured, f"Fit(precision={precision!r})")
         if section == half:
             defaults = LOSS_SCALE if section == "fp16" else {}
             config[section] = {**defaults, **config.get(section, {}), "enabled": True}
         elif section in config:
             config[section] = {**config[section], "enabled": False}
     if half is not None:
-        # A gradient is rounded once, when it is computed, and neither when accumulated nor when exchanged.
+        # A gradient is rounded once, when it is computed, but not when it is accumulated or exchanged.
         config["data_types"] = {"grad_accum_dtype": "fp32", **config.get("data_types", {})}
         config.setdefault("communication_data_type", "fp32")
 
@@ -297,13 +297,13 @@ def _autos(value: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def _contradiction(key: str, given: Any, other: str) -> ConfigurationError:
+def _contradiction(key: str, configured: Any, other: str) -> ConfigurationError:
     return ConfigurationError(
-        f"config: {key}={given!r} contradicts {other}.",
-        "only one of them can hold.",
+        f"config: {key}={configured!r} contradicts {other}.",
+        "only one of them can apply.",
         "make them agree, or remove the key from the config: missing keys are set from Fit.",
     )
 
 
-def _no_section(key: str, value: Any) -> ConfigurationError:
+def _not_a_section(key: str, value: Any) -> ConfigurationError:
     return ConfigurationError(f"config: {key}={value!r}.", "it is a section of settings.", "write it as a dict, {...}.")

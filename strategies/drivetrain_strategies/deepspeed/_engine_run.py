@@ -1,4 +1,4 @@
-"""One run under DeepSpeed's engine, from its start until the module is plain again."""
+"""One run under DeepSpeed's engine, from its start until the module is restored."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DeepSpeedRun:
         self._gather_order: GatherOrder | None = None
         self._gradient_order: GradientOrder | None = None
         self._untrained: list[nn.Parameter] = []
-        self._within_forward = self._collecting = self._warned_skipped = self._restored = False
+        self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -110,13 +110,13 @@ class DeepSpeedRun:
             gather_left_parts(module, options.control.world_size)
             self._adopted = AdoptedOptimizer(module, optimizers[0]) if optimizers else None
             self._snapshot = ModuleSnapshot(module)
-            starts = bool(optimizers) or "optimizer" in self._config or options.stage == 3
+            needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
             with redirected_prints():
                 if options.stage == 3:
                     self._partition(recording)
                 else:
-                    self._share(starts)
-                if starts:
+                    self._broadcast_weights(needs_engine)
+                if needs_engine:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._unrounded, self._zero, self._publish)
@@ -124,13 +124,13 @@ class DeepSpeedRun:
         if self._adopted is not None:
             self._adopted.load_into_masters(self._state)
 
-    def _share(self, starts: bool) -> None:
+    def _broadcast_weights(self, needs_engine: bool) -> None:
         """Broadcast the weights at stages 1 and 2, and keep unrounded copies for the master weights.
 
         The copies are kept in host memory, so that the device holds only one float32 weight at a time.
 
         Args:
-            starts: whether an engine will be started, which computes with weights in half precision.
+            needs_engine: whether an engine will be started, which computes with weights in half precision.
         """
         module, options = self._module, self._options
         half = options.precision.half
@@ -138,7 +138,7 @@ class DeepSpeedRun:
             whole = parameter.data = parameter.data.to(options.device)
             dist.broadcast(whole, 0)
             if half is not None and parameter.dtype != half:
-                if starts:
+                if needs_engine:
                     parameter.data = whole.to(half)
                     whole = whole.cpu()
                 self._unrounded[id(parameter)] = StoredParameter(whole, tuple(parameter.shape), None)
@@ -159,18 +159,27 @@ class DeepSpeedRun:
         if options.leaf_modules:
             leaves = self._deepspeed.utils.set_z3_leaf_modules(module, list(options.leaf_modules))
         if options.control.world_size > 1:
-            self._gather_order = GatherOrder(_gathered_by_themselves(module, leaves), options.control)
+            self._gather_order = GatherOrder(_separately_gathered(module, leaves), options.control)
 
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._module
-        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-        # The optimizer does not hold them, and stage 3 cannot handle their gradients.
-        self._untrained = [one for one in module.parameters() if one.requires_grad and held and id(one) not in held]
-        for one in self._untrained:
-            one.requires_grad_(False)
-        names = {one: name for name, one in module.named_parameters() if one.requires_grad}
+        in_optimizer = {
+            id(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        # Stage 3 cannot handle gradients of parameters that the optimizer does not hold.
+        self._untrained = [
+            parameter
+            for parameter in module.parameters()
+            if parameter.requires_grad and in_optimizer and id(parameter) not in in_optimizer
+        ]
+        for parameter in self._untrained:
+            parameter.requires_grad_(False)
+        names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         # DeepSpeed allocates the full bucket, however small the model is.
-        numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in names)
+        numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
         with start_explained(), without_broadcast():
@@ -191,7 +200,7 @@ class DeepSpeedRun:
             self._options.precision.take_scaler(engine.optimizer.loss_scaler, keeps_floor)
         optimizer = self._zero.base_optimizer
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
-        optimizer.__dict__["zero_grad"] = self._forget_if_any
+        optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
         self.optimizers = [optimizer]
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
@@ -205,8 +214,8 @@ class DeepSpeedRun:
     @torch.no_grad()
     def _restore_masters(self) -> None:
         """Write the unrounded weights into the masters, which DeepSpeed built from rounded ones (E-11)."""
-        for number, held in groupby(self.zero.fragments(), lambda one: one.number):
-            unrounded = [(one, self._unrounded.pop(id(one.parameter), None)) for one in held]
+        for number, fragments in groupby(self.zero.fragments(), lambda fragment: fragment.number):
+            unrounded = [(fragment, self._unrounded.pop(id(fragment.parameter), None)) for fragment in fragments]
             if self._options.precision.half is None:
                 continue
             with self.zero.swapped_in(number, write=True):
@@ -221,7 +230,7 @@ class DeepSpeedRun:
         self.state.load_weights(state, strict)
         self._frozen.accept()
 
-    # In the loop
+    # During a step
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
@@ -250,7 +259,7 @@ class DeepSpeedRun:
             loss.backward()  # type: ignore[no-untyped-call]
             return
         assert self._unused is not None
-        self._collecting = True
+        self._has_gradients = True
         self._unused.before_backward(loss)
         if self._unused.in_order:
             self._close_gradient_order()
@@ -261,7 +270,7 @@ class DeepSpeedRun:
             self._gradient_order.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
-        self._collecting = False
+        self._has_gradients = False
         with ordering_errors_explained(self):
             stepped = self.zero.step(max_norm)
         assert self._unused is not None
@@ -289,12 +298,12 @@ class DeepSpeedRun:
         return self._zero is not None and self._options.stage > 1 and self._zero.gradients_seen < trained
 
     def forget(self) -> None:
-        self._collecting = False
+        self._has_gradients = False
         if self._zero is not None:
             self._zero.forget()
 
-    def _forget_if_any(self, set_to_none: bool = True) -> None:
-        if self._collecting:
+    def _forget_pending_gradients(self, set_to_none: bool = True) -> None:
+        if self._has_gradients:
             self.forget()
 
     # Whole parameters within a run
@@ -302,8 +311,8 @@ class DeepSpeedRun:
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
         """Let parameters hold their whole master weights within this context. Collective."""
-        wanted = {id(one): one for one in parameters}
-        before = {key: one.data for key, one in wanted.items()}
+        wanted = {id(parameter): parameter for parameter in parameters}
+        before = {key: parameter.data for key, parameter in wanted.items()}
         with torch.no_grad():
             for key, stored in self.state.stored_parameters(wanted):
                 wanted[key].data = whole_of(stored.read()).to(self._options.device)
@@ -323,8 +332,8 @@ class DeepSpeedRun:
     @torch.no_grad()
     def _publish(self) -> None:
         """Update the compute weights from the stored unrounded weights and masters. Collective."""
-        for one in self._module.parameters():
-            parameter: Any = one
+        parameter: Any
+        for parameter in self._module.parameters():
             unrounded = self._unrounded.get(id(parameter))
             if unrounded is None:
                 continue
@@ -342,10 +351,10 @@ class DeepSpeedRun:
 
     def read_native(self, path: str) -> bool:
         """Load DeepSpeed's checkpoint; return False if there is none, which DeepSpeed ignores."""
-        found, _ = self._engine.load_checkpoint(path)
-        return found is not None
+        loaded, _ = self._engine.load_checkpoint(path)
+        return loaded is not None
 
-    # The end
+    # Teardown
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -384,15 +393,19 @@ class DeepSpeedRun:
         """Leave this rank's weights in the module after a failure, when ranks cannot communicate."""
         module, options = self._module, self._options
         stored_parameters = self._unrounded.items() if self._state is None else self._state.stored_parameters()
-        held = {key: stored.read() for key, stored in stored_parameters}
-        values = {name: held[id(one)] for name, one in module.named_parameters() if id(one) in held}
+        values_by_id = {key: stored.read() for key, stored in stored_parameters}
+        values = {
+            name: values_by_id[id(parameter)]
+            for name, parameter in module.named_parameters()
+            if id(parameter) in values_by_id
+        }
         parts = {name: value for name, value in values.items() if isinstance(value, ParameterShard)}
         self._undo()
         if options.stage == 3:
             leave_parts(module, parts, options.gather_limit, options.control.world_size, options.control.rank == 0)
             return
         for name, parameter in module.named_parameters():
-            # Trained weights stay rounded. A copy, so that it is no view of DeepSpeed's buffers.
+            # Trained weights stay rounded. They are copied, so that they are not views of DeepSpeed's buffers.
             value = values.get(name)
             if isinstance(value, torch.Tensor):
                 parameter.data = value.to(parameter.device)
@@ -413,14 +426,14 @@ class DeepSpeedRun:
             forget_root(self._root)
         if self._snapshot is not None:
             self._snapshot.undo()
-        for one in self._untrained:
-            one.requires_grad_(True)
+        for parameter in self._untrained:
+            parameter.requires_grad_(True)
         self._untrained = []
         self._engine = self._root = self._zero = self._state = self._unused = self._gather_order = None
 
 
-def _gathered_by_themselves(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that stage 3 gathers separately: leaf modules, and others with parameters of their own."""
+def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that stage 3 gathers separately: leaf modules, and others that own parameters."""
     within = {id(child) for leaf in leaves for child in leaf.modules() if child is not leaf}
     return {
         name: child

@@ -10,12 +10,20 @@ from typing import Any
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain_strategies.deepspeed._library import redirected_prints
 
-_COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT", "failed to build/load")
+_COMPILATION_ERRORS = (
+    "ninja",
+    "nvcc",
+    "CUDA_HOME",
+    "g++",
+    "Error building extension",
+    "Unable to JIT",
+    "failed to build/load",
+)
 
-_DIFFERENT = (
+_DIFFERENT_PARAMETERS = (
     "ZeRO exchanges parameters and gradients in one order on all ranks, and these ranks used different parameters.",
     "at stage 3 name the block around them, DeepSpeedStrategy(leaf_modules=[Experts]); at stage 2 set "
-    "find_unused_parameters=True; stage 1 and FSDP do not mind.",
+    "find_unused_parameters=True; stage 1 and FSDP allow this.",
 )
 
 
@@ -35,7 +43,7 @@ def start_explained() -> Iterator[None]:
         raise ConfigurationError(
             f"DeepSpeed refused to start: {type(error).__name__}: {error}",
             "every rank gave it the same configuration.",
-            "compare strategy.resolved_config, which it got, with DeepSpeed's documentation of settings.",
+            "compare strategy.resolved_config, which was passed to it, with DeepSpeed's documentation of settings.",
         ) from error
 
 
@@ -55,7 +63,7 @@ def compiling_explained() -> Iterator[None]:
 
 def _explain_compiling(error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
-    if any(word in text for word in _COMPILING):
+    if any(word in text for word in _COMPILATION_ERRORS):
         on_drive = "async_io" in text
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
@@ -80,15 +88,17 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
     from deepspeed.accelerator import get_accelerator
 
     zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
-    places = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")}
-    wanted = []
-    if places["offload_param"] == "nvme" or (trains and places["offload_optimizer"] == "nvme"):
-        wanted.append("AsyncIOBuilder")
+    offload_devices = {
+        key: (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")
+    }
+    builders = []
+    if offload_devices["offload_param"] == "nvme" or (trains and offload_devices["offload_optimizer"] == "nvme"):
+        builders.append("AsyncIOBuilder")
     adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
     if trains and adam and not optimizer.get("params", {}).get("torch_adam"):
-        wanted.append("FusedAdamBuilder" if places["offload_optimizer"] == "none" else "CPUAdamBuilder")
+        builders.append("FusedAdamBuilder" if offload_devices["offload_optimizer"] == "none" else "CPUAdamBuilder")
     with compiling_explained(), redirected_prints():
-        for name in wanted:
+        for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)
 
 
@@ -116,8 +126,8 @@ def ordering_errors_explained(run: Any) -> Iterator[None]:
     except DistributedError as error:
         if "the forward of" not in error.what:
             raise
-        raise ConfigurationError(error.what, *_DIFFERENT) from error
+        raise ConfigurationError(error.what, *_DIFFERENT_PARAMETERS) from error
     except RuntimeError as error:
         if "Detected a disagreement" in str(error) or run.missed_gradients:
-            raise ConfigurationError(f"DeepSpeed failed: {error}", *_DIFFERENT) from error
+            raise ConfigurationError(f"DeepSpeed failed: {error}", *_DIFFERENT_PARAMETERS) from error
         raise

@@ -1,4 +1,4 @@
-"""Detects frozen weights that user code updates where ZeRO would drop the update."""
+"""Detects updates of frozen weights by user code that ZeRO would drop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies._manual_updates import PARTITIONED, ROUNDED, manual_update_error
 
 _VERSION = attrgetter("_version")
-_PARTITION = attrgetter("ds_tensor._version")
+_PARTITION_VERSION = attrgetter("ds_tensor._version")
 
 
 class FrozenWeights:
@@ -26,8 +26,8 @@ class FrozenWeights:
     """
 
     def __init__(self, module: nn.Module, stage: int, rounded: bool) -> None:
-        self._names = [name for name, one in module.named_parameters() if not one.requires_grad]
-        self._weights: list[Any] = [one for one in module.parameters() if not one.requires_grad]
+        self._names = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        self._weights: list[Any] = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._strategy = f"DeepSpeedStrategy(stage={stage})"
         self._rounded = rounded
         if not rounded and stage < 3:
@@ -40,7 +40,7 @@ class FrozenWeights:
     def accept(self) -> None:
         """Accept the current values, after a load for example."""
         self._versions = tuple(map(_VERSION, self._weights))
-        self._partitioned = tuple(map(_PARTITION, self._partitions))
+        self._partition_versions = tuple(map(_PARTITION_VERSION, self._partitions))
 
     def check(self) -> None:
         """Refuse updates since the last call that are lost.
@@ -57,14 +57,16 @@ class FrozenWeights:
         versions = tuple(map(_VERSION, self._weights))
         if versions == self._versions:
             return None
-        moved = [
-            number for number, (one, other) in enumerate(zip(versions, self._versions, strict=True)) if one != other
+        updated = [
+            number
+            for number, (version, earlier) in enumerate(zip(versions, self._versions, strict=True))
+            if version != earlier
         ]
         if self._partitions:  # updates within GatheredParameters went to the partitions
-            now = tuple(map(_PARTITION, self._partitions))
-            moved = [number for number in moved if now[number] == self._partitioned[number]]
-        if moved:
-            names = [self._names[number] for number in moved]
+            current = tuple(map(_PARTITION_VERSION, self._partitions))
+            updated = [number for number in updated if current[number] == self._partition_versions[number]]
+        if updated:
+            names = [self._names[number] for number in updated]
             return manual_update_error(names, self._strategy, ROUNDED if self._rounded else PARTITIONED)
         self.accept()
         return None

@@ -18,7 +18,7 @@ Order = list[Any]
 class GradientOrder:
     """Compares the order of gradients in each bucket with the first window, before the bucket is reduced.
 
-    A rank's forward may depend on the values or the number of its samples: BatchNorm differs for a single one. The
+    A rank's forward may depend on the values or the number of its samples: BatchNorm differs for a single sample. The
     gradients then become ready in another order, and DeepSpeed would add up those of different parameters. In the first
     window the ranks compare their orders, in a small CPU collective per bucket; afterwards each rank compares with its
     own first window and does not communicate.
@@ -33,8 +33,8 @@ class GradientOrder:
         self._optimizer: Any = optimizer
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._control = control
-        self._learning = True
-        self._known: list[Order] = []
+        self._in_first_window = True
+        self._known_orders: list[Order] = []
         self._differing: tuple[Order, Order] | None = None
         self._reduce: Any = optimizer.reduce_ipg_grads
         optimizer.reduce_ipg_grads = self._compare_and_reduce
@@ -48,7 +48,7 @@ class GradientOrder:
         if self._differing is None:
             return
         order, expected = map(self._named, self._differing)
-        first = next(number for number, (one, other) in enumerate(zip(order, expected, strict=True)) if one != other)
+        first = next(number for number, (name, other) in enumerate(zip(order, expected, strict=True)) if name != other)
         raise ConfigurationError(
             f"Gradients became ready in two orders, in the first window or since: {order[first]!r} at the position of "
             f"{expected[first]!r}.",
@@ -61,7 +61,7 @@ class GradientOrder:
 
     def after_step(self) -> None:
         """End the comparison between ranks after the first window."""
-        self._learning = False
+        self._in_first_window = False
 
     def close(self) -> None:
         """Restore DeepSpeed's own reduction."""
@@ -76,21 +76,21 @@ class GradientOrder:
         self._reduce(comm_dtype=comm_dtype)
 
     def _compare(self, order: Order) -> None:
-        if not self._learning and order in self._known:
+        if not self._in_first_window and order in self._known_orders:
             return
         # In the first window, a second order of the same parameters is an error even on one rank: later it would be
         # unknown which of them the other ranks use.
         orders = (
-            [*self._known, *self._control.gather_objects(list(order))]
-            if self._learning
-            else [*self._known, list(order)]
+            [*self._known_orders, *self._control.gather_objects(list(order))]
+            if self._in_first_window
+            else [*self._known_orders, list(order)]
         )
-        for one in orders:
-            if one != orders[-1] and sorted(one) == sorted(orders[-1]):
-                self._differing = orders[-1], one
-        if self._learning:
-            self._known.append(list(order))
+        for known in orders:
+            if known != orders[-1] and sorted(known) == sorted(orders[-1]):
+                self._differing = orders[-1], known
+        if self._in_first_window:
+            self._known_orders.append(list(order))
 
     def _named(self, order: Order) -> list[str]:
         groups = self._optimizer.bit16_groups
-        return [self._names.get(id(groups[group][place]), "?") for group, place, _ in order]
+        return [self._names.get(id(groups[group][index]), "?") for group, index, _ in order]

@@ -35,13 +35,13 @@ class Fragment:
     offset: int
     span: Span
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the parameter's part of a tensor with the flat tensor's shape."""
         return flat.detach().narrow(0, self.offset, self.span.stop - self.span.start)
 
     @property
     def master(self) -> torch.Tensor:
-        return self.of(self.flat)
+        return self.slice_of(self.flat)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def without_broadcast() -> Iterator[None]:
 
 
 def _is_bf16_optimizer(optimizer: Any) -> bool:
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # takes seconds
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # importing this takes seconds
 
     return isinstance(optimizer, BF16_Optimizer)
 
@@ -133,7 +133,7 @@ class Zero:
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         return optimizer
 
-    # What this rank holds
+    # Masters of this rank
 
     def flats(self) -> list[torch.Tensor]:
         """Return the flat tensors that the optimizer steps."""
@@ -147,7 +147,7 @@ class Zero:
         return int(self.optimizer.sub_group_to_group_id[number]) if self.stage == 3 else number
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's master of every trainable parameter; an empty one if it holds no part."""
+        """Yield this rank's master of every trainable parameter; the master is empty if the rank holds no part."""
         optimizer, flats = self.optimizer, self.flats()
         if self.stage == 3:
             for group in optimizer.fp16_groups:
@@ -215,12 +215,12 @@ class Zero:
             small[0].all_gather(small)
 
     def relink_state(self) -> None:
-        """Tell DeepSpeed that the optimizer's state was replaced."""
+        """Make DeepSpeed use the optimizer's state after it was replaced."""
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    # A window
+    # Accumulation window
 
     def forward(self, call: Any) -> Any:
         return self.engine(call)
@@ -256,7 +256,7 @@ class Zero:
         optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def reduce(self) -> None:
-        """Exchange the accumulated gradients, unless done; once per window. Collective."""
+        """Exchange the accumulated gradients; later calls in the same window do nothing. Collective."""
         if self._reduced:
             return
         self._reduced = True
@@ -341,12 +341,11 @@ class Zero:
         if self.stage == 3:
             if optimizer.swap_optimizer:
                 _keep_unaligned_in_memory(optimizer.optimizer_swapper)
-            norms = optimizer._get_norm_groups
-            optimizer._get_norm_groups = lambda: norms() if self._norm is None else [self._norm]
+            compute_norms = optimizer._get_norm_groups
+            optimizer._get_norm_groups = lambda: compute_norms() if self._norm is None else [self._norm]
         elif not self._bf16:
-            whole = optimizer.scaled_global_norm
-            optimizer.scaled_global_norm = lambda: whole() if self._norm is None else self._norm
-            self._whole_norm = whole
+            compute_norm = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = lambda: compute_norm() if self._norm is None else self._norm
 
     def _scaled_norm(self) -> torch.Tensor:
         from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
@@ -379,17 +378,17 @@ def _keep_unaligned_in_memory(swapper: Any) -> None:
 
     def keep(parameter: torch.Tensor, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
         gradients = list(zip(gradient_offsets, gradient_tensors, strict=True))
-        aligned = [one for one in gradients if one[0] % swapper.numel_alignment == 0]
+        aligned = [gradient for gradient in gradients if gradient[0] % swapper.numel_alignment == 0]
         info = swapper._get_param_swap_info(parameter)
         if info is not None:
-            info.unswapped_gradients.update(one for one in gradients if one[0] % swapper.numel_alignment)
+            info.unswapped_gradients.update(gradient for gradient in gradients if gradient[0] % swapper.numel_alignment)
         swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
 
     swapper.swap_out_gradients = keep
 
 
 def _fill_missing_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
-    """Give a parameter without a gradient on this rank one of zeros: other ranks may exchange theirs."""
+    """Set a gradient of zeros if a parameter has none on this rank, since other ranks may exchange theirs."""
     if optimizer.get_gradient_for_reduction(parameter) is not None:
         return
     zeros = torch.zeros_like(parameter, dtype=optimizer._gradient_reduction_buffer_dtype())

@@ -26,18 +26,26 @@ def leave_parts(module: nn.Module, parts: Mapping[str, ParameterShard], limit: i
     """
     parameters = dict(module.named_parameters())
     nbytes = sum(math.prod(part.shape) * part.local.element_size() for part in parts.values())
-    kept = []
+    left_shards = []
     for name, part in parts.items():
-        known = parameters[name]
-        hole = torch.full((), math.nan, dtype=part.local.dtype, device=known.device).expand(part.shape)
-        known.data = hole.clone() if nbytes <= limit else hole
-        known.grad = None
-        shape = known.shape
-        kept.append(
-            LeftShard(name, part.local.clone(), (part.region,), shape, known.stride(), known._version, known.data_ptr())
+        parameter = parameters[name]
+        placeholder = torch.full((), math.nan, dtype=part.local.dtype, device=parameter.device).expand(part.shape)
+        parameter.data = placeholder.clone() if nbytes <= limit else placeholder
+        parameter.grad = None
+        shape = parameter.shape
+        left_shards.append(
+            LeftShard(
+                name,
+                part.local.clone(),
+                (part.region,),
+                shape,
+                parameter.stride(),
+                parameter._version,
+                parameter.data_ptr(),
+            )
         )
-    if kept:
-        keep_left_shards(module, (ranks,), kept, "DeepSpeed", warn)
+    if left_shards:
+        keep_left_shards(module, (ranks,), left_shards, "DeepSpeed", warn)
 
 
 @torch.no_grad()

@@ -56,24 +56,24 @@ def import_library() -> Any:
 
 
 class RedirectedLogging(logging.Filter):
-    """Redirects DeepSpeed's log to "drivetrain.deepspeed" while entered, at debug level except for errors."""
+    """Redirects DeepSpeed's log to "drivetrain.deepspeed" within its context, at debug level except for errors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._theirs = logging.getLogger("DeepSpeed")
-        self._level = self._theirs.level
+        self._deepspeed_logger = logging.getLogger("DeepSpeed")
+        self._level = self._deepspeed_logger.level
 
     def __enter__(self) -> RedirectedLogging:
         # A filter rather than a handler, since DeepSpeed's handler is created by its first import.
-        self._theirs.addFilter(self)
-        self._level = self._theirs.level
+        self._deepspeed_logger.addFilter(self)
+        self._level = self._deepspeed_logger.level
         if logger.isEnabledFor(logging.DEBUG):
-            self._theirs.setLevel(logging.DEBUG)
+            self._deepspeed_logger.setLevel(logging.DEBUG)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._theirs.removeFilter(self)
-        self._theirs.setLevel(self._level)
+        self._deepspeed_logger.removeFilter(self)
+        self._deepspeed_logger.setLevel(self._level)
 
     def filter(self, record: logging.LogRecord) -> bool:
         level = logging.DEBUG if record.levelno < logging.ERROR else record.levelno
@@ -83,10 +83,10 @@ class RedirectedLogging(logging.Filter):
 
 def redirected_prints() -> AbstractContextManager[Any]:
     """Return a context that redirects standard output to the same logger."""
-    return redirect_stdout(_Lines())
+    return redirect_stdout(_LogWriter())
 
 
-class _Lines(io.TextIOBase):
+class _LogWriter(io.TextIOBase):
     def write(self, text: str) -> int:
         if text.strip():
             logger.debug("%s", text.rstrip())

@@ -1,4 +1,4 @@
-"""Lends a user's optimizer to DeepSpeed, which replaces its parameters by flat master weights, and restores it."""
+"""Hands a user's optimizer to DeepSpeed, which replaces its parameters by flat masters, and restores it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from drivetrain_strategies.deepspeed._state import State, whole_of
 class AdoptedOptimizer:
     """Remembers an optimizer's parameters and its state, if it has any.
 
-    State is gathered after the run only for an optimizer that is an attribute of the module; others end with the run.
+    State is gathered after the run only for an optimizer that is an attribute of the module; that of others is
+    discarded.
 
     Args:
         module: the module whose parameters the optimizer holds.
@@ -38,11 +39,12 @@ class AdoptedOptimizer:
     def gather(self, state: State) -> None:
         """Gather the state of an optimizer that outlives the run. Collective."""
         if self._outlives_run:
-            found = state.optimizer()
+            sharded = state.optimizer()
             named = {
-                name: {key: whole_of(value) for key, value in values.items()} for name, values in found["state"].items()
+                name: {key: whole_of(value) for key, value in values.items()}
+                for name, values in sharded["state"].items()
             }
-            self._state = {"state": named, "param_groups": found["param_groups"]}
+            self._state = {"state": named, "param_groups": sharded["param_groups"]}
 
     def restore(self) -> None:
         """Restore the parameters, and the state if it was gathered."""

@@ -1,4 +1,4 @@
-"""Stage 3: broadcasts each parameter from rank 0, partitions it and frees the whole, one after the other."""
+"""Stage 3: broadcasts each parameter from rank 0, partitions it and frees the whole, one at a time."""
 
 from __future__ import annotations
 
@@ -88,17 +88,18 @@ def materialize(
             meta_tensor.assign(value.to(device, tensor.dtype))
             return
         assert isinstance(tensor, nn.Parameter)
-        real = nn.Parameter(value.detach().to(device, tensor.dtype, copy=True), requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+        materialized = nn.Parameter(
+            value.detach().to(device, tensor.dtype, copy=True), requires_grad=tensor.requires_grad
+        )
+        torch.utils.swap_tensors(tensor, materialized)  # type: ignore[no-untyped-call]
         partition(tensor)
 
-    recurrent = [one for one in module.modules() if isinstance(one, nn.RNNBase)]
-    for one in recurrent:
-        one._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors; torch's `_apply` does the same
+    recurrent_layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for layer in recurrent_layers:
+        layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors; torch's `_apply` does the same
     replay(recording, list({id(tensor): tensor for _, tensor in built}.values()), on_final)
-    for one in recurrent:
-        one._init_flat_weights()
+    for layer in recurrent_layers:
+        layer._init_flat_weights()
     if not torch.equal(state, recording.generator) or not torch.equal(before, recording.generator):
-        torch.set_rng_state(
-            before
-        )  # the replay used rank 0's generator state, or the generator was seeded since the recording
+        # The replay used rank 0's generator state, or the generator was seeded since the recording.
+        torch.set_rng_state(before)

@@ -1,4 +1,4 @@
-"""Translates a precision into DeepSpeed's."""
+"""Translates a precision into DeepSpeed's equivalent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from drivetrain.strategies import MemoryAdvice
 
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
-_NAMED = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
-"""The precision classes that DeepSpeed has a mode for, and those refused with a reason of their own."""
+_KNOWN_CLASSES = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
+"""The precision classes that DeepSpeed has a mode for, and those that are refused with a specific reason."""
 
 _REFUSED = {
     "64-true": "its optimizers keep float32 masters",
@@ -68,7 +68,7 @@ class DeepSpeedPrecision(Precision):
         Raises:
             ConfigurationError: there is none.
         """
-        if type(precision) not in _NAMED:
+        if type(precision) not in _KNOWN_CLASSES:
             raise ConfigurationError(
                 f"precision={precision.name!r}, a {type(precision).__name__}, under DeepSpeed.",
                 "its engine manages masters, loss scale and steps itself and would not call this precision's methods.",
@@ -102,7 +102,7 @@ class DeepSpeedPrecision(Precision):
             self.at_floor(float(scaler.cur_scale))
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
-        """Return nothing for a mixed precision: lower ones, without float32 masters, are refused."""
+        """Return no advice for a mixed precision: lower ones, without float32 masters, are refused."""
         return [] if self.half is not None else super().memory_advice()
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ class Root(nn.Module):
     """Runs the call that its forward receives.
 
     DeepSpeed's hooks traverse inputs and outputs, replace tensors, and fail for types that they do not know (a float, a
-    dataclass, None). They see only a call, the loss and an `OpaqueOutput`.
+    dataclass, None). Here they see only a call, the loss and an `OpaqueOutput`.
     """
 
     def __init__(self, module: nn.Module) -> None:

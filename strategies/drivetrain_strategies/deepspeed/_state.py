@@ -74,7 +74,7 @@ class State:
     """The state of a module under DeepSpeed.
 
     Args:
-        module: the bare module.
+        module: the user's module.
         unrounded: stored parameters that have no master, by ``id`` of the parameter.
         zero: DeepSpeed's engine; None if nothing is trained.
         publish: updates the compute weights on all ranks after a load.
@@ -91,13 +91,13 @@ class State:
         self._unrounded = unrounded
         self._zero = zero
         self._publish = publish
-        self._fragments = {} if zero is None else {id(one.parameter): one for one in zero.fragments()}
+        self._fragments = {} if zero is None else {id(fragment.parameter): fragment for fragment in zero.fragments()}
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def stored_parameters(
         self, wanted: Container[int] | None = None, write: bool = False
     ) -> Iterator[tuple[int, StoredParameter]]:
-        """Yield the ids of parameters with where they are stored; an item is valid only until the next one.
+        """Yield the ids of parameters and where they are stored; an item is valid only until the next one is requested.
 
         Args:
             wanted: ids of parameters; None for all.
@@ -107,19 +107,18 @@ class State:
             if wanted is None or key in wanted:
                 yield key, stored
         for number, fragments in self._flats():
-            held = [one for one in fragments if wanted is None or id(one.parameter) in wanted]
-            if held:
+            selected = [fragment for fragment in fragments if wanted is None or id(fragment.parameter) in wanted]
+            if selected:
                 with self._running.swapped_in(number, write):
-                    for one in held:
-                        yield (
-                            id(one.parameter),
-                            StoredParameter(one.master, one.shape, one.span, self._running.is_swapped(number)),
-                        )
+                    is_swapped = self._running.is_swapped(number)
+                    for fragment in selected:
+                        stored = StoredParameter(fragment.master, fragment.shape, fragment.span, is_swapped)
+                        yield id(fragment.parameter), stored
 
     def sharded_nbytes(self) -> int:
         """Return the bytes of all sharded parameters."""
-        unrounded = [(one.shape, one.local) for one in self._unrounded.values() if one.span is not None]
-        masters = [(one.shape, one.flat) for one in self._fragments.values()]
+        unrounded = [(stored.shape, stored.local) for stored in self._unrounded.values() if stored.span is not None]
+        masters = [(fragment.shape, fragment.flat) for fragment in self._fragments.values()]
         return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*unrounded, *masters))
 
     def _find(self, value: Any) -> Fragment | StoredParameter | None:
@@ -133,27 +132,27 @@ class State:
 
     def _flats(self) -> Iterator[tuple[int, list[Fragment]]]:
         """Yield the index of each flat tensor with the fragments in it."""
-        for number, fragments in groupby(self._fragments.values(), lambda one: one.number):
+        for number, fragments in groupby(self._fragments.values(), lambda fragment: fragment.number):
             yield number, list(fragments)
 
     # Weights
 
     def weights(self) -> dict[str, Any]:
         """Return parameters and persistent buffers by name; tied names share one object."""
-        given: dict[int, Any] = {key: stored.read() for key, stored in self.stored_parameters()}
+        values: dict[int, Any] = {key: stored.read() for key, stored in self.stored_parameters()}
         state: dict[str, Any] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            tensor = isinstance(value, torch.Tensor)
-            state[name] = given.setdefault(id(value), value.detach()) if tensor else value
+            is_tensor = isinstance(value, torch.Tensor)
+            state[name] = values.setdefault(id(value), value.detach()) if is_tensor else value
         return state
 
     def regions(self) -> dict[str, Region]:
-        found: dict[str, Region] = {}
+        regions: dict[str, Region] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            held = self._find(value)
-            if held is not None and held.span is not None:
-                found[name] = held.span
-        return found
+            stored = self._find(value)
+            if stored is not None and stored.span is not None:
+                regions[name] = stored.span
+        return regions
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -162,19 +161,19 @@ class State:
         Raises:
             CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
         """
-        own = self._module.state_dict(keep_vars=True)
-        held = {name: self._find(value) for name, value in own.items()}
-        whole = {name: held[name] or value for name, value in own.items()}
+        current = self._module.state_dict(keep_vars=True)
+        stored_by_name = {name: self._find(value) for name, value in current.items()}
+        whole = {name: stored_by_name[name] or value for name, value in current.items()}
         WeightMismatch.compare(whole, state, partial=not strict).raise_or_warn(
             "The weights", type(self._module).__name__, strict
         )
         extra, wanted = {}, {}
-        for name, value in own.items():
+        for name, value in current.items():
             if name not in state:
                 continue
             if not isinstance(value, torch.Tensor):
                 extra[name] = state[name]
-            elif held[name] is not None:
+            elif stored_by_name[name] is not None:
                 wanted[id(value)] = state[name]
             else:
                 value.copy_(part_of(state[name], None))
@@ -193,11 +192,12 @@ class State:
         for number, fragments in self._flats():
             is_swapped = self._running.is_swapped(number)
             with self._running.swapped_in(number):
-                for one in fragments:
-                    if values := optimizer.state.get(one.flat):
-                        state[self._names[id(one.parameter)]] = {
-                            name: StoredParameter(one.of(value), one.shape, one.span, is_swapped).read()
-                            if _is_flat(value, one)
+                for fragment in fragments:
+                    if values := optimizer.state.get(fragment.flat):
+                        shape, span = fragment.shape, fragment.span
+                        state[self._names[id(fragment.parameter)]] = {
+                            name: StoredParameter(fragment.slice_of(value), shape, span, is_swapped).read()
+                            if _is_flat(value, fragment)
                             else value
                             for name, value in values.items()
                         }
@@ -209,7 +209,7 @@ class State:
 
     def optimizer_regions(self) -> dict[str, Region]:
         # Scalars are loaded whole: a step counter has the same shape, and must not be sharded.
-        return {self._names[key]: one.span for key, one in self._fragments.items() if one.shape}
+        return {self._names[key]: fragment.span for key, fragment in self._fragments.items() if fragment.shape}
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -225,11 +225,11 @@ class State:
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
         for number, fragments in self._flats():
-            flat, held = fragments[0].flat, {self._names[id(one.parameter)]: one for one in fragments}
+            flat, by_name = fragments[0].flat, {self._names[id(fragment.parameter)]: fragment for fragment in fragments}
             with zero.swapped_in(number, write=True):
                 # DeepSpeed identifies tensors on a drive by object, so these must be reused.
                 before = optimizer.state.get(flat, {}) if zero.is_swapped(number) else {}
-                optimizer.state[flat] = _flattened(flat, held, before, saved["state"])
+                optimizer.state[flat] = _flattened(flat, by_name, before, saved["state"])
         zero.relink_state()
 
     def _groups(self) -> list[list[str]]:
@@ -245,18 +245,18 @@ def _is_flat(value: Any, fragment: Fragment) -> bool:
 
 
 def _flattened(
-    flat: torch.Tensor, held: Mapping[str, Fragment], before: Mapping[str, Any], saved: Mapping[str, Any]
+    flat: torch.Tensor, fragments: Mapping[str, Fragment], before: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Build one flat tensor's state from its parameters' states, reusing the tensors in ``before``."""
     state: dict[str, Any] = {}
     set_by: dict[str, str] = {}
-    elementwise = _elementwise_keys({name: fragment.shape for name, fragment in held.items()}, saved)
-    for name, fragment in held.items():
+    elementwise = _elementwise_keys({name: fragment.shape for name, fragment in fragments.items()}, saved)
+    for name, fragment in fragments.items():
         for key, value in saved.get(name, {}).items():
             if key in elementwise:
                 if key not in state:
                     state[key] = before[key].zero_() if key in before else torch.zeros_like(flat, requires_grad=False)
-                fragment.of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
+                fragment.slice_of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
             elif key not in state:
                 state[key], set_by[key] = value.clone() if isinstance(value, torch.Tensor) else value, name
             elif not _equal(state[key], value):
@@ -269,22 +269,22 @@ def _flattened(
 
 
 def _elementwise_keys(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> set[str]:
-    """Return the keys whose values have an entry per element, not one per parameter.
+    """Return the keys whose values have one entry per element instead of one per parameter.
 
-    The shape decides, except for scalar parameters: their group's other parameters decide, or, if all are scalars, the
-    key's name.
+    This is decided by the shape. For scalar parameters, it is decided by the other parameters of the group, or, if all
+    are scalars, by the key's name.
     """
-    found: set[str] = set()
+    keys: set[str] = set()
     for name, shape in shapes.items():
         for key, value in saved.get(name, {}).items():
             if shape and tuple(getattr(value, "shape", ())) == shape:
-                found.add(key)
+                keys.add(key)
     if not any(shapes.values()):
-        found = {key for name in shapes for key in saved.get(name, {}) if key != "step"}
-    return found
+        keys = {key for name in shapes for key in saved.get(name, {}) if key != "step"}
+    return keys
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(value), torch.as_tensor(other)))
+    return bool(value == other)

@@ -1,4 +1,4 @@
-"""Handles parameters without a gradient: on some ranks, which ZeRO cannot handle, or on all, which is a warning."""
+"""Handles parameters without a gradient: on some ranks only, which ZeRO does not support, or on all ranks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ class UnusedParameters:
         self._names = list(names.values())
         self._zero = zero
         self._control = control
-        self._learning = setting is None and control.world_size > 1 and zero.stage > 1
+        self._in_first_window = setting is None and control.world_size > 1 and zero.stage > 1
         self.in_order = bool(setting) and zero.stage == 2
         """Whether gradients are exchanged after backward, in the parameters' order."""
         # Parameters of a stage 3 leaf module are used, or unused, together with it.
-        self._outside_leaves = torch.tensor([not hasattr(one, "ds_z3_leaf_module") for one in self._parameters])
-        self._always = self._outside_leaves.clone()
-        self._never = self._outside_leaves.clone()
+        self._outside_leaves = torch.tensor(
+            [not hasattr(parameter, "ds_z3_leaf_module") for parameter in self._parameters]
+        )
+        self._used_everywhere = self._outside_leaves.clone()
+        self._used_nowhere = self._outside_leaves.clone()
         self._expected: int | None = None
         self._unexpected = False
         self._had_gradient = torch.zeros(len(names), dtype=torch.int32)
@@ -63,16 +65,16 @@ class UnusedParameters:
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Compare the parameters that the loss reaches on each rank. Collective in the first window."""
-        if not self._learning:
+        if not self._in_first_window:
             return
         reached = _reachable_leaves(loss)
         flags = torch.tensor([id(parameter) in reached for parameter in self._parameters], dtype=torch.int32)
-        everywhere = self._control.all_reduce_async(flags).wait()
-        self._always &= everywhere == self._control.world_size
-        self._never &= everywhere == 0
-        partly = self._outside_leaves & (everywhere > 0) & (everywhere < self._control.world_size)
+        counts = self._control.all_reduce_async(flags).wait()
+        self._used_everywhere &= counts == self._control.world_size
+        self._used_nowhere &= counts == 0
+        partly = self._outside_leaves & (counts > 0) & (counts < self._control.world_size)
         if bool(partly.any()) and self._zero.stage == 2:
-            self._learning, self.in_order = False, True
+            self._in_first_window, self.in_order = False, True
             self._warn(
                 "%d parameter(s) get a gradient on some ranks only: %s. Gradients are now exchanged after backward.",
                 partly,
@@ -87,13 +89,13 @@ class UnusedParameters:
         if self._expected is None or (self._zero.gradients_seen == self._expected and not self._unexpected):
             return
         reached = _reachable_leaves(loss)
-        others = [
+        changed = [
             self._names[number]
             for number in self._outside_leaves.nonzero().flatten().tolist()
-            if (id(self._parameters[number]) in reached) != bool(self._always[number])
+            if (id(self._parameters[number]) in reached) != bool(self._used_everywhere[number])
         ]
         raise ConfigurationError(
-            f"In this backward other parameters got a gradient than in the first window: {_listed(others)}.",
+            f"In this backward other parameters got a gradient than in the first window: {_listed(changed)}.",
             "ZeRO exchanges gradients in the order in which they become ready: ranks with different orders would add "
             "up gradients of different parameters.",
             "set DeepSpeedStrategy(find_unused_parameters=True), at stage 3 only if all ranks use the same parameters; "
@@ -107,20 +109,25 @@ class UnusedParameters:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        everywhere = self._control.all_reduce_async(self._had_gradient).wait()
+        counts = self._control.all_reduce_async(self._had_gradient).wait()
         self._warn(
             "%d parameter(s) got no gradient in the first step: %s. Under ZeRO, whose partitions are flat, a missing "
             "gradient counts as zero: weight decay acts on them. Freeze them to prevent this. This warning is "
             "shown once.",
-            everywhere == 0,
+            counts == 0,
         )
-        if self._learning and bool((self._always | self._never | ~self._outside_leaves).all()):
-            leaves = {id(one.ds_z3_leaf_module) for one in self._parameters if hasattr(one, "ds_z3_leaf_module")}
-            self._expected = int(self._always.sum()) + len(leaves)
+        if self._in_first_window and bool((self._used_everywhere | self._used_nowhere | ~self._outside_leaves).all()):
+            leaves = {
+                id(parameter.ds_z3_leaf_module)
+                for parameter in self._parameters
+                if hasattr(parameter, "ds_z3_leaf_module")
+            }
+            self._expected = int(self._used_everywhere.sum()) + len(leaves)
             self._watch_handles = [
-                self._on_gradient(number, self._note_unexpected) for number in self._never.nonzero().flatten().tolist()
+                self._on_gradient(number, self._note_unexpected)
+                for number in self._used_nowhere.nonzero().flatten().tolist()
             ]
-        self._learning = False
+        self._in_first_window = False
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -141,7 +148,7 @@ def _listed(names: list[str]) -> str:
 
 def _reachable_leaves(loss: torch.Tensor) -> set[int]:
     """Return the ids of the leaves that get a gradient in a backward from ``loss``."""
-    found: set[int] = set()
+    leaves: set[int] = set()
     seen: set[Any] = set()
     pending: list[Any] = [loss.grad_fn]
     while pending:
@@ -151,6 +158,6 @@ def _reachable_leaves(loss: torch.Tensor) -> set[int]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.add(id(variable))
+            leaves.add(id(variable))
         pending.extend(following for following, _ in node.next_functions)
-    return found
+    return leaves

@@ -1,4 +1,4 @@
-"""DeepSpeedStrategy: ZeRO by DeepSpeed's own engine, which runs the backward, the exchange and the step."""
+"""DeepSpeedStrategy: trains with ZeRO on DeepSpeed's engine, which runs the backward, the exchange and the step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from drivetrain_strategies._activation_checkpointing import (
     checkpointing_advice,
     outermost_modules,
 )
-from drivetrain_strategies._device_restore import HomeDevice
+from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._materialize import RecordedBuild
 from drivetrain_strategies._missing_weights import GATHER_LIMIT, exceeds_limit
@@ -151,7 +151,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
         top = {"communication_data_type": communication_data_type}
         self._config = read_config(config)
-        self._arguments = StrategyArguments(stage, _given(zero), _given(top))
+        self._arguments = StrategyArguments(stage, _without_none(zero), _without_none(top))
         self.stage = stage_of(self._config, self._arguments)
         check_arguments(self.stage, self._config, self._arguments)
         self.leaf_modules = tuple(leaf_modules or ())
@@ -161,7 +161,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.gather_limit = gather_limit
         self.meta = meta
         self.resolved_config: dict[str, Any] | None = None
-        """The configuration that DeepSpeed got in the last run."""
+        """The configuration that was passed to DeepSpeed in the last run."""
         self.collective_forward = self.shards_parameters = self.stage == 3
         self._checkpointing = Checkpointing(activation_policy)
         self._reset()
@@ -173,7 +173,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._redirected_logging: RedirectedLogging | None = None
         self._world: DeepSpeedWorld | None = None
         self._recorded_build = RecordedBuild()
-        self._home: HomeDevice | None = None
+        self._original_device: OriginalDevice | None = None
         self._swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
@@ -224,7 +224,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         # The engine wraps the module only in `setup_optimizers`: configure_optimizers must find parameters in their
         # original shapes, and its optimizers may be refused.
         self.module = module
-        self._home = HomeDevice(module)
+        self._original_device = OriginalDevice(module)
         self._swap = ForwardSwap()
         if self._half is not None:
             for norm in half_precision_norms(module):
@@ -262,7 +262,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
         self._run.start(optimizers, self._recorded_build.take())
         self.schedulers = self._run.schedulers
-        self._trainable_at_start = {name: (one, one.requires_grad) for name, one in module.named_parameters()}
+        self._trainable_at_start = {
+            name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()
+        }
         return super().setup_optimizers(self._run.optimizers)
 
     # Trainable parameters
@@ -276,13 +278,13 @@ class DeepSpeedStrategy(DistributedStrategy):
     def adding_group(self, optimizer: Optimizer) -> None:
         raise add_param_group_error(optimizer)
 
-    # In the loop
+    # During a step
 
     def backward(self, loss: torch.Tensor) -> None:
         self._running.backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Do nothing: DeepSpeed owns the gradients, and reports their unscaled norm."""
+        """Do nothing: DeepSpeed manages the gradients, and reports their unscaled norm."""
 
     def clip_gradients(
         self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
@@ -336,7 +338,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
         Args:
             parameters: parameters of the module; None for all.
-            write: keep changes. Pass False to read only.
+            write: keep changes made within the context; pass False to only read.
         """
         run = self._running
         if parameters is None:
@@ -354,7 +356,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Load a checkpoint that DeepSpeed wrote at the same stage and number of ranks. Collective.
 
         Call it within a run, for example in ``on_fit_start``. DeepSpeed unpickles the files, so load only checkpoints
-        that you trust like your own code.
+        that you trust as much as your own code.
 
         Raises:
             CheckpointError: ``path`` holds no such checkpoint.
@@ -402,7 +404,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             advice.append(checkpointing_advice(type(self)))
         return advice
 
-    # The end
+    # Teardown
 
     def leaves_shards(self, module: nn.Module) -> bool:
         return self.stage == 3 and exceeds_limit(module, self.gather_limit)
@@ -417,8 +419,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._run.end()
         if self._swap is not None:
             self._swap.undo()
-        if self._home is not None:
-            self._home.restore()
+        if self._original_device is not None:
+            self._original_device.restore()
         if self._world is not None:
             self._world.close()
         if self._redirected_logging is not None:
@@ -427,5 +429,5 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().teardown()
 
 
-def _given(settings: dict[str, Any]) -> dict[str, Any]:
+def _without_none(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}

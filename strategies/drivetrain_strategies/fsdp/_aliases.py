@@ -1,4 +1,4 @@
-"""The names of the sharded strategies, in a module of their own since importing `fully_shard` takes long."""
+"""The names of the sharded strategies, in a separate module, since importing `fully_shard` takes long."""
 
 from __future__ import annotations
 

@@ -71,27 +71,29 @@ def change_forwards(
     return swap
 
 
-def shard(root: StepModule, plan: Plan, mesh: Mesh, how: Sharding, originals: Sequence[Original]) -> FSDPModule:
+def shard(root: StepModule, plan: Plan, mesh: Mesh, sharding: Sharding, originals: Sequence[Original]) -> FSDPModule:
     """Shard the units from the innermost outwards, then ``root``. Collective.
 
-    Each unit's parameters are broadcast from rank 0 before it is sharded, and their full storage is freed after.
+    Each unit's parameters are broadcast from rank 0 before it is sharded, and their full storage is freed afterwards.
     """
     by_id = {id(original.parameter): original for original in originals}
-    options: dict[str, Any] = {"mesh": mesh.data, "mp_policy": how.precision, "offload_policy": how.offload}
+    options: dict[str, Any] = {"mesh": mesh.data, "mp_policy": sharding.precision, "offload_policy": sharding.offload}
     replicated = set(plan.replicated.values())
-    apart = replicated | set(plan.ties)
+    ignored = replicated | set(plan.ties)
     if plan.ties:
         # Registered on the root, whose parameter group finds all modules that share them.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
-        broadcast_from_rank_0(unit.parameters, how.device, mesh.data_group)
+        broadcast_from_rank_0(unit.parameters, sharding.device, mesh.data_group)
         if unit is plan.root:
             fully_shard(root, ignored_params=replicated, **options)
         else:
-            fully_shard(unit.module, ignored_params=apart, reshard_after_forward=how.reshard_after_forward, **options)
+            fully_shard(
+                unit.module, ignored_params=ignored, reshard_after_forward=sharding.reshard_after_forward, **options
+            )
         _release(unit, by_id)
     sharded = cast(FSDPModule, root)
-    if how.device.type == "cpu":
+    if sharding.device.type == "cpu":
         for child in root.modules():
             if isinstance(child, FSDPModule):
                 child.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from drivetrain_strategies.fsdp._internals import Sharded
-from drivetrain_strategies.fsdp._state import like
+from drivetrain_strategies.fsdp._state import in_layout_of
 
-_ASSIGN = cast(Any, torch.Tensor.data).__set__
+_SET_DATA = cast(Any, torch.Tensor.data).__set__
 
 
 def step_with(
@@ -29,7 +29,7 @@ def step_with(
     """
     data_assignment = DataAssignment()
 
-    def evaluated() -> Any:
+    def evaluate_closure() -> Any:
         with data_assignment.paused():
             if within_forward:
                 sharded.gather_root()
@@ -41,7 +41,7 @@ def step_with(
     if within_forward:
         sharded.reshard()
     with data_assignment:
-        stepped = step(evaluated)
+        stepped = step(evaluate_closure)
     if within_forward:
         sharded.gather_root()
     return stepped
@@ -56,9 +56,9 @@ class DataAssignment(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _ASSIGN and isinstance(args[0], DTensor):
+        if func == _SET_DATA and isinstance(args[0], DTensor):
             shard, value = args
-            part = cast(DTensor, value if isinstance(value, DTensor) else like(value, cast(Any, shard)))
+            part = cast(DTensor, value if isinstance(value, DTensor) else in_layout_of(value, cast(Any, shard)))
             with torch.no_grad():
                 shard.to_local().copy_(part.to_local())
             return None

@@ -20,15 +20,15 @@ class CustomStep(ABC):
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._optimizer: Any = optimizer
-        self._before = optimizer.__dict__.get("step")
-        self._step: Callable[..., Any] = optimizer.step
+        self._instance_step = optimizer.__dict__.get("step")
+        self._original_step: Callable[..., Any] = optimizer.step
         self._optimizer.__dict__["step"] = self.step
 
     def undo(self) -> None:
         """Put the optimizer's own ``step`` back."""
         del self._optimizer.__dict__["step"]
-        if self._before is not None:
-            self._optimizer.__dict__["step"] = self._before
+        if self._instance_step is not None:
+            self._optimizer.__dict__["step"] = self._instance_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate the closure, if there is one, and step; return the closure's loss."""

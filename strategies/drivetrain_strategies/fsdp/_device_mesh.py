@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Number of shares that the data is split into."""
+        """Number of parts that the data is split into."""
         return self.replicate * self.shard
 
 
@@ -108,7 +108,7 @@ class Mesh:
         self.data: DeviceMesh = self.whole if layout.tensor == 1 else self.whole[data_names]
         # Reductions outside `fully_shard` run over the ranks with distinct data.
         self.data_group: Any = dist.group.WORLD if layout.tensor == 1 else self._flat().get_group()
-        self._others: list[Any] = []
+        self._added_meshes: list[Any] = []
         self._timeout = timeout
         set_timeout(timeout, self._own_groups())
 
@@ -117,7 +117,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of the data share that this rank reads."""
+        """Index of the part of the data that this rank reads."""
         return int(dist.get_rank(self.data_group))
 
     @property
@@ -127,21 +127,21 @@ class Mesh:
 
     def add_mesh(self, mesh: DeviceMesh) -> None:
         """Add a mesh that torch created for the run, to set its timeout and to close it."""
-        self._others.append(mesh)
+        self._added_meshes.append(mesh)
         set_timeout(self._timeout, self._own_groups())
 
     def close(self) -> None:
         """Destroy the groups that were created for the run; the default group stays."""
         for group in self._own_groups():
             dist.destroy_process_group(group)
-        for mesh in (self.whole, *self._others):
+        for mesh in (self.whole, *self._added_meshes):
             release_process_groups(mesh)
         self.data_group = None
 
     def _own_groups(self) -> list[Any]:
-        groups = [group for mesh in (self.whole, *self._others) for group in mesh.get_all_groups()]
-        found = {id(group): group for group in [*groups, self.data_group]}
-        return [group for group in found.values() if group is not dist.group.WORLD and group is not None]
+        groups = [group for mesh in (self.whole, *self._added_meshes) for group in mesh.get_all_groups()]
+        groups_by_id = {id(group): group for group in [*groups, self.data_group]}
+        return [group for group in groups_by_id.values() if group is not dist.group.WORLD and group is not None]
 
 
 def require_mesh(mesh: Mesh | None) -> Mesh:

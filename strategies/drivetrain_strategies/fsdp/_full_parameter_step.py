@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon
 
 from drivetrain_strategies.fsdp._custom_step import CustomStep
-from drivetrain_strategies.fsdp._state import like
+from drivetrain_strategies.fsdp._state import in_layout_of
 
 OPTIMIZERS = (Muon, Adafactor)
 
@@ -19,7 +19,7 @@ OPTIMIZERS = (Muon, Adafactor)
 class FullParameterStep(CustomStep):
     """Gathers each sharded parameter with its gradient and state, steps it, and shards the result.
 
-    It needs memory for one more parameter and gathers every parameter once per step. State shaped like its parameter
+    This needs memory for one more parameter and gathers every parameter once per step. State shaped like its parameter
     stays sharded between steps; other state (Adafactor's rows and columns) is the same on every rank.
 
     Args:
@@ -27,19 +27,19 @@ class FullParameterStep(CustomStep):
     """
 
     def update(self) -> None:
-        """Step one parameter after the other. Collective."""
+        """Step the parameters one at a time. Collective."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         try:
             for group in groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step_one(group, parameter, state)
+                        self._step_parameter(group, parameter, state)
         finally:
             optimizer.param_groups, optimizer.state = groups, state
 
     @torch.no_grad()
-    def _step_one(self, group: dict[str, Any], parameter: nn.Parameter, state: Any) -> None:
+    def _step_parameter(self, group: dict[str, Any], parameter: nn.Parameter, state: Any) -> None:
         optimizer = self._optimizer
         whole = nn.Parameter(_whole(parameter.detach()))
         whole.grad = _whole(parameter.grad)
@@ -47,14 +47,16 @@ class FullParameterStep(CustomStep):
         optimizer.state = defaultdict(dict)
         if parameter in state:
             optimizer.state[whole] = {key: _whole(value) for key, value in state[parameter].items()}
-        self._step()
-        after = like(whole.detach(), parameter)
-        if isinstance(parameter, DTensor) and isinstance(after, DTensor):
-            parameter.to_local().copy_(after.to_local())
+        self._original_step()
+        updated = in_layout_of(whole.detach(), parameter)
+        if isinstance(parameter, DTensor) and isinstance(updated, DTensor):
+            parameter.to_local().copy_(updated.to_local())
         else:
-            parameter.copy_(after)
+            parameter.copy_(updated)
         state[parameter] = {
-            key: like(value, parameter) if isinstance(value, torch.Tensor) and value.shape == whole.shape else value
+            key: in_layout_of(value, parameter)
+            if isinstance(value, torch.Tensor) and value.shape == whole.shape
+            else value
             for key, value in optimizer.state[whole].items()
         }
 

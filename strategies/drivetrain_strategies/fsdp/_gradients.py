@@ -35,7 +35,7 @@ class Gradients:
     ) -> None:
         self._sharded = sharded
         self.replicated = list(replicated)
-        self._average = ReplicatedParameters(replicated, group) if replicated else None
+        self._replicated_average = ReplicatedParameters(replicated, group) if replicated else None
         self._unused = unused
         self._reshard_after_backward = reshard_after_backward
         self._exchanges = True
@@ -73,15 +73,17 @@ class Gradients:
     def requiring_only(self, parameters: set[int]) -> Iterator[None]:
         """Let only parameters with these ids require gradients within this context."""
         others = [
-            one
-            for one in self._sharded.parameters
-            if one.sharded_param.requires_grad and id(one.sharded_param) not in parameters
+            fsdp_param
+            for fsdp_param in self._sharded.parameters
+            if fsdp_param.sharded_param.requires_grad and id(fsdp_param.sharded_param) not in parameters
         ]
-        replicated = [one for one in self.replicated if one.requires_grad and id(one) not in parameters]
+        replicated = [
+            parameter for parameter in self.replicated if parameter.requires_grad and id(parameter) not in parameters
+        ]
 
         def require(requires_grad: bool) -> None:
-            for sharded in others:
-                self._sharded.set_requires_grad(sharded, requires_grad)
+            for fsdp_param in others:
+                self._sharded.set_requires_grad(fsdp_param, requires_grad)
             for parameter in replicated:
                 parameter.requires_grad_(requires_grad)
 
@@ -92,7 +94,7 @@ class Gradients:
             require(True)
 
     def trainable_changed(self) -> None:
-        """Reset which parameters are unused; the next window decides."""
+        """Forget which parameters are unused; the next window determines it again."""
         self._unused.reset()
 
     def after_backward(self) -> None:
@@ -100,5 +102,5 @@ class Gradients:
         if not self._exchanges:
             return
         self._unused.clear_unused_gradients(self._sharded.take_unused())
-        if self._average is not None:
-            self._average.average()
+        if self._replicated_average is not None:
+            self._replicated_average.average()

@@ -93,9 +93,9 @@ class _WatchedParam(FSDPParam):
     watcher: Sharded
 
     def init_unsharded_param(self) -> None:
-        fresh = not hasattr(self, "_unsharded_param")
+        first = not hasattr(self, "_unsharded_param")
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
-        if fresh:
+        if first:
             self.watcher._on_first_gather(self)
 
 
@@ -143,22 +143,22 @@ class Sharded:
             if not shard.to_local().is_meta:
                 continue
             local = torch.zeros_like(shard.to_local(), device="cpu" if parameter.offload_to_cpu else device)
-            real = DTensor.from_local(
+            materialized = DTensor.from_local(
                 local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
             )
-            parameter._setattr_on_modules(nn.Parameter(real, requires_grad=shard.requires_grad))
+            parameter._setattr_on_modules(nn.Parameter(materialized, requires_grad=shard.requires_grad))
             parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
     def meshes(self) -> list[Any]:
         """Return the meshes that torch created for an integer ``reshard_after_forward``."""
-        found = {
+        meshes = {
             id(info.mesh): info.mesh
             for group in self._groups
             if (info := group.post_forward_mesh_info) is not None and info is not group.mesh_info
         }
-        return list(found.values())
+        return list(meshes.values())
 
-    # In a step
+    # During a step
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward exchanges gradients or only accumulates them."""
@@ -188,12 +188,12 @@ class Sharded:
     # Missing and zeroed gradients
 
     def _fill_missing_gradients(self, parameters: Sequence[Any]) -> None:
-        """Note which parameters have a gradient before the exchange, and fill missing ones with zeros."""
+        """Record which parameters have a gradient before the exchange, and fill missing ones with zeros."""
         for fsdp_param in parameters:
             if not hasattr(fsdp_param, "_unsharded_param"):
                 continue
             gathered = fsdp_param.unsharded_param
-            # For a module that runs twice in a forward this runs twice in a backward, the second time with a gradient.
+            # If a module runs twice in a forward, this runs twice in a backward, the second time with a gradient.
             if fsdp_param.unsharded_accumulated_grad is not None or gathered.grad is not None:
                 self._had_gradient.add(id(fsdp_param))
             elif gathered.requires_grad:
@@ -202,10 +202,10 @@ class Sharded:
 
     def take_unused(self) -> list[_WatchedParam]:
         """Return the parameters without a gradient in the last synchronized backward, and clear the record."""
-        found = [fsdp_param for key, fsdp_param in self._filled_with_zeros.items() if key not in self._had_gradient]
+        unused = [fsdp_param for key, fsdp_param in self._filled_with_zeros.items() if key not in self._had_gradient]
         self._filled_with_zeros.clear()
         self._had_gradient.clear()
-        return found
+        return unused
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
@@ -235,7 +235,7 @@ class Sharded:
             self._zero_hooks.append(gathered.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
 
     def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
-        """Set it on the shard and on the gathered tensor, which may be the one in use."""
+        """Set ``requires_grad`` on the shard and on the gathered tensor, either of which may be in use."""
         parameter.sharded_param.requires_grad_(requires_grad)
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.requires_grad_(requires_grad)
@@ -277,7 +277,7 @@ class Sharded:
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
         """Return the plain names of parameters, without the prefix of `StepModule`, the root."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        return [names[id(each.sharded_param)].removeprefix("module.") for each in parameters]
+        return [names[id(fsdp_param.sharded_param)].removeprefix("module.") for fsdp_param in parameters]
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return the shards by the ids of the gathered tensors that replace them in the modules."""
@@ -317,8 +317,8 @@ def undo_sharding(root: nn.Module) -> None:
         state._post_forward_hook_handle.remove()
         for group in _groups_of(state):
             group._to_sharded()
-            for ours in ("watcher", "casts"):
-                group.__dict__.pop(ours, None)
+            for attribute in ("watcher", "casts"):
+                group.__dict__.pop(attribute, None)
             for handles in (
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,
@@ -415,8 +415,8 @@ def release_process_groups(mesh: DeviceMesh) -> None:
     A DTensor that outlives the run, in a traceback for example, keeps its mesh alive. Peers that are blocked in a group
     wait for this rank as long as it holds the group.
     """
-    for each in (mesh, mesh._get_root_mesh()):
-        each._pg_registry.clear()
+    for owner in (mesh, mesh._get_root_mesh()):
+        owner._pg_registry.clear()
 
 
 def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -27,8 +27,8 @@ def restore_whole(originals: Sequence[Original]) -> None:
     for original in originals:
         current: Any = original.current
         whole = current.full_tensor() if isinstance(current, DTensor) else current.data
-        home = torch.device("cpu") if original.device.type == "meta" else original.device
-        original.restore(whole.detach().to(home))
+        device = torch.device("cpu") if original.device.type == "meta" else original.device
+        original.restore(whole.detach().to(device))
 
 
 @torch.no_grad()
@@ -49,11 +49,11 @@ def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, w
         current: Any = original.current
         sizes = tuple(current.device_mesh.shape)
         nan = math.nan if current.dtype.is_floating_point or current.dtype.is_complex else 0
-        hole = torch.full((), nan, dtype=current.dtype).expand(current.shape)
+        placeholder = torch.full((), nan, dtype=current.dtype).expand(current.shape)
         local, placements, shape, stride = current.to_local(), current.placements, current.shape, current.stride()
-        original.restore(hole.clone() if nbytes <= limit else hole)
-        known = original.parameter
-        parts.append(LeftShard(original.name, local, placements, shape, stride, known._version, known.data_ptr()))
+        original.restore(placeholder.clone() if nbytes <= limit else placeholder)
+        restored = original.parameter
+        parts.append(LeftShard(original.name, local, placements, shape, stride, restored._version, restored.data_ptr()))
     if parts:
         keep_left_shards(module, sizes, parts, "FSDP", warn)
 

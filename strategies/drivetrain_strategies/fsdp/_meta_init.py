@@ -13,7 +13,7 @@ from drivetrain_strategies._materialize import MetaTensor, Recording, find_meta_
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._plan import Plan
-from drivetrain_strategies.fsdp._state import like
+from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 class MetaModule:
@@ -52,12 +52,12 @@ class MetaModule:
             if original.parameter.is_meta:
                 targets[original.name] = original
                 if id(original.parameter) in replicated:
-                    real = nn.Parameter(
+                    materialized = nn.Parameter(
                         torch.empty_like(original.parameter, device=device),
                         requires_grad=original.parameter.requires_grad,
                     )
-                    original.put(real)
-                    plan.replicated[replicated[id(original.parameter)]] = real
+                    original.put(materialized)
+                    plan.replicated[replicated[id(original.parameter)]] = materialized
         writers: dict[int, Callable[[torch.Tensor], None]] = {}
         for meta_tensor in self._built:
             if meta_tensor.assign is not None:
@@ -76,7 +76,7 @@ class MetaModule:
 def _writer(original: Original) -> Callable[[torch.Tensor], None]:
     def write(value: torch.Tensor) -> None:
         current: Any = original.current
-        part: Any = like(value.to(current.dtype), current)
+        part: Any = in_layout_of(value.to(current.dtype), current)
         if hasattr(current, "to_local"):
             current.to_local().copy_(part.to_local())
         else:
@@ -92,7 +92,7 @@ def _assigner(meta_tensor: MetaTensor, module: nn.Module, device: torch.device) 
     assert assign is not None
 
     def put(value: torch.Tensor) -> None:
-        now = child._buffers.get(key, child.__dict__.get(key))
-        assign(value.to(device, value.dtype if now is None else now.dtype))
+        existing = child._buffers.get(key, child.__dict__.get(key))
+        assign(value.to(device, value.dtype if existing is None else existing.dtype))
 
     return put

@@ -21,7 +21,7 @@ class StepPerMesh(CustomStep):
     ``foreach`` disabled. An optimizer's own hooks are called once per step and see all parameters.
 
     Args:
-        optimizer: one for which `mixes_meshes` is true; its ``step`` is replaced until `undo`.
+        optimizer: an optimizer for which `mixes_meshes` is true; its ``step`` is replaced until `undo`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -35,18 +35,18 @@ class StepPerMesh(CustomStep):
                 self._step_per_mesh()
         else:
             with _without_foreach(self._optimizer):
-                self._step()
+                self._original_step()
 
     def _step_per_mesh(self) -> None:
         groups = self._optimizer.param_groups
         parameters = [group["params"] for group in groups]
         try:
             for mesh in dict.fromkeys(
-                map(_mesh_of, (one for group_parameters in parameters for one in group_parameters))
+                map(_mesh_of, (parameter for group_parameters in parameters for parameter in group_parameters))
             ):
                 for group, group_parameters in zip(groups, parameters, strict=True):
-                    group["params"] = [one for one in group_parameters if _mesh_of(one) == mesh]
-                self._step()
+                    group["params"] = [parameter for parameter in group_parameters if _mesh_of(parameter) == mesh]
+                self._original_step()
         finally:
             for group, group_parameters in zip(groups, parameters, strict=True):
                 group["params"] = group_parameters
@@ -82,8 +82,10 @@ def _without_foreach(optimizer: Optimizer) -> Iterator[None]:
 
 def mixes_meshes(optimizer: Optimizer) -> bool:
     """Return whether the optimizer would put parameters of several meshes into one list; scalars fit any list."""
-    parameters = [one for group in optimizer.param_groups if "foreach" in group for one in group["params"]]
-    return len({_mesh_of(one) for one in parameters if one.dim() or isinstance(one, DTensor)}) > 1
+    parameters = [parameter for group in optimizer.param_groups if "foreach" in group for parameter in group["params"]]
+    return (
+        len({_mesh_of(parameter) for parameter in parameters if parameter.dim() or isinstance(parameter, DTensor)}) > 1
+    )
 
 
 def _mesh_of(parameter: nn.Parameter) -> Any:

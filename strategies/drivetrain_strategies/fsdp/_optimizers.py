@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.fsdp._original_parameters import Original
-from drivetrain_strategies.fsdp._state import like
+from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 class AdoptedOptimizers:
@@ -34,7 +33,7 @@ class AdoptedOptimizers:
             ConfigurationError: an optimizer holds shards that do not belong to the module.
         """
         for optimizer in optimizers:
-            if _replace(optimizer, self._successors, like):
+            if _replace(optimizer, self._successors):
                 self._optimizers.append(optimizer)
             self._refuse_other_shards(optimizer)
 
@@ -45,12 +44,12 @@ class AdoptedOptimizers:
             for key, original in zip(self._successors, self._originals, strict=True)
         }
         for optimizer in self._optimizers:
-            _replace(optimizer, whole, like)
+            _replace(optimizer, whole)
         self._optimizers = []
 
     def _refuse_other_shards(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for parameter in self._successors.values()}
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (member for group in optimizer.param_groups for member in group["params"]):
             if isinstance(parameter, DTensor) and id(parameter) not in own:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that does not belong "
@@ -61,22 +60,22 @@ class AdoptedOptimizers:
 
 
 @torch.no_grad()
-def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter], fit: Any) -> bool:
+def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter]) -> bool:
     """Replace the parameters that have a successor, by identity; return whether there were any."""
-    found = False
+    replaced = False
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             successor = successors.get(id(parameter))
             if successor is None or successor is parameter:
                 continue
-            found = True
+            replaced = True
             group["params"][position] = successor
             if parameter in optimizer.state:
                 values = optimizer.state.pop(parameter)
                 optimizer.state[successor] = {
-                    key: fit(value, successor)
+                    key: in_layout_of(value, successor)
                     if isinstance(value, torch.Tensor) and value.dim() and value.shape == successor.shape
                     else value
                     for key, value in values.items()
                 }
-    return found
+    return replaced

@@ -26,11 +26,11 @@ class Original:
 
     @property
     def current(self) -> nn.Parameter:
-        """The parameter that is registered in its place now."""
+        """The parameter that is currently registered in its place."""
         module, attribute = self.slots[0]
-        found = module._parameters[attribute]
-        assert found is not None
-        return found
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter
 
     def release(self) -> None:
         """Free its storage."""
@@ -59,12 +59,12 @@ class Original:
 
 def originals_of(module: nn.Module) -> list[Original]:
     """Return every parameter of ``module`` with its slots, tied ones once, in ``named_parameters()`` order."""
-    found: dict[int, Original] = {}
+    originals: dict[int, Original] = {}
     for prefix, child in module.named_modules():
         for attribute, parameter in child._parameters.items():
             if parameter is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
-            known = found.setdefault(id(parameter), Original(name, parameter, [], parameter.device))
-            known.slots.append((child, attribute))
-    return list(found.values())
+            original = originals.setdefault(id(parameter), Original(name, parameter, [], parameter.device))
+            original.slots.append((child, attribute))
+    return list(originals.values())

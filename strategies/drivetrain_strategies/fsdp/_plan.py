@@ -41,10 +41,10 @@ class Unit:
     def nbytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
-    def part(self, shards: int) -> int:
+    def nbytes_per_rank(self, shards: int) -> int:
         """Return the bytes per rank; for a layer split by tensor parallelism, those of its local part's shard."""
-        held = (one.to_local() if isinstance(one, DTensor) else one for one in self.parameters)
-        return -(-sum(one.numel() * one.element_size() for one in held) // shards)
+        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in self.parameters)
+        return -(-sum(tensor.numel() * tensor.element_size() for tensor in local) // shards)
 
 
 @dataclass(slots=True)
@@ -80,13 +80,13 @@ class Plan:
         rows = [("unit", "count", "parameters each", "size each", "per rank")]
         groups: dict[tuple[str, int, int, int], list[Unit]] = {}
         for unit in self.units[:-1]:
-            key = type(unit.module).__name__, unit.numel, unit.nbytes, unit.part(shards)
+            key = type(unit.module).__name__, unit.numel, unit.nbytes, unit.nbytes_per_rank(shards)
             groups.setdefault(key, []).append(unit)
-        for (kind, numel, nbytes, part), units in groups.items():
+        for (kind, numel, nbytes, per_rank), units in groups.items():
             names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
-            rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(part)))
+            rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(per_rank)))
         root = self.root
-        rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.part(shards))))
+        rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.nbytes_per_rank(shards))))
         if self.replicated:
             nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.replicated.values())
             numel = sum(parameter.numel() for parameter in self.replicated.values())
@@ -115,24 +115,24 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
         ConfigurationError: names a class or parameter that does not occur, or a unit that cannot be sharded.
     """
     replicated = _replicated_parameters(module, ignored)
-    chosen, reason = _chosen(module, wrap)
-    apart = {id(parameter) for parameter in replicated.values()}
+    chosen, reason = _choose_units(module, wrap)
+    replicated_ids = {id(parameter) for parameter in replicated.values()}
     owners: dict[int, set[str]] = {}
     names: dict[int, tuple[str, nn.Parameter]] = {}
     for path, owner, parameter in _slots(module, chosen):
-        if id(parameter) not in apart:
+        if id(parameter) not in replicated_ids:
             owners.setdefault(id(parameter), set()).add(owner)
             names.setdefault(id(parameter), (path, parameter))
     units = {name: Unit(name, child) for name, child in chosen.items()}
     root = Unit("", module)
     ties = []
-    for key, homes in owners.items():
+    for key, owning_units in owners.items():
         path, parameter = names[key]
-        if len(homes) > 1:
+        if len(owning_units) > 1:
             ties.append(parameter)
             root.parameters.append(parameter)
         else:
-            units.get(next(iter(homes)), root).parameters.append(parameter)
+            units.get(next(iter(owning_units)), root).parameters.append(parameter)
     # Inner units come before outer ones; a unit without parameters of its own has nothing to shard.
     inner = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
     for unit in (*inner, root):
@@ -140,40 +140,38 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
     return Plan([*inner, root], ties, replicated, reason)
 
 
-# Choosing
+# Choosing units
 
 
-def _chosen(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], str]:
+def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], str]:
     named = {name: child for name, child in module.named_modules() if name}
     if wrap is None:
         return _repeated_blocks(module)
     if callable(wrap):
-        found = {name: child for name, child in named.items() if wrap(name, child)}
-        for name, child in found.items():
+        chosen = {name: child for name, child in named.items() if wrap(name, child)}
+        for name, child in chosen.items():
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 raise ConfigurationError(
                     f"wrap chose {name!r}, a {type(child).__name__}.",
                     "it has no forward, in which its parameters would be gathered.",
                     "choose the modules in it, or its parent.",
                 )
-        return found, "chosen by wrap"
+        return chosen, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
     present = {type(child).__name__ for child in named.values()}
-    for one in classes:
-        if not issubclass(one, nn.Module):
+    for wanted in classes:
+        if not issubclass(wanted, nn.Module):
             raise ConfigurationError(
-                f"wrap={one!r}.", "wrap is a list of module classes.", "use wrap=[Block], a callable, or None."
+                f"wrap={wanted!r}.", "wrap is a list of module classes.", "use wrap=[Block], a callable, or None."
             )
-        if not any(isinstance(child, one) for child in named.values()):
+        if not any(isinstance(child, wanted) for child in named.values()):
             raise ConfigurationError(
-                f"wrap: no module of class {one.__name__} is in {type(module).__name__}."
-                f"{nearest(one.__name__, present)}",
+                f"wrap: no module of class {wanted.__name__} is in {type(module).__name__}."
+                f"{nearest(wanted.__name__, present)}",
                 f"the classes in it are {', '.join(sorted(present))}.",
                 "name one of these, or leave wrap out to use the repeated blocks.",
             )
-    return {
-        name: child for name, child in named.items() if any(isinstance(child, one) for one in classes)
-    }, "classes in wrap"
+    return {name: child for name, child in named.items() if isinstance(child, classes)}, "classes in wrap"
 
 
 def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
@@ -183,17 +181,17 @@ def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     called ``experts`` belong to the enclosing block: ranks may run different experts, and gathering is collective.
     """
     for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
-        found: dict[str, nn.Module] = {}
+        units: dict[str, nn.Module] = {}
         for name, container in module.named_modules():
-            if not isinstance(container, CONTAINERS) or any(_inside(name, unit) for unit in found):
+            if not isinstance(container, CONTAINERS) or any(_inside(name, unit) for unit in units):
                 continue
             if "experts" in name.rpartition(".")[2]:
                 continue
             children = {f"{name}.{key}" if name else key: child for key, child in container.named_children()}
             kinds = Counter(type(child) for child in children.values() if is_block(child))
-            found |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
-        if found:
-            return found, reason
+            units |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
+        if units:
+            return units, reason
     return {}, "no repeated blocks: gathered as one unit; choose units with wrap"
 
 
@@ -211,7 +209,7 @@ def _inside(name: str, unit: str) -> bool:
     return name == unit or name.startswith(unit + ".")
 
 
-# Owners
+# Assigning parameters to units
 
 
 def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -234,26 +232,26 @@ def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Mo
     """Return the replicated parameters: ignored ones, and scalars, which have no dimension to shard."""
     parameters = dict(module.named_parameters())
     replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
-    for one in ignored:
-        if isinstance(one, str):
-            found = {name: value for name, value in parameters.items() if fnmatchcase(name, one)}
+    for pattern in ignored:
+        if isinstance(pattern, str):
+            matches = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}
         else:
             inside = {
                 id(parameter)
                 for child in module.modules()
-                if isinstance(child, one)
+                if isinstance(child, pattern)
                 for parameter in child.parameters()
             }
-            found = {name: value for name, value in parameters.items() if id(value) in inside}
-        if not found:
-            label = one if isinstance(one, str) else one.__name__
-            known = parameters if isinstance(one, str) else {type(child).__name__ for child in module.modules()}
+            matches = {name: value for name, value in parameters.items() if id(value) in inside}
+        if not matches:
+            label = pattern if isinstance(pattern, str) else pattern.__name__
+            known = parameters if isinstance(pattern, str) else {type(child).__name__ for child in module.modules()}
             raise ConfigurationError(
                 f"ignored={label!r} matches no parameter of {type(module).__name__}.{nearest(label, known)}",
                 "ignored is a list of parameter names, with '*' as a wildcard, and module classes.",
                 f"use one of {', '.join(list(known)[:10])}.",
             )
-        replicated |= found
+        replicated |= matches
     return replicated
 
 
@@ -263,9 +261,9 @@ def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]])
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, names[id(parameter)][0])
     if len(dtypes) > 1:
-        found = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
+        examples = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"Unit {unit.name or 'root'!r} has trainable parameters of {len(dtypes)} dtypes: {found}.",
+            f"Unit {unit.name or 'root'!r} has trainable parameters of {len(dtypes)} dtypes: {examples}.",
             "the gradients of a unit are reduced together, in one dtype.",
             "convert them to one dtype, freeze some of them, or choose units with wrap.",
         )

@@ -9,7 +9,7 @@ from drivetrain.precision import Precision
 
 
 def mixed_precision_policy(
-    precision: Precision, given: MixedPrecisionPolicy | None, param_dtype: torch.dtype | None = None
+    precision: Precision, policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
     """Return the user's policy, or one that gathers in ``param_dtype``; None gathers parameters in their own dtype.
 
@@ -17,13 +17,13 @@ def mixed_precision_policy(
     (norms, softmax, losses, embeddings) read float32 parameters. If gathered in half precision, these would be rounded
     once more than elsewhere. Forward inputs are never cast: the root's input is a batch, with its targets.
     """
-    if given is not None:
-        return given
+    if policy is not None:
+        return policy
     return MixedPrecisionPolicy(param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
 
 
-def offload_policy(given: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
+def offload_policy(cpu_offload: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
     """Return torch's offload policy; memory is pinned unless the device is the CPU."""
-    if isinstance(given, OffloadPolicy):
-        return given
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if given else OffloadPolicy()
+    if isinstance(cpu_offload, OffloadPolicy):
+        return cpu_offload
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()

@@ -31,8 +31,10 @@ class ReplicatedParameters:
             if parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
-            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-            unused = [index for index, one in enumerate(parameters) if one.grad is None]
+            parts = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters
+            ]
+            unused = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
             used = parts[0].new_ones(len(parameters))  # created on the device: a copy from the host would block
             for index in unused:
                 used[index].zero_()
@@ -42,8 +44,8 @@ class ReplicatedParameters:
             flags = [True] * len(parameters) if not unused else (packed[-len(parameters) :] > 0).tolist()
             packed /= self._ranks
             offset = 0
-            for parameter, anybody in zip(parameters, flags, strict=True):
-                if anybody:
+            for parameter, used_anywhere in zip(parameters, flags, strict=True):
+                if used_anywhere:
                     mean = packed[offset : offset + parameter.numel()].view_as(parameter)
                     if parameter.grad is None:
                         parameter.grad = mean.clone()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from drivetrain_strategies.fsdp._state import like
+from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 class _ShardedLBFGS(LBFGS):
@@ -33,7 +33,7 @@ class _ShardedLBFGS(LBFGS):
     def _add_grad(self, step_size: float, direction: torch.Tensor) -> None:
         offset = 0
         for parameter in self._parameters_in_order():
-            part = like(direction[offset : offset + parameter.numel()].view(parameter.shape), parameter)
+            part = in_layout_of(direction[offset : offset + parameter.numel()].view(parameter.shape), parameter)
             offset += parameter.numel()
             if isinstance(parameter, DTensor):
                 parameter.to_local().add_(cast(DTensor, part).to_local(), alpha=step_size)

@@ -27,9 +27,9 @@ def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def region_of(place: DTensor) -> Box:
-    """Return the region of the DTensor ``place`` that this rank holds."""
-    return Box(*local_region(place))
+def region_of(tensor: DTensor) -> Box:
+    """Return the region of ``tensor`` that this rank holds."""
+    return Box(*local_region(tensor))
 
 
 def shard_of(value: Any) -> Any:
@@ -49,32 +49,32 @@ def shard_of(value: Any) -> Any:
 def regions_of(module: nn.Module) -> dict[str, Region]:
     """Return the regions of the sharded tensors in ``module``'s state, by name."""
     state = module.state_dict(keep_vars=True)
-    return {name: region_of(place) for name, place in state.items() if isinstance(place, DTensor)}
+    return {name: region_of(value) for name, value in state.items() if isinstance(value, DTensor)}
 
 
-def like(value: torch.Tensor | ParameterShard, place: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` in the layout of ``place``.
+def in_layout_of(value: torch.Tensor | ParameterShard, target: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` in the layout of ``target``.
 
     A whole tensor, or a `ParameterShard` of this rank's region, needs no communication. A value sharded in another
     layout is gathered first, which is collective.
     """
     if isinstance(value, ParameterShard):
-        if isinstance(place, DTensor) and value.region == region_of(place):
-            mesh, placements = place.device_mesh, place.placements
-            local = value.local.to(place.to_local().device)
-            shape, stride = place.size(), place.stride()
+        if isinstance(target, DTensor) and value.region == region_of(target):
+            mesh, placements = target.device_mesh, target.placements
+            local = value.local.to(target.to_local().device)
+            shape, stride = target.size(), target.stride()
             return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
         value = value.full_tensor()
-    if not isinstance(place, DTensor):
+    if not isinstance(target, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
-        if value.device_mesh == place.device_mesh and value.placements == place.placements:
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value
         value = value.full_tensor()
-    mesh = place.device_mesh
+    mesh = target.device_mesh
     if mesh.device_type != value.device.type:
         value = value.to(mesh.device_type)
-    return distribute_tensor(value, mesh, place.placements, src_data_rank=None)
+    return distribute_tensor(value, mesh, target.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -84,21 +84,23 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     Raises:
         CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
     """
-    own = module.state_dict(keep_vars=True)
-    WeightMismatch.compare(own, state, partial=not strict).raise_or_warn("The weights", type(module).__name__, strict)
+    current = module.state_dict(keep_vars=True)
+    WeightMismatch.compare(current, state, partial=not strict).raise_or_warn(
+        "The weights", type(module).__name__, strict
+    )
     extra = {}
-    for name, place in own.items():
+    for name, target in current.items():
         if name not in state:
             continue
-        if not isinstance(place, torch.Tensor):
+        if not isinstance(target, torch.Tensor):
             extra[name] = state[name]
             continue
-        value = like(state[name], place)
-        if isinstance(place, DTensor):
+        value = in_layout_of(state[name], target)
+        if isinstance(target, DTensor):
             assert isinstance(value, DTensor)
-            place.to_local().copy_(value.to_local())
+            target.to_local().copy_(value.to_local())
         else:
-            place.copy_(value.detach())
+            target.copy_(value.detach())
     if extra:
         module.load_state_dict(extra, strict=False)
 
@@ -107,17 +109,17 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     """Return named optimizer state; tensors with their parameter's shape get the parameter's layout."""
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
-        place = parameters.get(name)
+        target = parameters.get(name)
         state[name] = {
-            key: like(value, place) if place is not None and _is_shaped_like(value, place) else value
+            key: in_layout_of(value, target) if target is not None and _is_shaped_like(value, target) else value
             for key, value in values.items()
         }
     return {"state": state, "param_groups": saved["param_groups"]}
 
 
-def _is_shaped_like(value: Any, place: torch.Tensor) -> bool:
+def _is_shaped_like(value: Any, target: torch.Tensor) -> bool:
     return (
         isinstance(value, torch.Tensor | ParameterShard)
         and len(value.shape) > 0
-        and tuple(value.shape) == tuple(place.shape)
+        and tuple(value.shape) == tuple(target.shape)
     )

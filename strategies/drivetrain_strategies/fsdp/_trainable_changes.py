@@ -26,10 +26,10 @@ def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
     Raises:
         ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
     """
-    held = {id(parameter) for parameter in gradients.replicated} | {
-        id(each.sharded_param) for each in sharded.parameters
+    known = {id(parameter) for parameter in gradients.replicated} | {
+        id(fsdp_param.sharded_param) for fsdp_param in sharded.parameters
     }
-    created = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
+    created = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under FSDP: {listed(created)}.",
@@ -54,10 +54,10 @@ def refuse_changes_while_gathered(sharded: Sharded) -> None:
     Raises:
         ConfigurationError: names the parameters.
     """
-    moved = sharded.updated_while_gathered()
-    if moved:
+    updated = sharded.updated_while_gathered()
+    if updated:
         sharded.reshard()
-        raise manual_update_error(sharded.names_of(moved), "FSDPStrategy", GATHERED)
+        raise manual_update_error(sharded.names_of(updated), "FSDPStrategy", GATHERED)
     changed = sharded.toggled_while_gathered()
     if changed:
         sharded.reshard()

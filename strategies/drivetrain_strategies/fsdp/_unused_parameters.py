@@ -24,7 +24,7 @@ class UnusedParameters:
     ``find_unused_parameters=True`` counts from the start.
 
     Args:
-        setting: ``find_unused_parameters``: True counts in every window, False in none, None lets the first decide.
+        setting: ``find_unused_parameters``: True counts in every window, False in none, None decides in the first.
         names: names of the parameters by ``id`` of torch's `FSDPParam`.
         control: the control plane.
     """
@@ -37,7 +37,7 @@ class UnusedParameters:
         self._warned = False
 
     def reset(self) -> None:
-        """Let the next window decide again, after a change of the trainable parameters."""
+        """Let the next window decide again after a change of the trainable parameters."""
         self._counts = self._setting
         self._warned = False
 
@@ -50,8 +50,8 @@ class UnusedParameters:
             unused: parameters without a gradient on this rank.
         """
         if self._counts is None:
-            (anywhere,) = self._control.agree("parameters without a gradient", bool(unused))
-            self._counts = anywhere > 0
+            (missing_anywhere,) = self._control.agree("parameters without a gradient", bool(unused))
+            self._counts = missing_anywhere > 0
         if not self._counts:
             if unused and not self._warned:
                 self._warn(unused)
@@ -59,10 +59,10 @@ class UnusedParameters:
         flags = torch.zeros(len(self._names), dtype=torch.int32)
         for parameter in unused:
             flags[self._position[id(parameter)]] = 1
-        missed = self._control.all_reduce_async(flags).wait()
+        missing_counts = self._control.all_reduce_async(flags).wait()
         world_size = self._control.world_size
         for parameter in unused:
-            if int(missed[self._position[id(parameter)]]) == world_size:
+            if int(missing_counts[self._position[id(parameter)]]) == world_size:
                 parameter.sharded_param.grad = None
 
     def _warn(self, unused: list[Any]) -> None:

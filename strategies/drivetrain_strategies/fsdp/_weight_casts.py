@@ -120,11 +120,11 @@ class WeightCasts:
 def _may_be_cast(parameter: Any) -> bool:
     """Return whether a weight may be an operand of a matrix product; vectors are too small to matter."""
     shard = parameter.sharded_param
-    looked_up = isinstance(parameter._module_info.module, nn.Embedding | nn.EmbeddingBag)
+    is_embedding = isinstance(parameter._module_info.module, nn.Embedding | nn.EmbeddingBag)
     return (
         shard.ndim > 1
         and shard.dtype == torch.float32
-        and not (looked_up and not parameter._module_info.shared_modules)
+        and not (is_embedding and not parameter._module_info.shared_modules)
     )
 
 

@@ -81,7 +81,8 @@ class FSDPStrategy(DistributedStrategy):
             forward and backward; "hybrid" shards over ``shard_size`` ranks and keeps ``replicate_size`` copies.
         wrap: the units, which are gathered together: None uses the repeated blocks; classes; or
             ``wrap(name, module) -> bool``.
-        reshard_after_forward: reshard units after forward; False as in "grad_op"; an int reshards over so many ranks.
+        reshard_after_forward: reshard units after forward; False keeps them gathered, as "grad_op" does; an int
+            reshards over that many ranks.
         replicate_size: number of copies, for "hybrid"; by default one per node.
         shard_size: ranks per copy, for "hybrid"; by default those of a node.
         cpu_offload: keep shards, gradients and optimizer state in host memory; True, or torch's policy.
@@ -105,7 +106,7 @@ class FSDPStrategy(DistributedStrategy):
             and also rounds the weights of norms and embeddings. None gathers in the parameters' own dtype, float32.
 
     Raises:
-        ConfigurationError: arguments that contradict each other.
+        ConfigurationError: arguments contradict each other.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -253,17 +254,17 @@ class FSDPStrategy(DistributedStrategy):
         sharded = self._sharded = Sharded(root, self._weight_casts())
         meta_module.initialise(self._originals, sharded, plan, self.device, self.control)
         broadcast_from_rank_0(module.buffers(), self.device)
-        for other in sharded.meshes():
-            mesh.add_mesh(other)
+        for added in sharded.meshes():
+            mesh.add_mesh(added)
         set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        counts = True if self._manual else self.find_unused_parameters
-        named = {id(one): names[id(one.sharded_param)] for one in sharded.parameters}
-        unused = UnusedParameters(counts, named, self.control)
+        setting = True if self._manual else self.find_unused_parameters
+        param_names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in sharded.parameters}
+        unused = UnusedParameters(setting, param_names, self.control)
         replicated = list(plan.replicated.values())
         self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
-        if replicated or self.tensor_parallel > 1:  # gradients of different meshes, or of none, see different overflows
-            self.precision.found_inf_reducer = self._spread_overflow
+        if replicated or self.tensor_parallel > 1:  # an overflow may be visible on some ranks only
+            self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
             self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
         self._adopted = AdoptedOptimizers(self._originals)
@@ -278,7 +279,7 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _weight_casts(self) -> CastsOf | None:
-        """Return what builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
+        """Return a function that builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
         precision, device_type = self.precision, self.device.type
         dtype = precision.compute_dtype
         if self.compile or not precision.has_forward_context or dtype.itemsize > 2:
@@ -310,7 +311,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def _customize_step(self, optimizer: Optimizer) -> None:
         """Replace the step of an optimizer that cannot step shards by itself, unless already done."""
-        if any(one.optimizer is optimizer for one in self._custom_steps):
+        if any(step.optimizer is optimizer for step in self._custom_steps):
             return
         if isinstance(optimizer, full_parameter_step.OPTIMIZERS):
             self._custom_steps.append(full_parameter_step.FullParameterStep(optimizer))
@@ -322,16 +323,16 @@ class FSDPStrategy(DistributedStrategy):
             return {}
         # May be called on some ranks only, within a step, so gathered parameters must not be resharded here.
         shards = {} if self._sharded is None else self._sharded.shards_by_gathered_id()
-        return {name: shards.get(id(one), one) for name, one in self.module.named_parameters()}
+        return {name: shards.get(id(value), value) for name, value in self.module.named_parameters()}
 
     def broadcast_module(self, module: nn.Module) -> None:
         """Do nothing: parameters were broadcast before they were sharded."""
 
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
-        adapt(self._resharded(), self._sharded, self._held_gradients())
+        adapt(self._resharded(), self._sharded, self._require_gradients())
 
-    # In the loop
+    # During a step
 
     def _runner(self, root: Callable[..., Any]) -> StepRunner:
         sharded = self._sharded
@@ -364,19 +365,19 @@ class FSDPStrategy(DistributedStrategy):
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # A single process exchanges nothing, and keeps its gradients where a window with None losses can rescale them.
+        # A single process exchanges nothing. Its gradients stay where a window with None losses can rescale them.
         if enabled or self.world_size == 1:
             return nullcontext()
-        return self._held_gradients().accumulating()
+        return self._require_gradients().accumulating()
 
     def without_gradient(self) -> AbstractContextManager[Any]:
-        return self._held_gradients().zeroed()
+        return self._require_gradients().zeroed()
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[Any]:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return self._held_gradients().requiring_only(held)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return self._require_gradients().requiring_only(own)
 
-    def _held_gradients(self) -> Gradients:
+    def _require_gradients(self) -> Gradients:
         assert self._gradients is not None
         return self._gradients
 
@@ -387,7 +388,7 @@ class FSDPStrategy(DistributedStrategy):
         if self._within_forward:
             sharded.begin_backward_within_forward(loss)
         self.precision.backward(loss)
-        self._held_gradients().after_backward()
+        self._require_gradients().after_backward()
         if self._within_forward:
             sharded.gather_root()
 
@@ -408,8 +409,8 @@ class FSDPStrategy(DistributedStrategy):
         sharded.gather_root()
         return stepped
 
-    def _spread_overflow(self, found: torch.Tensor) -> None:
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    def _all_reduce_overflow(self, found_inf: torch.Tensor) -> None:
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
 
     # State
 
@@ -453,7 +454,7 @@ class FSDPStrategy(DistributedStrategy):
             advice.append(checkpointing_advice(type(self)))
         return advice
 
-    # The end
+    # Teardown
 
     def leaves_shards(self, module: nn.Module) -> bool:
         return exceeds_limit(module, self.gather_limit)
@@ -463,7 +464,7 @@ class FSDPStrategy(DistributedStrategy):
         if module is None or self._sharded is None:
             return
         self.sync_buffers(module)
-        nbytes = sum(one.current.numel() * one.current.element_size() for one in self._originals)
+        nbytes = sum(original.current.numel() * original.current.element_size() for original in self._originals)
         if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
             return
         self._undo()

@@ -22,7 +22,7 @@ from drivetrain.errors import ConfigurationError
 _NAME = "emulated_cuda"
 _SOURCES = ("extension.cpp", "nccl.h", "kernels.h", "device.h", "order.h")
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-_SHOWN = 12  # lines of compiler output in an error
+_MAX_ERROR_LINES = 12  # lines of compiler output in an error
 
 
 def emulation_obstacle() -> str | None:
@@ -32,7 +32,7 @@ def emulation_obstacle() -> str | None:
     if torch.version.cuda or torch.version.hip:
         return f"needs a build of torch without CUDA, this is {torch.__version__}"
     if _compiler() is None:
-        return "needs a C++ compiler: g++, c++, clang++ or what CXX names"
+        return "needs a C++ compiler: g++, c++, clang++ or the compiler named by CXX"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return "needs Python's C headers, Python.h"
     return None
@@ -91,10 +91,10 @@ def _build_cached() -> Path:
 def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         library = Path(folder) / path.name
-        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise _does_not_fit("\n".join(lines[:_SHOWN]))
+        result = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+            raise _does_not_fit("\n".join(lines[:_MAX_ERROR_LINES]))
         os.replace(library, path)
 
 
@@ -112,25 +112,26 @@ def _compiler() -> str | None:
 
 
 def _command(compiler: str) -> list[str]:
-    """Return the compiler command without its output. It does not optimise: the kernels are torch's own."""
+    """Return the compiler command without its output option. It does not optimise, since the kernels are torch's."""
     root = Path(torch.__file__).parent
     return [
         *shlex.split(compiler),
         *("-std=c++20", "-O0", "-fPIC", "-shared", "-w"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-DTORCH_EXTENSION_NAME={_NAME}",
-        *(f"-I{root / each}" for each in ("include", "include/torch/csrc/api/include")),
+        *(f"-I{root / path}" for path in ("include", "include/torch/csrc/api/include")),
         f"-I{sysconfig.get_path('include')}",
         str(Path(__file__).parent / _SOURCES[0]),
         f"-L{root / 'lib'}",
-        *(f"-l{each}" for each in _LIBRARIES),
+        *(f"-l{library}" for library in _LIBRARIES),
     ]
 
 
 def _cache() -> Path:
-    own = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
-    return root / _NAME
+    configured = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if configured:
+        return Path(configured) / _NAME
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain" / _NAME
 
 
 def _digest(compiler: str, command: list[str]) -> str:

@@ -1,4 +1,4 @@
-// The devices: which is the current one, their streams and events, their memory and generators, and torch's hooks for them.
+// The emulated devices: the current device, streams, events, memory, generators, and torch's hooks for CUDA.
 #pragma once
 
 #include "order.h"
@@ -20,16 +20,16 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 
-constexpr int MOST = 64;
-inline std::atomic<int> count{0};  // of devices; none while the emulation is off
+constexpr int MAX_DEVICES = 64;
+inline std::atomic<int> count{0};  // number of devices; 0 while the emulation is off
 inline std::atomic<bool> initialised{false};
 inline std::atomic<int> sync_mode{0};  // 1: warn of host syncs, 2: raise
 inline std::atomic<int64_t> capacity{0};
-inline std::array<int64_t, MOST> physical{};  // by index: which of the machine's devices it is
+inline std::array<int64_t, MAX_DEVICES> physical{};  // by index: the index among the machine's devices
 inline thread_local DeviceIndex current = 0;
-inline thread_local std::array<int64_t, MOST> current_streams{};
+inline thread_local std::array<int64_t, MAX_DEVICES> current_streams{};
 
-// Where the host is, as a number that Python can make sense of; -1 where nobody is to be asked.
+// Returns the host's current place in the Python code, as a number that `Sites` decodes; -1 if it is unknown.
 inline std::function<int64_t()> site = [] { return int64_t{-1}; };
 
 inline DeviceIndex index_of(Device device) { return device.index() < 0 ? current : device.index(); }
@@ -41,14 +41,14 @@ inline void check_index(int64_t index) {
 
 inline int stream_number(int64_t device) { return order().number_of(static_cast<int>(device), current_streams[device]); }
 
-inline void tell_sync(const std::string& what, int device, int64_t stream, int64_t where) {
-  Finding found;
-  found.kind = "sync", found.op = what, found.device = device, found.stream = stream, found.site = where, found.waited = true;
-  order().findings.push_back(found);
+inline void record_sync(const std::string& what, int device, int64_t stream, int64_t where) {
+  Finding finding;
+  finding.kind = "sync", finding.op = what, finding.device = device, finding.stream = stream, finding.site = where, finding.waited = true;
+  order().findings.push_back(finding);
 }
 
-// As torch.cuda.set_sync_debug_mode asks.
-inline void complain_of_sync() {
+// Warns or raises, according to torch.cuda.set_sync_debug_mode.
+inline void check_sync_mode() {
   TORCH_CHECK(sync_mode < 2, "called a synchronizing CUDA operation");
   if (sync_mode == 1) TORCH_WARN("called a synchronizing CUDA operation");
 }
@@ -58,8 +58,8 @@ inline void complain_of_sync() {
 struct Statistics {
   int64_t current = 0, peak = 0, blocks = 0, refused = 0;
 };
-inline std::array<Statistics, MOST> statistics;
-inline int64_t run = 0;  // how many times the emulation was switched on; under the order's lock
+inline std::array<Statistics, MAX_DEVICES> statistics;
+inline int64_t run = 0;  // number of times the emulation was switched on; protected by the order's lock
 
 inline void release(void* context) {
   auto* block = static_cast<Block*>(context);
@@ -89,18 +89,18 @@ struct DeviceMemory final : c10::Allocator {
     check_index(current);
     if (size == 0) return {nullptr, Device(DeviceType::CUDA, current)};
     auto& all = order();
-    auto& mine = statistics[current];
+    auto& usage = statistics[current];
     auto block = std::make_unique<Block>();
     {
       std::lock_guard<std::mutex> held(all.lock);
-      if (capacity > 0 && mine.current + static_cast<int64_t>(size) > capacity) {
-        mine.refused += 1;
+      if (capacity > 0 && usage.current + static_cast<int64_t>(size) > capacity) {
+        usage.refused += 1;
         TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes on emulated GPU ",
-                         static_cast<int>(current), ", which holds ", mine.current, " of ", capacity.load(), " bytes.");
+                         static_cast<int>(current), ", which holds ", usage.current, " of ", capacity.load(), " bytes.");
       }
-      mine.current += static_cast<int64_t>(size);
-      mine.blocks += 1;
-      mine.peak = std::max(mine.peak, mine.current);
+      usage.current += static_cast<int64_t>(size);
+      usage.blocks += 1;
+      usage.peak = std::max(usage.peak, usage.current);
       block->run = run;
       block->owner = stream_number(current);
       all.allocated_on(block->owner);
@@ -113,7 +113,7 @@ struct DeviceMemory final : c10::Allocator {
 };
 inline DeviceMemory device_memory;
 
-inline std::map<const char*, Block*> pinned_blocks;  // under the order's lock
+inline std::map<const char*, Block*> pinned_blocks;  // protected by the order's lock
 
 inline void release_pinned(void* context) {
   auto* block = static_cast<Block*>(context);
@@ -126,7 +126,7 @@ inline void release_pinned(void* context) {
   delete block;
 }
 
-// The block that an address of pinned memory lies in. The order's lock is held.
+// Returns the block that contains an address of pinned memory. The caller holds the order's lock.
 inline Block* pinned_block(const void* address) {
   auto after = pinned_blocks.upper_bound(static_cast<const char*>(address));
   if (after == pinned_blocks.begin()) return nullptr;
@@ -146,7 +146,7 @@ struct PinnedMemory final : c10::Allocator {
 };
 inline PinnedMemory pinned_memory;
 
-// The device and its streams, as torch's C++ asks for them
+// Torch's C++ interface to devices, streams and events
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   Guard() = default;
@@ -159,7 +159,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return Device(DeviceType::CUDA, current); }
   void setDevice(Device device) const override {
     if (device.index() < 0) return;
-    if (count > 0) check_index(device.index());  // destructors that come later set it, too
+    if (count > 0) check_index(device.index());  // destructors may still set it when the emulation is off
     current = device.index();
   }
   void uncheckedSetDevice(Device device) const noexcept override {
@@ -186,7 +186,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> held(order().lock);
     if (*event == nullptr) *event = new Event;
     auto* made = static_cast<Event*>(*event);
-    made->stream = number(on), made->clock = order().now(made->stream), made->asked = false;
+    made->stream = number(on), made->clock = order().now(made->stream), made->queried = false;
   }
   void block(void* event, const c10::Stream& waiting) const override {
     if (event == nullptr) return;
@@ -196,18 +196,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
     std::lock_guard<std::mutex> held(order().lock);
-    return order().ask(*static_cast<Event*>(event));
+    return order().query(*static_cast<Event*>(event));
   }
   bool queryStream(const c10::Stream& one) const override {
     std::lock_guard<std::mutex> held(order().lock);
-    return order().ask(number(one));
+    return order().query(number(one));
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void synchronizeStream(const c10::Stream& one) const override {
-    complain_of_sync();
+    check_sync_mode();
     const int64_t where = site();
     std::lock_guard<std::mutex> held(order().lock);
-    tell_sync("Stream.synchronize", one.device_index(), one.id(), where);
+    record_sync("Stream.synchronize", one.device_index(), one.id(), where);
     order().host_waits(order().now(number(one)));
   }
   void synchronizeEvent(void* event) const override {
@@ -216,13 +216,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> held(order().lock);
     const auto* waited = static_cast<Event*>(event);
     const auto [device, stream] = order().name_of(waited->stream);
-    tell_sync("Event.synchronize", device, stream, where);
+    record_sync("Event.synchronize", device, stream, where);
     order().host_waits(waited->clock);
   }
   void synchronizeDevice(const DeviceIndex index) const override {
     const int64_t where = site();
     std::lock_guard<std::mutex> held(order().lock);
-    tell_sync("synchronize", index, current_streams[index], where);
+    record_sync("synchronize", index, current_streams[index], where);
     order().host_waits_for_device(index);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
@@ -230,7 +230,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> held(order().lock);
     static_cast<Block*>(data.get_context())->recorded.insert(number(on));
   }
-  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // there is no clock to read
+  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // time is not emulated
 
  private:
   static std::atomic<int64_t>& streams_made() {
@@ -239,7 +239,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// A generator with a seed and an offset, as CUDA's has, and its 16 bytes of state. Each draw takes numbers of its own.
+// A generator with a seed, an offset, and a state of 16 bytes, like CUDA's. Each operation draws different numbers.
 struct Generator final : c10::GeneratorImpl {
   Generator(DeviceIndex index, uint64_t seed)
       : c10::GeneratorImpl(Device(DeviceType::CUDA, index), c10::DispatchKeySet(c10::DispatchKey::CUDA)), seed_(seed) {}
@@ -270,7 +270,7 @@ struct Generator final : c10::GeneratorImpl {
     made->offset_ = offset_;
     return made;
   }
-  // The host's generator that the next operation draws from.
+  // Returns a CPU generator for the next operation to draw from.
   at::Generator next() {
     uint64_t mixed = seed_ * 0x9E3779B97F4A7C15ULL + (offset_ += 4);
     mixed = (mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9ULL;
@@ -284,7 +284,7 @@ struct Generator final : c10::GeneratorImpl {
 inline at::Generator& default_generator(int64_t index) {
   static auto* all = [] {
     auto* made = new std::vector<at::Generator>;
-    for (int i = 0; i < MOST; ++i) made->push_back(at::make_generator<Generator>(static_cast<DeviceIndex>(i), c10::default_rng_seed_val));
+    for (int i = 0; i < MAX_DEVICES; ++i) made->push_back(at::make_generator<Generator>(static_cast<DeviceIndex>(i), c10::default_rng_seed_val));
     return made;
   }();
   return all->at(index < 0 ? current : index);

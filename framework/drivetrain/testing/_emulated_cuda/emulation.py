@@ -17,7 +17,7 @@ from drivetrain.testing._emulated_cuda.building import load_extension
 from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, format_findings
 from drivetrain.testing._emulated_cuda.sites import Sites
 from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, emulated_names
-from drivetrain.testing._emulated_cuda.torch_nccl import nccl_in_place
+from drivetrain.testing._emulated_cuda.torch_nccl import emulated_nccl
 
 _loaded: tuple[ModuleType, Sites] | None = None
 
@@ -37,25 +37,25 @@ class EmulatedCuda:
     @property
     def races(self) -> list[Race]:
         """Pairs of operations on the same bytes, at least one of them a write, that no event, stream or wait orders."""
-        self._look()
+        self._collect()
         return self._races
 
     @property
     def frees_in_use(self) -> list[FreeInUse]:
         """Memory that was reused while another stream might still use it."""
-        self._look()
+        self._collect()
         return self._frees
 
     @property
     def host_syncs(self) -> list[HostSync]:
         """The host's waits for a device, without copies."""
-        self._look()
+        self._collect()
         return self._syncs
 
     @property
     def copies(self) -> list[Copy]:
         """All copies between the host and devices, in order."""
-        self._look()
+        self._collect()
         return self._copies
 
     @property
@@ -65,7 +65,7 @@ class EmulatedCuda:
 
     def forget(self) -> None:
         """Drop the findings so far, for example after a warm-up."""
-        self._look()
+        self._collect()
         for findings in (self._races, self._frees, self._syncs, self._copies):
             findings.clear()
 
@@ -79,13 +79,13 @@ class EmulatedCuda:
         }
         return "\n".join(f"{name}:\n{text or '  none'}" for name, text in parts.items())
 
-    def _look(self) -> None:
+    def _collect(self) -> None:
         for finding in self._extension.take_findings():
             where = self._sites.lines(finding["site"])
             stream = _stream(finding["device"], finding["stream"])
             if finding["kind"] == "copy":
-                how = finding["op"], finding["bytes"], finding["pinned"], finding["waited"]
-                self._copies.append(Copy(*how, finding["device"], stream, where))
+                details = finding["op"], finding["bytes"], finding["pinned"], finding["waited"]
+                self._copies.append(Copy(*details, finding["device"], stream, where))
             elif finding["kind"] == "sync":
                 self._syncs.append(HostSync(finding["op"], finding["device"], stream, where))
             elif finding["kind"] == "overwritten":
@@ -118,9 +118,9 @@ def emulated_cuda(
     ``non_blocking=True`` arrives when the host has waited for it; until then all bits of the memory are set. An event
     that was not waited for answers False to its first `query`.
 
-    The first call in a process compiles the extension if necessary, and registers operators for CUDA with torch for the
-    life of the process. Outside of the context there are no devices; use another process, with `run_distributed` or
-    your own `World`, if this one must not change. Tensors must not be used after the context in which they were
+    The first call in a process compiles the extension if necessary, and registers operators for CUDA with torch until
+    the process ends. Outside of the context there are no devices; use another process, with `run_distributed` or
+    a `World`, if this one must not change. Tensors must not be used after the context in which they were
     created. As with real devices, a forked process can use them only if its parent has not initialised the driver.
 
     Args:
@@ -133,10 +133,10 @@ def emulated_cuda(
         ConfigurationError: there is no C++ compiler, torch has CUDA itself, or this torch is not supported. The first
             use of a device raises it if an earlier backward pass in this process made autograd assume fewer devices.
     """
-    if type(devices) is not int or not 1 <= devices <= _MOST:
+    if type(devices) is not int or not 1 <= devices <= _MAX_DEVICES:
         raise ConfigurationError(
             f"emulated_cuda(devices={devices!r}).",
-            f"it must be a number of devices from 1 to {_MOST}.",
+            f"it must be a number of devices from 1 to {_MAX_DEVICES}.",
             "use emulated_cuda(devices=2).",
         )
     check_torch_version()
@@ -151,17 +151,17 @@ def emulated_cuda(
     gpu = EmulatedCuda(extension, sites, len(visible))
     extension.start(visible, memory if enforce_memory else 0)
     try:
-        with emulated_names(extension, len(visible), DeviceProperties(name, memory)), nccl_in_place(extension):
+        with emulated_names(extension, len(visible), DeviceProperties(name, memory)), emulated_nccl(extension):
             torch.cuda._initialized = False
             torch.cuda._cached_device_count = None
             gpu.forget()
             yield gpu
     finally:
         extension.stop()
-        gpu._look()
+        gpu._collect()
 
 
-_MOST = 64
+_MAX_DEVICES = 64
 
 
 def _load() -> tuple[ModuleType, Sites]:
@@ -169,18 +169,18 @@ def _load() -> tuple[ModuleType, Sites]:
     if _loaded is None:
         extension = load_extension()
         sites = Sites()
-        extension.ask_for_sites(sites.here)
-        atexit.register(extension.stop)  # frees after Python's end must not call back into Python
+        extension.set_site_function(sites.here)
+        atexit.register(extension.stop)  # memory freed after Python's finalization must not call back into Python
         _loaded = extension, sites
     return _loaded
 
 
 def _visible(devices: int) -> list[int]:
     """Return the devices in CUDA_VISIBLE_DEVICES up to the first that does not exist, as the driver does."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return list(range(devices))
-    parts = takewhile(lambda part: part.isdigit() and int(part) < devices, map(str.strip, named.split(",")))
+    parts = takewhile(lambda part: part.isdigit() and int(part) < devices, map(str.strip, visible.split(",")))
     return list(dict.fromkeys(map(int, parts)))
 
 

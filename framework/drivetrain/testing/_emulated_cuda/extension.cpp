@@ -1,4 +1,4 @@
-// CUDA in the host's memory, for builds of torch that have none: what Python calls.
+// CUDA emulated in host memory, for builds of torch without CUDA: the interface for Python.
 #include "nccl.h"
 
 #include <ATen/native/Resize.h>
@@ -14,41 +14,42 @@ namespace emulated {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// torch has made its hooks by now, of a class without CUDA, and keeps them for good: that object changes its class.
+// Torch has already created its hooks, of a class without CUDA, and never replaces them, so an object of our class is
+// constructed in their place.
 void become_cuda() {
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
   static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  for (const auto& name : with_kernels_of_their_own())
+  for (const auto& name : operators_with_cpu_kernels())
     library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-void ask_for_sites(py::function where) {
-  static auto* ask = new py::function;
-  *ask = std::move(where);
+void set_site_function(py::function where) {
+  static auto* get_site = new py::function;
+  *get_site = std::move(where);
   site = []() -> int64_t {
     if (count == 0) return -1;
     py::gil_scoped_acquire held;
-    py::error_scope kept;  // memory is freed while errors are on their way
+    py::error_scope kept;  // memory may be freed while a Python error is set
     try {
-      return (*ask)().cast<int64_t>();
+      return (*get_site)().cast<int64_t>();
     } catch (py::error_already_set&) {
       return -1;
     }
   };
 }
 
-// Nobody has used a device yet: the first use calls torch.cuda's initialisation.
+// Marks the devices as unused, so that the first use calls torch.cuda's initialisation.
 void forget_use() {
   initialised = false;
   torch::utils::set_requires_device_init(DeviceType::CUDA, true);
 }
 
-// Fails where autograd has its threads already, fewer than there are devices: it starts them at the first backward.
+// Starts autograd's threads, one per device. Fails if an earlier backward has already started fewer threads.
 void start_autograd() {
   py::gil_scoped_release released;
   std::exception_ptr failed;
-  std::thread([&] {  // one of its own knows of no mode that the caller is in
+  std::thread([&] {  // a new thread is not affected by the caller's autograd modes
     try {
       auto leaf = empty_on(count - 1, {}, {}, c10::kFloat).set_requires_grad(true);
       torch::autograd::backward({leaf.mul(1)}, {});
@@ -60,7 +61,7 @@ void start_autograd() {
 }
 
 void start(const std::vector<int64_t>& devices, int64_t memory) {
-  TORCH_CHECK(devices.size() <= MOST, "at most ", MOST, " devices");
+  TORCH_CHECK(devices.size() <= MAX_DEVICES, "at most ", MAX_DEVICES, " devices");
   capacity = memory, sync_mode = 0, current = 0;
   forget_use();
   {
@@ -113,10 +114,10 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, emulated::Timer)
 
 namespace {
 
-// What Python's side of torch.distributed asks of NCCL's class.
+// Defines the class ProcessGroupNCCL for torch.distributed.
 void define_nccl(py::module& m) {
   using emulated::Nccl;
-  py::module::import("torch.distributed");  // knows the base class
+  py::module::import("torch.distributed");  // registers the base class
   py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(m, "ProcessGroupNCCL", py::dynamic_attr())
       .def(py::init([](const py::object& store, int rank, int size, const py::object& options) {
         auto distributed = py::module::import("torch._C._distributed_c10d");
@@ -132,7 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace emulated;
   become_cuda();
   define_nccl(m);
-  m.def("ask_for_sites", &ask_for_sites);
+  m.def("set_site_function", &set_site_function);
   m.def("start_autograd", &start_autograd);
   m.def("start", &start);
   m.def("forget_use", &forget_use);

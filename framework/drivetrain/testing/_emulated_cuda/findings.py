@@ -33,7 +33,7 @@ class Race:
     Attributes:
         earlier: the operation that the host called first. A device may run it second.
         later: the other operation; None if the host itself wrote to pinned memory.
-        what: the kinds of both, such as "write after read".
+        what: the kinds of both operations, such as "write after read".
         size: the number of bytes that both access.
     """
 
@@ -103,9 +103,9 @@ class Copy:
     Attributes:
         direction: "to the device" or "to the host".
         size: in bytes.
-        pinned: the host's memory is pinned.
-        blocking: the host waited for it, because of ``non_blocking=False``, pageable memory, or different dtypes or
-            layouts.
+        pinned: whether the host's memory is pinned.
+        blocking: whether the host waited for it, because of ``non_blocking=False``, pageable memory, or different
+            dtypes or layouts.
         device: the device's index.
         stream: the stream of the copy.
         where: lines of the calling code, the innermost first.
@@ -120,10 +120,10 @@ class Copy:
     where: tuple[str, ...]
 
     def __str__(self) -> str:
-        how = f"{'blocking' if self.blocking else 'asynchronous'} copy {self.direction}"
+        kind = f"{'blocking' if self.blocking else 'asynchronous'} copy {self.direction}"
         memory = "pinned" if self.pinned else "pageable"
         lines = "".join(f"\n      {line}" for line in self.where)
-        return f"{how} of {self.size} bytes, {memory} memory, on stream {self.stream}{lines}"
+        return f"{kind} of {self.size} bytes, {memory} memory, on stream {self.stream}{lines}"
 
 
 Finding = TypeVar("Finding", Race, FreeInUse, HostSync, Copy)

@@ -1,4 +1,4 @@
-// What tensors on the emulated devices can do: the host's kernels on the same memory, in the order of streams.
+// Operators for tensors on emulated devices: they run the CPU's kernels on the same memory, in the order of streams.
 #pragma once
 
 #include "device.h"
@@ -27,14 +27,15 @@ using torch::jit::Stack;
 
 const c10::DispatchKeySet CUDA_KEYS(c10::DispatchKey::CUDA);
 
-// The bytes that an operation reads or writes.
+// A range of bytes that an operation reads or writes.
 struct Use {
   Block* block;
   size_t begin, end;
   bool writes;
 };
 
-// The block that a tensor lies in; none where its memory is neither a device's nor pinned. The order's lock is held.
+// Returns the block that contains a tensor; null if its memory is neither a device's nor pinned. The caller holds the
+// order's lock.
 inline Block* block_of(const Tensor& tensor) {
   if (!tensor.has_storage()) return nullptr;
   const auto& data = tensor.storage().data_ptr();
@@ -55,34 +56,34 @@ inline void use(std::vector<Use>& uses, const Tensor& tensor, bool writes) {
   }
 }
 
-// An operation takes its turn on the current stream of a device. The order's lock is held.
-inline int64_t take_turn(const std::string& op, int64_t device, const std::vector<Use>& uses, int64_t where) {
+// Issues an operation on the current stream of a device and returns its number. The caller holds the order's lock.
+inline int64_t issue_on_current_stream(const std::string& op, int64_t device, const std::vector<Use>& uses, int64_t where) {
   const int stream = stream_number(device);
   const int64_t number = order().issue(stream);
-  // What is only read is compared first: an operation that reads and writes the same bytes is one writer.
-  for (const auto& one : uses) order().touch(*one.block, {stream, number, one.writes, one.begin, one.end, op, where});
+  // An operation that reads and writes the same bytes does not race with itself: both accesses are on one stream.
+  for (const auto& one : uses) order().record_access(*one.block, {stream, number, one.writes, one.begin, one.end, op, where});
   return number;
 }
 
-inline void operate(const std::string& op, int64_t device, const std::vector<Use>& uses) {
+inline void record_operation(const std::string& op, int64_t device, const std::vector<Use>& uses) {
   const int64_t where = site();
   std::lock_guard<std::mutex> held(order().lock);
-  take_turn(op, device, uses, where);
+  issue_on_current_stream(op, device, uses, where);
 }
 
-// The host waits until the current stream has come to its end, because an operation's result is needed.
-inline void host_needs(const std::string& op, int64_t device, const std::vector<Use>& uses) {
+// Issues an operation and makes the host wait for it, because the host needs the result.
+inline void wait_for_result(const std::string& op, int64_t device, const std::vector<Use>& uses) {
   const int64_t where = site();
   {
     std::lock_guard<std::mutex> held(order().lock);
-    take_turn(op, device, uses, where);
-    tell_sync(op, static_cast<int>(device), current_streams[device], where);
+    issue_on_current_stream(op, device, uses, where);
+    record_sync(op, static_cast<int>(device), current_streams[device], where);
     order().host_waits(order().now(stream_number(device)));
   }
-  complain_of_sync();
+  check_sync_mode();
 }
 
-// The same memory as a tensor of the host's.
+// Returns a CPU tensor that shares the memory of a device's tensor.
 inline Tensor host(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
   auto twin = at::from_blob(tensor.numel() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr, tensor.sizes(), tensor.strides(),
@@ -97,7 +98,7 @@ inline Tensor empty_on(int64_t device, c10::IntArrayRef sizes, c10::IntArrayRef 
   return Tensor(at::detail::empty_strided_generic(sizes, strides, &device_memory, CUDA_KEYS, dtype));
 }
 
-// A result of the host's kernel becomes a tensor of the device's.
+// Copies a result of a CPU kernel into a new tensor on a device.
 inline Tensor on_device(const Tensor& result, int64_t device) {
   if (!result.defined()) return result;
   const auto dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
@@ -108,9 +109,9 @@ inline Tensor on_device(const Tensor& result, int64_t device) {
   return made;
 }
 
-// Making tensors
+// Creating tensors
 
-inline Device asked_device(std::optional<Device> device) {
+inline Device requested_device(std::optional<Device> device) {
   const Device found(c10::kCUDA, device ? index_of(*device) : current);
   check_index(found.index());
   return found;
@@ -119,56 +120,56 @@ inline Device asked_device(std::optional<Device> device) {
 inline Tensor empty(c10::SymIntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<Device> device,
                     std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
-  c10::DeviceGuard guard(asked_device(device));
+  c10::DeviceGuard guard(requested_device(device));
   return Tensor(at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_memory, CUDA_KEYS, c10::dtype_or_default(dtype), format));
 }
 
 inline Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::ScalarType> dtype,
                             std::optional<c10::Layout>, std::optional<Device> device, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
-  return empty_on(asked_device(device).index(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), c10::dtype_or_default(dtype));
+  return empty_on(requested_device(device).index(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), c10::dtype_or_default(dtype));
 }
 
 // Copying
 
 inline void copy_between(const Tensor& to, const Tensor& from, bool non_blocking) {
-  const bool up = to.is_cuda();
-  const auto& far = up ? to : from;
-  const auto& near = up ? from : to;
-  const int64_t device = far.get_device();
+  const bool to_device = to.is_cuda();
+  const auto& device_tensor = to_device ? to : from;
+  const auto& host_tensor = to_device ? from : to;
+  const int64_t device = device_tensor.get_device();
   const int64_t where = site();
-  // Other dtypes and layouts go by way of a buffer in pageable memory, as they do on a real device.
+  // As on a real device, copies between different dtypes or layouts go through a buffer in pageable memory.
   const bool plain = to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() && to.strides() == from.strides() &&
                      to.is_non_overlapping_and_dense() && to.is_conj() == from.is_conj() && to.is_neg() == from.is_neg();
   std::vector<Use> uses;
   use(uses, from, false);
   use(uses, to, true);
   Finding copy;
-  copy.kind = "copy", copy.op = up ? "to the device" : "to the host", copy.device = static_cast<int>(device), copy.site = where;
+  copy.kind = "copy", copy.op = to_device ? "to the device" : "to the host", copy.device = static_cast<int>(device), copy.site = where;
   copy.bytes = static_cast<int64_t>(to.nbytes()), copy.stream = current_streams[device];
   {
     std::lock_guard<std::mutex> held(order().lock);
-    copy.pinned = block_of(near) != nullptr;
+    copy.pinned = block_of(host_tensor) != nullptr;
     copy.waited = !(non_blocking && copy.pinned && plain);
-    const int64_t number = take_turn("copy_", device, uses, where);
+    const int64_t number = issue_on_current_stream("copy_", device, uses, where);
     const int stream = stream_number(device);
     if (copy.pinned) {
-      auto* bytes = static_cast<char*>(const_cast<void*>(near.const_data_ptr()));
-      const size_t size = span_of(near);
+      auto* bytes = static_cast<char*>(const_cast<void*>(host_tensor.const_data_ptr()));
+      const size_t size = span_of(host_tensor);
       order().deliver_within(bytes, size);
-      if (!up) order().check_within(bytes, size);
-      if (!copy.waited && up) order().leaves({stream, number, bytes, std::vector<char>(bytes, bytes + size), where});
-      if (!copy.waited && !up) {
+      if (!to_device) order().check_within(bytes, size);
+      if (!copy.waited && to_device) order().add_copy_from_pinned({stream, number, bytes, std::vector<char>(bytes, bytes + size), where});
+      if (!copy.waited && !to_device) {
         const auto* source = static_cast<const char*>(from.const_data_ptr());
-        order().arrives({stream, number, bytes, std::vector<char>(source, source + size)});
-        std::memset(bytes, 0xFF, size);  // what nobody has waited for is not there yet: no number, or the largest
+        order().add_copy_to_pinned({stream, number, bytes, std::vector<char>(source, source + size)});
+        std::memset(bytes, 0xFF, size);  // all bits are set until the host has waited for the data
       }
     }
     if (copy.waited) order().host_waits(order().now(stream));
     order().findings.push_back(copy);
   }
-  if (copy.waited) complain_of_sync();
-  if (copy.waited || up) host(to).copy_(host(from));
+  if (copy.waited) check_sync_mode();
+  if (copy.waited || to_device) host(to).copy_(host(from));
 }
 
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -182,14 +183,14 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     {
       std::lock_guard<std::mutex> held(order().lock);
       const int from = stream_number(device), to = stream_number(other);
-      if (device != other) order().wait(from, order().now(to));  // both devices take part
-      take_turn("copy_", device, uses, where);
+      if (device != other) order().wait(from, order().now(to));  // the copy is ordered on the streams of both devices
+      issue_on_current_stream("copy_", device, uses, where);
       if (device != other) order().wait(to, order().now(from));
     }
     host(self).copy_(host(source));
   } else {
-    const auto there = source.sizes() == self.sizes() ? source : source.expand_as(self);
-    copy_between(self, there, non_blocking);
+    const auto expanded = source.sizes() == self.sizes() ? source : source.expand_as(self);
+    copy_between(self, expanded, non_blocking);
   }
   return self;
 }
@@ -197,18 +198,18 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 inline at::Scalar item(const Tensor& self) {
   std::vector<Use> uses;
   use(uses, self, false);
-  host_needs("item", self.get_device(), uses);
+  wait_for_result("item", self.get_device(), uses);
   return host(self).item();
 }
 
-// Attention is made of other operations: devices have fused kernels of their own, which the host has not.
+// Attention is composed of other operations, since the CPU lacks the fused kernels of real devices.
 inline int64_t attention_kernel(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
   return static_cast<int64_t>(at::SDPBackend::math);
 }
 
 inline void record_stream(Tensor& self, c10::Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
 
-// Views, of the same storage
+// Views of the same storage
 
 inline Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
   return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
@@ -218,7 +219,7 @@ inline Tensor view(const Tensor& self, c10::SymIntArrayRef size) { return at::na
 inline Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
-// The host's way with storages is the device's, too: the storage's own allocator gives the memory.
+// The CPU's implementations also work for devices, since the storage's own allocator provides the memory.
 inline const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
   c10::DeviceGuard guard(self.device());
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
@@ -235,7 +236,7 @@ inline Tensor& set_nothing(Tensor& self) {
 
 // All other operations
 
-// Those whose result's size, or result itself, the host has to know.
+// Returns whether the host needs an operator's result, or the result's size, before it can continue.
 inline bool host_must_know(const c10::FunctionSchema& schema, const Stack& stack, size_t begin) {
   static const std::set<std::string> names{
       "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
@@ -249,22 +250,22 @@ inline bool host_must_know(const c10::FunctionSchema& schema, const Stack& stack
   return false;
 }
 
-// One call of one operation, on its way to the host's kernel and back.
+// Runs one call of an operator with the CPU's kernel.
 class HostCall {
  public:
   HostCall(const c10::OperatorHandle& op, Stack* stack)
       : op_(op), schema_(op.schema()), stack_(*stack), begin_(stack->size() - schema_.arguments().size()),
-        given_(stack->begin() + begin_, stack->end()), name_(short_name(schema_.name())) {}
+        arguments_(stack->begin() + begin_, stack->end()), name_(short_name(schema_.name())) {}
 
   void run() {
     TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "The emulation of CUDA has no ", schema_.name(),
                                 ": it runs the host's kernels, and the host has none for this operator.");
     find_device();
-    for (const auto& index : from_host_) bring(index);
-    const bool known = host_must_know(schema_, stack_, begin_);
-    for (size_t i = 0; i < given_.size(); ++i) turn(i);
+    for (const auto& index : from_host_) record_index_copy(index);
+    const bool host_waits = host_must_know(schema_, stack_, begin_);
+    for (size_t i = 0; i < arguments_.size(); ++i) replace_argument(i);
     seed_host();
-    if (known) host_needs(name_, device_, uses_);
+    if (host_waits) wait_for_result(name_, device_, uses_);
     redispatch();
     for (auto& [original, twin] : resized_)
       if (twin.sizes() != original.sizes()) {
@@ -273,8 +274,8 @@ class HostCall {
         use(uses_, original, true);
       }
     const size_t first = stack_.size() - schema_.returns().size();
-    for (size_t i = 0; i < schema_.returns().size(); ++i) take_back(stack_[first + i], schema_.returns()[i]);
-    if (!known && !uses_.empty()) operate(name_, device_, uses_);
+    for (size_t i = 0; i < schema_.returns().size(); ++i) convert_results(stack_[first + i], schema_.returns()[i]);
+    if (!host_waits && !uses_.empty()) record_operation(name_, device_, uses_);
   }
 
  private:
@@ -282,13 +283,13 @@ class HostCall {
   const c10::FunctionSchema& schema_;
   Stack& stack_;
   const size_t begin_;
-  const std::vector<c10::IValue> given_;
+  const std::vector<c10::IValue> arguments_;
   const std::string name_;
   int64_t device_ = -1;
-  bool draws_ = false;
+  bool uses_default_generator_ = false;
   std::vector<Use> uses_;
-  std::vector<Tensor> from_host_;  // indices
-  std::vector<std::pair<Tensor, Tensor>> resized_;  // what may grow while it is written
+  std::vector<Tensor> from_host_;  // indices in host memory
+  std::vector<std::pair<Tensor, Tensor>> resized_;  // empty outputs, which the kernel may resize
 
   static std::string short_name(const std::string& full) { return full.substr(full.find("::") + 2); }
 
@@ -302,10 +303,10 @@ class HostCall {
     return found;
   }
 
-  // All tensors are on one device, as the real kernels demand; numbers and indices may come from the host.
+  // Finds the device of all tensors. As with real kernels, only scalars and indices may be on the host.
   void find_device() {
     bool elsewhere = false;
-    for (const auto& value : given_) {
+    for (const auto& value : arguments_) {
       for (const auto& tensor : tensors_of(value)) {
         if (!tensor.defined()) continue;
         if (!tensor.is_cuda()) {
@@ -324,8 +325,8 @@ class HostCall {
     TORCH_CHECK(!elsewhere, "Expected all tensors to be on the same device, but found at least two devices, cuda:", device_, " and cpu! (", name_, ")");
   }
 
-  // An index in the host's memory is copied to the device before it is of use there, and the host waits.
-  void bring(const Tensor& index) {
+  // Records the copy of an index from host memory to the device, for which the host waits.
+  void record_index_copy(const Tensor& index) {
     Finding copy;
     copy.kind = "copy", copy.op = "to the device", copy.device = static_cast<int>(device_), copy.stream = current_streams[device_];
     copy.bytes = static_cast<int64_t>(index.nbytes()), copy.waited = true, copy.site = site();
@@ -335,10 +336,10 @@ class HostCall {
       order().host_waits(order().now(stream_number(device_)));
       order().findings.push_back(copy);
     }
-    complain_of_sync();
+    check_sync_mode();
   }
 
-  Tensor twin_of(const Tensor& tensor, bool writes) {
+  Tensor host_argument(const Tensor& tensor, bool writes) {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     use(uses_, tensor, writes);
     if (!writes || tensor.numel()) return host(tensor);
@@ -347,34 +348,34 @@ class HostCall {
     return twin;
   }
 
-  void turn(size_t i) {
+  void replace_argument(size_t i) {
     const auto* alias = schema_.arguments()[i].alias_info();
     const bool writes = alias != nullptr && alias->isWrite();
-    const auto& value = given_[i];
+    const auto& value = arguments_[i];
     auto& slot = stack_[begin_ + i];
     if (value.isTensor()) {
-      slot = twin_of(value.toTensor(), writes);
+      slot = host_argument(value.toTensor(), writes);
     } else if (value.isTensorList()) {
       std::vector<Tensor> twins;
-      for (const auto& one : value.toTensorVector()) twins.push_back(twin_of(one, writes));
+      for (const auto& one : value.toTensorVector()) twins.push_back(host_argument(one, writes));
       slot = twins;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> twins;
       for (const std::optional<Tensor>& one : value.toOptionalTensorVector())
-        twins.push_back(one ? std::optional<Tensor>(twin_of(*one, writes)) : one);
+        twins.push_back(one ? std::optional<Tensor>(host_argument(*one, writes)) : one);
       slot = twins;
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       slot = Device(c10::kCPU);
     }
   }
 
-  // Who draws numbers draws them from the device's generator, or from the one that is given.
+  // Replaces a generator argument by a CPU generator that is seeded from the given device generator or the default one.
   void seed_host() {
-    draws_ = op_.hasTag(at::Tag::nondeterministic_seeded);
-    for (size_t i = 0; i < given_.size(); ++i) {
+    uses_default_generator_ = op_.hasTag(at::Tag::nondeterministic_seeded);
+    for (size_t i = 0; i < arguments_.size(); ++i) {
       if (schema_.arguments()[i].name() != "generator") continue;
-      draws_ = false;
-      auto generator = given_[i].isNone() ? default_generator(device_) : given_[i].toGenerator();
+      uses_default_generator_ = false;
+      auto generator = arguments_[i].isNone() ? default_generator(device_) : arguments_[i].toGenerator();
       if (auto* ours = dynamic_cast<Generator*>(generator.unsafeGetGeneratorImpl())) {
         std::lock_guard<std::mutex> held(ours->mutex_);
         stack_[begin_ + i] = ours->next();
@@ -382,42 +383,42 @@ class HostCall {
     }
   }
 
-  // Operations that take no generator draw from the host's default one: it is lent to them.
+  // Runs the CPU's kernel. If it draws from the CPU's default generator, the state of that generator is replaced meanwhile.
   void redispatch() {
     const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
-    if (!draws_) return op_.redispatchBoxed(cpu, &stack_);
-    auto lent = at::detail::getDefaultCPUGenerator();
-    struct Lent {
+    if (!uses_default_generator_) return op_.redispatchBoxed(cpu, &stack_);
+    auto generator = at::detail::getDefaultCPUGenerator();
+    struct RestoreState {
       at::Generator& generator;
       const Tensor state = generator.get_state();
-      ~Lent() { generator.set_state(state); }
-    } kept{lent};
-    lent.set_state(at::check_generator<Generator>(default_generator(device_))->next().get_state());
+      ~RestoreState() { generator.set_state(state); }
+    } restore{generator};
+    generator.set_state(at::check_generator<Generator>(default_generator(device_))->next().get_state());
     op_.redispatchBoxed(cpu, &stack_);
   }
 
-  void take_back(c10::IValue& value, const c10::Argument& result) {
+  void convert_results(c10::IValue& value, const c10::Argument& result) {
     if (value.isTensor()) {
-      value = back(value.toTensor(), result.alias_info(), 0);
+      value = convert_result(value.toTensor(), result.alias_info(), 0);
     } else if (value.isTensorList()) {
       std::vector<Tensor> made;
-      for (const auto& one : value.toTensorVector()) made.push_back(back(one, result.alias_info(), made.size()));
+      for (const auto& one : value.toTensorVector()) made.push_back(convert_result(one, result.alias_info(), made.size()));
       value = made;
     }
   }
 
-  Tensor back(const Tensor& result, const c10::AliasInfo* alias, size_t place) {
+  Tensor convert_result(const Tensor& result, const c10::AliasInfo* alias, size_t index) {
     if (!result.defined()) return result;
     if (alias == nullptr) {
       auto made = on_device(result, device_);
       use(uses_, made, true);
       return made;
     }
-    for (size_t i = 0; i < given_.size(); ++i) {
+    for (size_t i = 0; i < arguments_.size(); ++i) {
       const auto* other = schema_.arguments()[i].alias_info();
       if (other == nullptr || other->beforeSets() != alias->beforeSets()) continue;
-      const auto originals = tensors_of(given_[i]);
-      if (alias->isWrite()) return originals.at(place);
+      const auto originals = tensors_of(arguments_[i]);
+      if (alias->isWrite()) return originals.at(index);
       for (const auto& original : originals) {  // a view
         const int64_t offset = (static_cast<const char*>(result.const_data_ptr()) - static_cast<const char*>(original.const_data_ptr())) / static_cast<int64_t>(result.itemsize());
         return original.as_strided(result.sizes(), result.strides(), original.storage_offset() + offset);
@@ -429,10 +430,11 @@ class HostCall {
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { HostCall(op, stack).run(); }
 
-// Operations with a kernel for the host, and besides it one made of others, which real devices do not use either.
-inline std::vector<std::string> with_kernels_of_their_own() {
+// Returns operators that have both a CPU kernel and a composite implementation. Real devices do not use the latter
+// either.
+inline std::vector<std::string> operators_with_cpu_kernels() {
   auto& dispatcher = c10::Dispatcher::singleton();
-  // The host chooses another kernel of a convolution than a device would: it is asked for the whole of it.
+  // Convolutions are redispatched as a whole, since the CPU chooses other internal kernels than a device would.
   std::vector<std::string> found{"convolution", "convolution_backward"};
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;

@@ -1,4 +1,4 @@
-// Collectives of tensors on emulated devices: in the order of streams as NCCL's are, carried by gloo.
+// Collectives on tensors of emulated devices: ordered by streams like NCCL's, and executed by gloo.
 #pragma once
 
 #include "kernels.h"
@@ -13,13 +13,13 @@ namespace emulated {
 using c10d::OpType;
 using c10d::ReduceOp;
 
-struct StreamTurn {  // makes a stream the current one of its device
+struct StreamScope {  // makes a stream the current one of its device
   const int64_t device, before;
-  StreamTurn(int64_t device, int64_t stream) : device(device), before(std::exchange(current_streams[device], stream)) {}
-  ~StreamTurn() { current_streams[device] = before; }
+  StreamScope(int64_t device, int64_t stream) : device(device), before(std::exchange(current_streams[device], stream)) {}
+  ~StreamScope() { current_streams[device] = before; }
 };
 
-// A collective under way. What waits for it is the stream that is current then; the host goes on.
+// A started collective. Waiting for it makes the stream that is current at that time wait; the host continues.
 class Collective final : public c10d::Work {
  public:
   Collective(int rank, OpType type, int64_t device, int64_t stream, std::vector<Tensor> held, std::vector<Tensor> outputs)
@@ -29,7 +29,7 @@ class Collective final : public c10d::Work {
       end_.stream = order().number_of(static_cast<int>(device), stream);
       end_.clock = order().now(end_.stream);
     }
-    StreamTurn turn(device, stream);
+    StreamScope scope(device, stream);
     c10::DeviceGuard guard(Device(DeviceType::CUDA, static_cast<DeviceIndex>(device)));
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<Device>{Device(DeviceType::CUDA, static_cast<DeviceIndex>(device))});
@@ -37,7 +37,7 @@ class Collective final : public c10d::Work {
   }
   bool isCompleted() override {
     std::lock_guard<std::mutex> guard(order().lock);
-    return order().ask(end_);
+    return order().query(end_);
   }
   bool isSuccess() const override { return true; }
   std::vector<Tensor> result() override { return outputs_; }
@@ -46,7 +46,7 @@ class Collective final : public c10d::Work {
       std::lock_guard<std::mutex> guard(order().lock);
       order().wait(stream_number(device_), end_.clock);
     }
-    held_.clear();  // from here on the order of streams keeps them
+    held_.clear();  // from now on the order of streams protects them
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -62,7 +62,7 @@ class Collective final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// DDP asks how long a step's parts took. There is no clock to read.
+// DDP's timer for the parts of a step. Time is not emulated.
 class Timer final : public c10d::Timer {
  public:
   explicit Timer(Device) {}
@@ -73,7 +73,7 @@ class Nccl final : public c10d::Backend {
  public:
   Nccl(int rank, int size, c10::intrusive_ptr<c10d::Backend> gloo) : c10d::Backend(rank, size), gloo_(std::move(gloo)) {}
 
-  // gloo's threads are joined, and may want Python's lock before they end.
+  // Releases the GIL, since gloo's threads are joined here and may need it to end.
   ~Nccl() override {
     std::optional<pybind11::gil_scoped_release> released;
     if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
@@ -98,8 +98,8 @@ class Nccl final : public c10d::Backend {
   WorkPtr endCoalescing() override { return coalesced_; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    const bool mine = opts.rootRank == rank_;
-    return run("broadcast", OpType::BROADCAST, mine ? tensors : Tensors{}, mine ? Tensors{} : tensors, tensors, opts, [&] {
+    const bool is_root = opts.rootRank == rank_;
+    return run("broadcast", OpType::BROADCAST, is_root ? tensors : Tensors{}, is_root ? Tensors{} : tensors, tensors, opts, [&] {
       auto twins = hosts(tensors);
       gloo_->broadcast(twins, opts)->wait();
     });
@@ -111,13 +111,13 @@ class Nccl final : public c10d::Backend {
     return run("allreduce_coalesced", OpType::COALESCED, {}, tensors, tensors, opts, [&] { sum_each(tensors, opts); });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    const bool mine = opts.rootRank == rank_;
-    return run("reduce", OpType::REDUCE, mine ? Tensors{} : tensors, mine ? tensors : Tensors{}, tensors, opts, [&] {
+    const bool is_root = opts.rootRank == rank_;
+    return run("reduce", OpType::REDUCE, is_root ? Tensors{} : tensors, is_root ? tensors : Tensors{}, tensors, opts, [&] {
       auto twins = copies(tensors, opts.reduceOp);
       auto plain = opts;
-      plain.reduceOp = carried(opts.reduceOp);
+      plain.reduceOp = gloo_op(opts.reduceOp);
       gloo_->reduce(twins, plain)->wait();
-      if (mine) put(tensors, twins, opts.reduceOp);
+      if (is_root) put(tensors, twins, opts.reduceOp);
     });
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
@@ -182,14 +182,14 @@ class Nccl final : public c10d::Backend {
       gloo_->recv(twins, from, tag)->wait();
     });
   }
-  // The host waits for it, as it does for NCCL's.
+  // As with NCCL, the host waits for a barrier.
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
     const int64_t device = opts.device_ids.empty() ? current : opts.device_ids[0];
     gloo_->barrier(opts)->wait();
     const int64_t where = site();
     {
       std::lock_guard<std::mutex> held(order().lock);
-      tell_sync("barrier", static_cast<int>(device), current_streams[device], where);
+      record_sync("barrier", static_cast<int>(device), current_streams[device], where);
       order().host_waits(order().now(stream_number(device)));
     }
     return c10::make_intrusive<Collective>(rank_, OpType::BARRIER, device, current_streams[device], Tensors{}, Tensors{});
@@ -201,7 +201,7 @@ class Nccl final : public c10d::Backend {
   std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_;
   WorkPtr coalesced_;
   uint64_t sequence_ = 0;
-  bool met_ = false;
+  bool devices_checked_ = false;
 
   static Tensors flat(const std::vector<Tensors>& lists) {
     Tensors all;
@@ -219,8 +219,8 @@ class Nccl final : public c10d::Backend {
     return twins;
   }
 
-  // Averages and scaled sums are NCCL's alone: gloo adds, and the rest is done before and after.
-  static ReduceOp carried(const ReduceOp& op) { return op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op; }
+  // gloo lacks averages and scaled sums: it adds, and tensors are scaled before and divided after.
+  static ReduceOp gloo_op(const ReduceOp& op) { return op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op; }
   static Tensor scaled(const Tensor& tensor, const ReduceOp& op) {
     if (op.op_ != ReduceOp::PREMUL_SUM) return tensor;
     const auto* factor = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
@@ -236,7 +236,7 @@ class Nccl final : public c10d::Backend {
   }
   void sum_each(const Tensors& tensors, const c10d::AllreduceOptions& opts) {
     c10d::AllreduceOptions plain = opts;
-    plain.reduceOp = carried(opts.reduceOp);
+    plain.reduceOp = gloo_op(opts.reduceOp);
     auto sums = copies(tensors, opts.reduceOp);
     for (auto& one : sums) {
       Tensors alone{one};
@@ -251,16 +251,16 @@ class Nccl final : public c10d::Backend {
   void sum_slice(const Tensor& output, const Tensor& input, const c10d::ReduceScatterOptions& opts) {
     c10d::AllreduceOptions plain;
     plain.timeout = opts.timeout;
-    plain.reduceOp = carried(opts.reduceOp);
+    plain.reduceOp = gloo_op(opts.reduceOp);
     Tensors sum{scaled(input, opts.reduceOp).contiguous().clone()};
     gloo_->allreduce(sum, plain)->wait();
     put({output}, {sum[0].view({size_, -1}).select(0, rank_).view(output.sizes())}, opts.reduceOp);
   }
 
-  // A collective takes its turn on a stream of NCCL's, which waits for the current one; or on the current one itself,
-  // where nobody asked for it to be asynchronous.
-  template <typename Options, typename Carry>
-  WorkPtr run(const std::string& op, OpType type, const Tensors& inputs, const Tensors& outputs, const Tensors& results, const Options& opts, Carry carry) {
+  // Issues a collective on NCCL's stream, which waits for the current stream. A synchronous collective is issued on the
+  // current stream itself.
+  template <typename Options, typename Execute>
+  WorkPtr run(const std::string& op, OpType type, const Tensors& inputs, const Tensors& outputs, const Tensors& results, const Options& opts, Execute execute) {
     int64_t device = -1;
     std::vector<Use> uses;
     for (const auto* list : {&inputs, &outputs})
@@ -272,28 +272,28 @@ class Nccl final : public c10d::Backend {
         use(uses, one, list == &outputs);
       }
     if (device < 0) device = current;
-    bool apart = true;
-    if constexpr (requires { opts.asyncOp; }) apart = opts.asyncOp;
+    bool asynchronous = true;
+    if constexpr (requires { opts.asyncOp; }) asynchronous = opts.asyncOp;
     refuse_shared_device(device);
-    const int64_t stream = apart ? stream_of(device) : current_streams[device];
+    const int64_t stream = asynchronous ? stream_of(device) : current_streams[device];
     const int64_t where = site();
-    carry();
+    execute();
     {
       std::lock_guard<std::mutex> held(order().lock);
       order().wait(order().number_of(static_cast<int>(device), stream), order().now(stream_number(device)));
-      StreamTurn turn(device, stream);
-      take_turn(op, device, uses, where);
+      StreamScope scope(device, stream);
+      issue_on_current_stream(op, device, uses, where);
     }
     sequence_ += 1;
     Tensors held = inputs;
     held.insert(held.end(), outputs.begin(), outputs.end());
-    coalesced_ = c10::make_intrusive<Collective>(rank_, type, device, stream, apart ? held : Tensors{}, results);
+    coalesced_ = c10::make_intrusive<Collective>(rank_, type, device, stream, asynchronous ? held : Tensors{}, results);
     return coalesced_;
   }
 
-  // As NCCL does where it first meets the others. NCCL_HOSTID says which machine this is meant to be.
+  // As NCCL does when a communicator is created. NCCL_HOSTID identifies the machine.
   void refuse_shared_device(int64_t device) {
-    if (std::exchange(met_, true)) return;
+    if (std::exchange(devices_checked_, true)) return;
     const char* machine = std::getenv("NCCL_HOSTID");
     auto own = at::empty({2}, at::TensorOptions(c10::kLong));
     own.data_ptr<int64_t>()[0] = static_cast<int64_t>(std::hash<std::string>()(machine ? machine : ""));

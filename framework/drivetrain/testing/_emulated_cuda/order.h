@@ -1,4 +1,4 @@
-// Which operation is known to be over before which: vector clocks over streams, events and the host.
+// The order of operations, as far as it is known: vector clocks of streams, events and the host.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace emulated {
 
-// By the number of a stream: how many of its operations are known to be over.
+// For each stream, by its number: how many of its operations are known to have finished.
 using Clock = std::vector<int64_t>;
 
 inline int64_t reached(const Clock& clock, int stream) {
@@ -26,14 +26,14 @@ inline void join(Clock& into, const Clock& other) {
   for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
 }
 
-// What one operation of a stream does to a range of bytes of a block.
+// An operation's access to a range of bytes of a block.
 struct Access {
   int stream;
-  int64_t number;  // among the operations of its stream
+  int64_t number;  // position among the operations of its stream
   bool writes;
   size_t begin, end;
   std::string op;
-  int64_t site;  // where the host called it
+  int64_t site;  // the place in the code that called it
 };
 
 // Memory of a device, or pinned memory of the host (device -1).
@@ -41,10 +41,10 @@ struct Block {
   char* data;
   size_t size;
   int device;
-  int owner;  // the stream that it was allocated on, and that may get it again when it is freed
+  int owner;  // the stream it was allocated on, which may reuse it when it is freed
   std::vector<Access> accesses;
-  std::set<int> recorded;  // the streams that record_stream named
-  int64_t run = 0;  // which `with` it was allocated in
+  std::set<int> recorded;  // streams that were passed to record_stream
+  int64_t run = 0;  // number of the `with` block in which it was allocated
 };
 
 struct Freed {
@@ -53,7 +53,7 @@ struct Freed {
   int64_t site;
 };
 
-// What tests ask for. A race has two sides; `other_*` is the earlier one.
+// A finding that tests can query. For a race, `other_*` describes the earlier access.
 struct Finding {
   std::string kind;  // race, overwritten, free, sync, copy
   std::string op;
@@ -66,26 +66,26 @@ struct Finding {
   int64_t other_site = -1;
   int64_t bytes = 0;
   bool pinned = false;
-  bool waited = false;  // the host did, for the device
+  bool waited = false;  // whether the host waited for the device
   bool writes = false, other_writes = false;
 };
 
 struct Event {
   Clock clock;
   int stream = 0;
-  bool asked = false;
+  bool queried = false;
 };
 
-// An asynchronous copy to pinned memory: the bytes that come when the host has waited for them.
-struct Arriving {
+// An asynchronous copy to pinned memory, whose bytes arrive when the host has waited for them.
+struct CopyToPinned {
   int stream;
   int64_t number;
   char* to;
   std::vector<char> bytes;
 };
 
-// An asynchronous copy from pinned memory: the bytes that must not change until it is over.
-struct Leaving {
+// An asynchronous copy from pinned memory, whose bytes must not change until it has finished.
+struct CopyFromPinned {
   int stream;
   int64_t number;
   const char* from;
@@ -95,7 +95,7 @@ struct Leaving {
 
 class Order {
  public:
-  std::mutex lock;  // held by whoever calls what follows; never while Python's lock is waited for
+  std::mutex lock;  // held by callers of the methods below, but never while waiting for Python's GIL
   std::vector<Finding> findings;
 
   int number_of(int device, int64_t id) {
@@ -104,13 +104,13 @@ class Order {
       names_.push_back({device, id});
       clocks_.emplace_back();
       issued_.push_back(0);
-      asked_.push_back(-1);
+      queried_at_.push_back(-1);
       freed_.emplace_back();
     }
     return found->second;
   }
 
-  // The next operation of a stream comes after all that the stream and the host have waited for.
+  // Issues the next operation of a stream, after everything that the stream and the host have waited for.
   int64_t issue(int stream) {
     auto& clock = clocks_[stream];
     join(clock, host_);
@@ -128,37 +128,37 @@ class Order {
 
   void host_waits(const Clock& clock) {
     join(host_, clock);
-    settle();
+    complete_copies();
   }
 
   void host_waits_for_device(int device) {
     for (size_t i = 0; i < names_.size(); ++i)
       if (names_[i].first == device) join(host_, clocks_[i]);
-    settle();
+    complete_copies();
   }
 
-  // A device is always a little behind: asked the first time, it has not come so far yet.
-  bool ask(Event& event) {
-    if (over(event.clock)) return true;
-    if (!std::exchange(event.asked, true)) return false;
+  // The first query of unfinished work returns false, since a real device lags behind the host; the second one waits.
+  bool query(Event& event) {
+    if (all_finished(event.clock)) return true;
+    if (!std::exchange(event.queried, true)) return false;
     host_waits(event.clock);
     return true;
   }
 
-  bool ask(int stream) {
+  bool query(int stream) {
     const Clock clock = now(stream);
-    if (over(clock)) return true;
-    if (std::exchange(asked_[stream], issued_[stream]) != issued_[stream]) return false;
+    if (all_finished(clock)) return true;
+    if (std::exchange(queried_at_[stream], issued_[stream]) != issued_[stream]) return false;
     host_waits(clock);
     return true;
   }
 
-  // Compares an access with those before it, and keeps what later ones are to be compared with.
-  void touch(Block& block, const Access& access) {
+  // Compares an access with earlier ones, and keeps those that later accesses must be compared with.
+  void record_access(Block& block, const Access& access) {
     auto& all = block.accesses;
     for (const auto& earlier : all) {
       const bool overlap = earlier.begin < access.end && access.begin < earlier.end;
-      if (overlap && (earlier.writes || access.writes) && !is_over(earlier, access.stream)) tell_race(access, earlier, block);
+      if (overlap && (earlier.writes || access.writes) && !has_finished(earlier, access.stream)) record_race(access, earlier, block);
     }
     all.erase(std::remove_if(all.begin(), all.end(), [&](const Access& earlier) {
       const bool within = access.begin <= earlier.begin && earlier.end <= access.end;
@@ -167,11 +167,12 @@ class Order {
     all.push_back(access);
   }
 
-  // Whoever gets memory of this stream may get what was freed there, whether others are through with it or not.
+  // An allocation on this stream may reuse memory that was freed there. Reports operations on other streams that may
+  // still use that memory.
   void allocated_on(int stream) {
     for (const auto& freed : freed_[stream])
       for (const auto& use : freed.unfinished) {
-        if (reached(host_, use.stream) >= use.number || is_over(use, stream)) continue;
+        if (reached(host_, use.stream) >= use.number || has_finished(use, stream)) continue;
         Finding found;
         found.kind = "free";
         found.op = use.op, found.device = names_[use.stream].first, found.stream = names_[use.stream].second;
@@ -182,11 +183,12 @@ class Order {
     freed_[stream].clear();
   }
 
-  // What other streams may still do to a block that is given back, but for those that its allocator knows of.
+  // Returns accesses from other streams that may be unfinished when a block is freed, except from streams that were
+  // passed to record_stream.
   std::vector<Access> unfinished(const Block& block) const {
     std::vector<Access> uses;
     for (const auto& use : block.accesses)
-      if (!block.recorded.count(use.stream) && reached(host_, use.stream) < use.number && !is_over(use, block.owner))
+      if (!block.recorded.count(use.stream) && reached(host_, use.stream) < use.number && !has_finished(use, block.owner))
         uses.push_back(use);
     return uses;
   }
@@ -195,29 +197,29 @@ class Order {
     if (!uses.empty()) freed_[block.owner].push_back({block.size, std::move(uses), site});
   }
 
-  void arrives(Arriving copy) { arriving_.push_back(std::move(copy)); }
-  void leaves(Leaving copy) { leaving_.push_back(std::move(copy)); }
+  void add_copy_to_pinned(CopyToPinned copy) { copies_to_pinned_.push_back(std::move(copy)); }
+  void add_copy_from_pinned(CopyFromPinned copy) { copies_from_pinned_.push_back(std::move(copy)); }
 
-  // A stream reads or writes pinned memory: earlier copies to it are over by then (else it is a race, and told).
+  // Completes copies to pinned memory that a stream is about to access. An unordered copy is reported as a race.
   void deliver_within(const char* begin, size_t size) {
-    take(arriving_, [&](const Arriving& one) { return begin < one.to + one.bytes.size() && one.to < begin + size; },
-         [](const Arriving& one) { std::memcpy(one.to, one.bytes.data(), one.bytes.size()); });
+    take_if(copies_to_pinned_, [&](const CopyToPinned& one) { return begin < one.to + one.bytes.size() && one.to < begin + size; },
+         [](const CopyToPinned& one) { std::memcpy(one.to, one.bytes.data(), one.bytes.size()); });
   }
 
   void check_within(const char* begin, size_t size) {
-    take(leaving_, [&](const Leaving& one) { return begin < one.from + one.bytes.size() && one.from < begin + size; },
-         [&](const Leaving& one) { check(one); });
+    take_if(copies_from_pinned_, [&](const CopyFromPinned& one) { return begin < one.from + one.bytes.size() && one.from < begin + size; },
+         [&](const CopyFromPinned& one) { check(one); });
   }
 
   void forget_within(const char* begin, size_t size) {
-    take(arriving_, [&](const Arriving& one) { return begin <= one.to && one.to < begin + size; }, [](const Arriving&) {});
+    take_if(copies_to_pinned_, [&](const CopyToPinned& one) { return begin <= one.to && one.to < begin + size; }, [](const CopyToPinned&) {});
     check_within(begin, size);
   }
 
-  // After `with`: what is under way is over, and what was freed is forgotten.
+  // At the end of the `with` block, completes all copies and forgets freed blocks.
   void close() {
     for (const auto& clock : clocks_) join(host_, clock);
-    settle();
+    complete_copies();
     for (auto& each : freed_) each.clear();
   }
 
@@ -226,39 +228,39 @@ class Order {
  private:
   std::map<std::pair<int, int64_t>, int> numbers_;
   std::vector<std::pair<int, int64_t>> names_;
-  std::vector<Clock> clocks_;  // by stream: what its next operation comes after
-  Clock host_;                 // what the host has waited for; one for all its threads, whose own order nobody sees
-  std::vector<int64_t> issued_, asked_;
+  std::vector<Clock> clocks_;  // by stream: what its next operation waits for
+  Clock host_;                 // what the host has waited for; shared by its threads, whose order is not tracked
+  std::vector<int64_t> issued_, queried_at_;
   std::vector<std::vector<Freed>> freed_;
-  std::vector<Arriving> arriving_;
-  std::vector<Leaving> leaving_;
+  std::vector<CopyToPinned> copies_to_pinned_;
+  std::vector<CopyFromPinned> copies_from_pinned_;
 
-  bool is_over(const Access& earlier, int stream) const {
+  bool has_finished(const Access& earlier, int stream) const {
     return earlier.stream == stream || reached(clocks_[stream], earlier.stream) >= earlier.number;
   }
 
-  bool over(const Clock& clock) const {
+  bool all_finished(const Clock& clock) const {
     for (size_t i = 0; i < clock.size(); ++i)
       if (clock[i] > reached(host_, static_cast<int>(i))) return false;
     return true;
   }
 
-  template <typename T, typename Which, typename Then>
-  static void take(std::vector<T>& from, Which which, Then then) {
-    auto kept = std::stable_partition(from.begin(), from.end(), [&](const T& one) { return !which(one); });
+  template <typename T, typename Predicate, typename Action>
+  static void take_if(std::vector<T>& from, Predicate selects, Action act) {
+    auto kept = std::stable_partition(from.begin(), from.end(), [&](const T& one) { return !selects(one); });
     std::vector<T> taken(std::make_move_iterator(kept), std::make_move_iterator(from.end()));
     from.erase(kept, from.end());
-    for (const auto& one : taken) then(one);
+    for (const auto& one : taken) act(one);
   }
 
-  // What the host has just waited for has come, and what it had lent is its own again.
-  void settle() {
-    take(leaving_, [&](const Leaving& one) { return reached(host_, one.stream) >= one.number; }, [&](const Leaving& one) { check(one); });
-    take(arriving_, [&](const Arriving& one) { return reached(host_, one.stream) >= one.number; },
-         [](const Arriving& one) { std::memcpy(one.to, one.bytes.data(), one.bytes.size()); });
+  // Completes the copies that the host has waited for, and checks that the sources of copies to devices are unchanged.
+  void complete_copies() {
+    take_if(copies_from_pinned_, [&](const CopyFromPinned& one) { return reached(host_, one.stream) >= one.number; }, [&](const CopyFromPinned& one) { check(one); });
+    take_if(copies_to_pinned_, [&](const CopyToPinned& one) { return reached(host_, one.stream) >= one.number; },
+         [](const CopyToPinned& one) { std::memcpy(one.to, one.bytes.data(), one.bytes.size()); });
   }
 
-  void check(const Leaving& one) {
+  void check(const CopyFromPinned& one) {
     if (std::memcmp(one.from, one.bytes.data(), one.bytes.size()) == 0) return;
     Finding found;
     found.kind = "overwritten", found.op = "copy_";
@@ -267,7 +269,7 @@ class Order {
     findings.push_back(found);
   }
 
-  void tell_race(const Access& access, const Access& earlier, const Block& block) {
+  void record_race(const Access& access, const Access& earlier, const Block& block) {
     Finding found;
     found.kind = "race";
     found.op = access.op, found.stream = names_[access.stream].second, found.site = access.site, found.writes = access.writes;
@@ -281,7 +283,7 @@ class Order {
 };
 
 inline Order& order() {
-  static auto* one = new Order;  // outlives every tensor
+  static auto* one = new Order;  // never freed, so that it outlives all tensors
   return *one;
 }
 

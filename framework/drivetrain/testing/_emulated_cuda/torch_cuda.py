@@ -20,7 +20,7 @@ _NEEDED = (
     *("_cudart", "_device_count_nvml", "_exchange_device", "_lazy_init", "_maybe_exchange_device", "_queued_calls"),
     *("_utils", "get_device_properties", "graphs", "memory", "nccl", "nvtx", "streams"),
 )
-_KEPT = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
+_RESTORED = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def check_torch_version() -> None:
     Raises:
         ConfigurationError: names what is missing.
     """
-    missing = [name for name in (*_NEEDED, *_KEPT) if not hasattr(torch.cuda, name)]
+    missing = [name for name in (*_NEEDED, *_RESTORED) if not hasattr(torch.cuda, name)]
     if missing:
         raise ConfigurationError(
             f"The emulation of CUDA does not fit torch {torch.__version__}: torch.cuda has no {', '.join(missing)}.",
@@ -141,21 +141,22 @@ def check_torch_version() -> None:
 def emulated_names(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
     """Install the emulated names in torch.cuda, and restore the former ones on exit."""
     cuda = torch.cuda
-    begun: list[int] = []  # the process that initialised the driver; processes that it forks afterwards cannot use it
+    # The process that initialised the driver. Processes that it forks afterwards cannot use it.
+    initialised_by: list[int] = []
 
-    def begin() -> None:
-        if not begun:
-            begun.append(os.getpid())
+    def mark_initialised() -> None:
+        if not initialised_by:
+            initialised_by.append(os.getpid())
 
     def device_count() -> int:
-        begin()
+        mark_initialised()
         return devices
 
     def in_bad_fork() -> bool:
-        return bool(begun) and begun[0] != os.getpid()
+        return bool(initialised_by) and initialised_by[0] != os.getpid()
 
     def initialise() -> None:
-        begin()
+        mark_initialised()
         extension.initialise()
         if devices:
             _start_autograd(extension, devices)
@@ -195,15 +196,15 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         return properties
 
     def memory_stats(index: int) -> dict[str, Any]:
-        now = extension.memory_of(index)
-        held = _pools(now["current"], now["peak"])
+        statistics = extension.memory_of(index)
+        pools = _pools(statistics["current"], statistics["peak"])
         return {
-            "allocated_bytes": held,
-            "active_bytes": held,
-            "reserved_bytes": held,
-            "requested_bytes": held,
-            "allocation": _pools(now["blocks"], now["blocks"]),
-            "num_ooms": now["refused"],
+            "allocated_bytes": pools,
+            "active_bytes": pools,
+            "reserved_bytes": pools,
+            "requested_bytes": pools,
+            "allocation": _pools(statistics["blocks"], statistics["blocks"]),
+            "num_ooms": statistics["refused"],
             "num_alloc_retries": 0,
         }
 
@@ -211,8 +212,8 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         cuda.init()  # type: ignore[no-untyped-call]
         return properties.total_memory - extension.memory_of(index_of(device))["current"], properties.total_memory
 
-    plain: Any = torch.UntypedStorage
-    resize, clone, move = plain.resize_, plain.clone, plain.to
+    storage_class: Any = torch.UntypedStorage
+    resize, clone, move = storage_class.resize_, storage_class.clone, storage_class.to
 
     def resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
         if storage.device.type != "cuda":
@@ -248,7 +249,7 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         "_cuda_ipc_collect": lambda: None,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_getArchFlags": lambda: None,
-        "_cuda_canDeviceAccessPeer": lambda one, other: True,
+        "_cuda_canDeviceAccessPeer": lambda device, peer: True,
         "_cuda_get_sync_debug_mode": extension.sync_mode,
         "_cuda_set_sync_debug_mode": extension.set_sync_mode,
         "_cuda_isCurrentStreamCapturing": lambda: False,
@@ -258,13 +259,13 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         for name, function in names.items():
             put(torch._C, name, function)
         put(torch._C, "_has_cuda", True)
-        for name in _KEPT:
+        for name in _RESTORED:
             put(cuda, name, getattr(cuda, name))
         put(cuda, "_queued_calls", list(cuda._queued_calls))
         put(cuda, "_is_in_bad_fork", in_bad_fork)
-        put(cuda, "_cudart", object())  # there, and of no use
+        put(cuda, "_cudart", object())  # must exist but is not used
         put(cuda, "_exchange_device", exchange)
-        put(cuda, "_maybe_exchange_device", lambda index: exchange(index))  # torch.compile tells the two apart
+        put(cuda, "_maybe_exchange_device", lambda index: exchange(index))  # torch.compile needs two distinct functions
         put(cuda, "_device_count_nvml", lambda: devices)
         for module in (cuda, cuda.graphs):
             put(module, "is_current_stream_capturing", lambda: False)
@@ -275,14 +276,14 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
             put(module, "Stream", Stream)
             put(module, "Event", Event)
         put(cuda.nvtx, "_nvtx", _Nvtx())
-        put(plain, "resize_", resize_storage)
-        put(plain, "clone", clone_storage)
-        put(plain, "to", move_storage)
-        loading = os.environ.get("CUDA_MODULE_LOADING")
+        put(storage_class, "resize_", resize_storage)
+        put(storage_class, "clone", clone_storage)
+        put(storage_class, "to", move_storage)
+        module_loading = os.environ.get("CUDA_MODULE_LOADING")
         try:
             yield
         finally:
-            if loading is None:
+            if module_loading is None:
                 os.environ.pop("CUDA_MODULE_LOADING", None)
 
 
@@ -314,5 +315,5 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _pools(current: int, peak: int) -> dict[str, dict[str, int]]:
-    one = {"current": current, "peak": peak, "allocated": peak, "freed": peak - current}
-    return {"all": one, "large_pool": one, "small_pool": dict.fromkeys(one, 0)}
+    pool = {"current": current, "peak": peak, "allocated": peak, "freed": peak - current}
+    return {"all": pool, "large_pool": pool, "small_pool": dict.fromkeys(pool, 0)}

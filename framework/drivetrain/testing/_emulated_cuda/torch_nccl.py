@@ -29,7 +29,7 @@ class Options:
 
 
 @contextlib.contextmanager
-def nccl_in_place(extension: ModuleType) -> Iterator[None]:
+def emulated_nccl(extension: ModuleType) -> Iterator[None]:
     """Allow process groups with backend "nccl", and restore torch's names for NCCL on exit."""
     group: Any = extension.ProcessGroupNCCL
     group.Options = Options
