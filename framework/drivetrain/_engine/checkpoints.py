@@ -180,7 +180,7 @@ class RunCheckpoints:
     def _stopped_early(self, epoch: int, step: int) -> str | None:
         """Return why a callback ended the run, or None.
 
-        A callback with other settings than in that run has another state key, and is not asked.
+        A callback whose settings differ from those in that run has another state key, and is skipped.
         """
         assert self.opened is not None
         trainer, states = self._core.trainer, self.opened.state()["callbacks"]
@@ -292,8 +292,8 @@ class RunCheckpoints:
                     checkpoint = load(path)
                     check_progress(checkpoint)
                     saved_step = int(checkpoint.progress["global_step"])
-                    is_newest = saved_step <= step and (found is None or saved_step > found[1])
-                    if is_newest and not checkpoint.weights_only:
+                    is_newer = saved_step <= step and (found is None or saved_step > found[1])
+                    if is_newer and not checkpoint.weights_only:
                         found = path, saved_step
         found = control.from_rank_0(found)
         return None if found is None else (found[0], found[1])

@@ -112,7 +112,7 @@ class NoProfiling:
         return table
 
     def save_requests(self) -> SaveRequests:
-        """Return the queue of requested checkpoints, each timed as a phase."""
+        """Return an empty queue of requested checkpoints, each of which is timed as a phase."""
         return SaveRequests()
 
     def mover(self, move: BatchMover | None) -> BatchMover | None:

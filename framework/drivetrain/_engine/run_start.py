@@ -52,9 +52,8 @@ logger = logging.getLogger("drivetrain")
 
 Check = Callable[[Checkpoint], None]
 
-_POLL_INTERVAL = (
-    5.0  # seconds between two reads of another run's heartbeat, and between two messages to the other ranks
-)
+_POLL_INTERVAL = 5.0
+"""Seconds between two reads of another run's heartbeat, and between two messages to the other ranks."""
 
 
 def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
@@ -187,7 +186,7 @@ def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, che
 
 
 def _best_in_folder_of(path: str) -> str:
-    """Return the best checkpoint in the folder of the newest one, according to the callbacks' state in the newest."""
+    """Return the best checkpoint in the folder of the newest one, whose callbacks' state names it; else the newest."""
     newest = load(path)
     with reporting_malformed(newest, "the run's state", "callbacks"):
         states = [saved["state"] for saved in newest.state()["callbacks"].values()]
