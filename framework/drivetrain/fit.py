@@ -58,7 +58,7 @@ class Fit(SessionContext):
         num_nodes: the number of nodes.
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", a name that a package
             registers, or a `Precision`.
-        max_epochs: epochs to train; -1 for no limit. None stands for 1000 if nothing else limits the run.
+        max_epochs: epochs to train; -1 for no limit. None means 1000 if nothing else limits the run.
         min_epochs: epochs before which nothing stops the run early.
         max_steps: optimizer steps to train; -1 for no limit.
         min_steps: optimizer steps before which nothing stops the run early.
@@ -75,7 +75,7 @@ class Fit(SessionContext):
         num_sanity_val_steps: validation micro-batches to run before training; -1 for all.
         overfit_batches: train and validate on this number (int) or fraction (float) of micro-batches, unshuffled.
         fast_dev_run: try the run with one micro-batch (True) or this many (int) per loader, without loggers.
-        callbacks: one or a list; added to the default callbacks.
+        callbacks: a callback or a list of them, in addition to the default callbacks.
         logger: None or True for the default logger, False for none, or one or a list of "csv", "tensorboard", names
             that packages register, and `Logger` objects.
         log_every_n_steps: optimizer steps between two rows of step values; 0 for no rows.
@@ -91,8 +91,8 @@ class Fit(SessionContext):
         compile: compile the steps; a dict is passed to `torch.compile`.
         use_distributed_sampler: split the data over the ranks; False leaves the loaders as they are.
         sync_batchnorm: normalize over the samples of all ranks.
-        reload_dataloaders_every_n_epochs: build the loaders of the module or the data module again every n epochs, if
-            their batch size, length or files change; 0 keeps them.
+        reload_dataloaders_every_n_epochs: rebuild the loaders of the module or the data module every n epochs, for
+            loaders whose batch size, length or files change; 0 keeps them.
         profiler: measures where a run's time goes: "simple", "advanced", "pytorch", a name that a package registers,
             or a `drivetrain.profilers.Profiler`.
         launcher: how processes are started: "auto", "subprocess", "spawn", "forkserver", "fork", "ray", a name that a
@@ -100,7 +100,7 @@ class Fit(SessionContext):
         environment: what started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", a name
             that a package registers, or an `Environment`.
         preemption_signals: signals that, like Ctrl-C, make a run save and exit so that it can be resumed: a name or a
-            list of names; "auto" for SIGTERM, and SIGUSR1 too in a SLURM job; None for none, Ctrl-C included.
+            list of names; "auto" for SIGTERM, and in a SLURM job also SIGUSR1; None for none, not even Ctrl-C.
         barebones: run the bare loop, without progress bar, summary, checkpoints and logging.
         plugins: reserved; always refused.
 
@@ -232,7 +232,7 @@ class Fit(SessionContext):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._profiler_names import resolve_profiler  # only needed where a profiler is named
+            from drivetrain.profilers._profiler_names import resolve_profiler  # only runs with a profiler need it
 
             self.given_profiler = resolve_profiler(profiler)
         self.state = "idle"
@@ -310,7 +310,7 @@ class Fit(SessionContext):
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test loaders and return each loader's values. The arguments are `validate`'s."""
+        """Run ``test_step`` over the test loaders and return each loader's values; takes `validate`'s arguments."""
         return self._evaluate(
             "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose
         )
@@ -395,7 +395,7 @@ class Fit(SessionContext):
         return results
 
     def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
-        """Return the module and checkpoint to evaluate; by default the last run's module with its best checkpoint."""
+        """Return the module and checkpoint to evaluate; by default the last run's module and best checkpoint."""
         if module is not None or self.session is None:
             return module, ckpt_path
         best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
@@ -447,13 +447,13 @@ class Fit(SessionContext):
             raise ConfigurationError(
                 f"{stage} was called while a run of {type(module).__name__} is under way.",
                 "both runs would use the same module, metrics and processes.",
-                "call it after the run, on every rank; validation within fit is val_check_interval's.",
+                "call it after the run, on every rank; to validate within fit, set val_check_interval.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        self._log_queue = None  # rows of a run that failed
+        self._log_queue = None  # drops rows that are left from a failed run
         try:
-            if any(is_overridden("before_launch", one, Callback) for one in self.callbacks):
+            if any(is_overridden("before_launch", callback, Callback) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
                 run_before_launch_hooks(self, stage, module, given, path)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class RunContext(Protocol):
-    """The run: ``trainer`` in a hook of a `Callback`, and ``self.trainer`` in a module or a data module.
+    """The run: ``trainer`` in the hooks of a `Callback`, and ``self.trainer`` in a module or a data module.
 
-    It is the running `Fit`; this interface is the part of it that is useful within a run. Most arguments of `Fit` are
+    The object is the `Fit`; this interface is the part of it that is useful within a run. Most arguments of `Fit` are
     attributes of the same name, and all of them are in ``settings``.
     """
 
@@ -105,7 +105,7 @@ class RunContext(Protocol):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on each rank, by limits and ``len(loader)``; infinite if neither is known."""
+        """Micro-batches of an epoch on each rank, from limits and ``len(loader)``; infinite if neither is known."""
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -181,7 +181,7 @@ class RunContext(Protocol):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; before a run with "auto", the one that would be used with the processes expected then."""
+        """The strategy; before a run with "auto", the one for the expected number of processes."""
 
     @property
     def precision(self) -> Precision:
@@ -280,7 +280,7 @@ class RunContext(Protocol):
 
         Each rank counts its part in common bins, and the counts are summed: no tensor is gathered. A parameter, its
         gradient or a buffer of the module counts once, however the strategy replicates or shards it. Any other tensor,
-        such as the activations of a micro-batch, is taken as different on each rank, and all of them count.
+        such as the activations of a micro-batch, is assumed to differ between ranks, and all of them count.
 
         Args:
             name: the name of the histogram.
@@ -367,8 +367,8 @@ class RunContext(Protocol):
     def micro_batch_weight(self) -> float:
         """The number of items over which the loss of this rank's current training micro-batch is a mean.
 
-        That is the result of `TrainModule.batch_weight` for the loader's batch, or else its samples; 0 on a joining
-        rank. Manual optimization does not apply weights: there it is the samples.
+        It is the result of `TrainModule.batch_weight` for the loader's batch, or by default its number of samples; 0 on
+        a joining rank. Manual optimization does not apply weights, and always has the number of samples.
         """
 
     # Checkpoints
@@ -475,11 +475,11 @@ class RunContext(Protocol):
         """What ``self.optimizers()`` returns in a module: each handle has its optimizer's attributes."""
 
     def manual_step(self, what: str, does: str) -> ManualOptimization:
-        """Return the step of manual optimization.
+        """Return the training step of manual optimization.
 
         Args:
             what: the method that needs it, for the error in automatic optimization.
-            does: what the engine does by itself there.
+            does: what the engine itself does in automatic optimization, for the same error.
         """
 
     def manual_backward(self, loss: torch.Tensor) -> None:
@@ -580,7 +580,10 @@ class Trials(Protocol):
         """
 
     def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
-        """Do as `run`; return False if a rank ran out of memory or the data has no batch of that size."""
+        """Run a trial as `run` does; return whether it fits.
+
+        False means that a rank ran out of memory, or that the data has no batch of that size.
+        """
 
     def searches(self, name: str) -> None:
         """Declare that a finder sets hyper-parameter ``name``.

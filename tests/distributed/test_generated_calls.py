@@ -106,9 +106,9 @@ def test_calls_in_generated_code_are_paired_or_refused() -> None:
             assert error["seconds"] < 15, (rank, case, error)
             assert "rank(s) [1]" in error["text"], (rank, case, error)
             assert "is_global_zero" in error["text"], (rank, case, error)
-        assert "Rank 0 came to all_gather (training batch 3" in found["alone at the end"]["text"]
-        assert "Rank 0 came to all_gather (training batch 2, epoch 0, global step 3)" in found["alone"]["text"]
-        assert "rank(s) [0] came to save_checkpoint" in found["another call"]["text"]
+        assert "Rank 0 reached all_gather (training batch 3" in found["alone at the end"]["text"]
+        assert "Rank 0 reached all_gather (training batch 2, epoch 0, global step 3)" in found["alone"]["text"]
+        assert "rank(s) [0] reached save_checkpoint" in found["another call"]["text"]
     assert [ranks[rank]["other places"]["meetings"] for rank in (0, 1)] == [1, 4]
 
 

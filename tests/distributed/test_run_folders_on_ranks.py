@@ -103,7 +103,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_on_every_rank(tmp_path: Pa
     first, second = on_ranks(_refused, 2, tmp_path / "file")
     assert first == second
     assert "CSVLogger cannot write to" in first
-    assert "is no folder" in first
+    assert "is not a folder" in first
 
 
 def test_a_run_that_was_killed_goes_on_in_its_folder(tmp_path: Path) -> None:  # J-13

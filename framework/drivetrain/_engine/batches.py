@@ -51,7 +51,7 @@ class BatchMover:
         return batch
 
     def finish(self, batch: Any, dataloader_idx: int) -> Any:
-        """Apply casts and hooks after the copy, on the step's stream: user code does not synchronise with another."""
+        """Apply casts and hooks after the copy, on the step's stream, since user code does not synchronise streams."""
         for change in self._after:
             batch = change(batch, dataloader_idx)
         return batch
@@ -66,7 +66,7 @@ class BatchMover:
 
     @property
     def prefetcher(self) -> Prefetcher | None:
-        """The run's prefetcher, None on CPU. There is one: a CUDA stream's memory is not reused by another."""
+        """The run's only prefetcher; None on CPU. Memory that one CUDA stream has freed is not reused by another."""
         if self._prefetcher is None and self._device is not None and self._device.type == "cuda":
             self._prefetcher = Prefetcher(self._device)
         return self._prefetcher

@@ -1,4 +1,4 @@
-"""Searches the user's source files for calls of a method: a method that they call is a helper, whatever its name."""
+"""Searches the user's source files for calls of a method: one that they call is a helper, not a misnamed hook."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterable
 
 _EXCLUDED_OWNERS = ("self", "cls", "trainer")
-"""Calls on ``self`` are found in the class's own code, and a trainer has no methods of the user's."""
+"""Calls on ``self`` are searched for in the class's own code, and a trainer has no user-defined methods."""
 
 
 def is_called_elsewhere(method: str, modules: Iterable[str]) -> bool:
-    """Whether a file of the user's contains ``something.<method>`` or a ``getattr`` that may return it.
+    """Return whether one of the user's files contains ``something.<method>`` or a ``getattr`` that may return it.
 
     Args:
         method: the method's name.

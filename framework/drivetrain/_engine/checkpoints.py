@@ -1,4 +1,4 @@
-"""RunCheckpoints: opens the checkpoint that a run starts from, and writes those that it saves."""
+"""RunCheckpoints: opens the checkpoint that a run starts from, and writes the checkpoints that it saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.handshake import check_folder_agreement
-from drivetrain._engine.run_folder import CHOSEN, Beginning
+from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
@@ -38,8 +38,8 @@ class RunCheckpoints:
     Args:
         core: the run.
         data: its data.
-        memory: what the run's checkpoints share.
-        collect_parts: returns the parts of a fit as far as they are set up.
+        memory: state that the run's checkpoints share.
+        collect_parts: returns the parts of a fit that are set up by now.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class RunCheckpoints:
         self._allow = core.request.allow
         self.requests = core.profiling.save_requests()
         """Checkpoints that were requested within a window."""
-        self._reset: set[str] = set()  # the accepted differences that exist
+        self._reset: set[str] = set()  # the kinds of accepted differences that were found
         self._background: BackgroundSaver | None = None
-        self._run = os.urandom(8).hex()  # rank 0's identifies the run
+        self._lineage_id = os.urandom(8).hex()  # rank 0's identifies the run in the lineage of its checkpoints
         self._ancestors: tuple[tuple[str, int], ...] = ()
         self._parent, self._count = "", 0
         self._beginning = Beginning()
-        self._looked_in: list[str] = []
+        self._searched_folders: list[str] = []
         self.opened: Checkpoint | None = None
         """The checkpoint that the run starts from, if any."""
-        self.ended_before: str | None = None
-        """Why the run found by "auto" has nothing left to train; None if it has."""
+        self.already_ended: str | None = None
+        """Why the run found by "auto" has nothing left to train; None if it has something left."""
         self._warned_of_no_save = False
         self.written: str | None = None
         """The path of the last checkpoint that this run completed."""
@@ -78,22 +78,23 @@ class RunCheckpoints:
             StorageError: a storage cannot be listed.
         """
         core = self._core
-        self._looked_in = self._folders()
-        needed_by = self._needing_folder()
+        self._searched_folders = self._folders()
+        needed_by = self._folder_needed_by()
         check_folder_agreement(core.strategy.control, needed_by)
         if needed_by:
             from drivetrain._engine.run_start import begin
 
             self._beginning = begin(core, core.folder, self._path, _check_form)
 
-    def _needing_folder(self) -> list[str]:
+    def _folder_needed_by(self) -> list[str]:
+        """Return what needs a folder for the run: class names, and "ckpt_path"."""
         core, trainer = self._core, self._core.trainer
         profilers = [trainer.profiler] if core.profiling.wants_folder else []
-        saving = [one for one in core.callbacks if one.wants_run_folder]
-        asked = [] if self._path is None else ["ckpt_path"]
-        return [*(type(one).__name__ for one in (*trainer.loggers, *saving, *profilers)), *asked]
+        callbacks = [callback for callback in core.callbacks if callback.wants_run_folder]
+        argument = [] if self._path is None else ["ckpt_path"]
+        return [*(type(user).__name__ for user in (*trainer.loggers, *callbacks, *profilers)), *argument]
 
-    def claim_for_late(self) -> None:
+    def claim_for_appended(self) -> None:
         """Claim a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
         core = self._core
         if core.stage == "fit" and core.folder.path is None:
@@ -110,75 +111,77 @@ class RunCheckpoints:
         core = self._core
         seed, control, fitting = core.trainer.seed, core.strategy.control, core.stage == "fit"
         path, beginning = self._path, self._beginning
-        if path in CHOSEN:
+        if path in CKPT_PATH_KEYWORDS:
             from drivetrain._engine.run_location import runs_folder
             from drivetrain._engine.run_start import find_in_folders
 
             # Rank 0 chooses for all ranks: a network file system may show others an older state.
-            since = [one for one in self._folders() if one not in self._looked_in]
+            added_in_setup = [folder for folder in self._folders() if folder not in self._searched_folders]
             path = beginning.path
-            if path is None and since:
-                path = find_in_folders(core, since, self._path or "", _check_form)
+            if path is None and added_in_setup:
+                path = find_in_folders(core, added_in_setup, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
                     f"looked in {', '.join([runs_folder(core), *self._folders()])}, for checkpoints "
                     f"that runs of {type(core.module).__name__} with these hyper-parameters saved.",
-                    "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
+                    "pass a path, or ckpt_path='auto', which starts a new run if there is none.",
                 )
         if path is None:
             if fitting:
-                core.folder.note_start(None, None, "", beginning.went_on)
+                core.folder.note_start(None, None, "", beginning.continues_run)
             return order_seed(seed, control)
 
         from drivetrain._engine.checkpoint_compatibility import check_resumable
         from drivetrain.checkpoint._format import load, run_collectively
 
-        def opened() -> Checkpoint:
+        def open_and_check() -> Checkpoint:
             checkpoint = load(path)
             if fitting:
                 check_resumable(checkpoint, seed)
             return checkpoint
 
-        self.opened = run_collectively(control, f"The checkpoint {path!r} cannot be opened", opened)
+        self.opened = run_collectively(control, f"The checkpoint {path!r} cannot be opened", open_and_check)
         assert self.opened is not None
         if fitting:
             metadata = self.opened.manifest.metadata
             self._ancestors, self._parent = metadata.lineage, metadata.identifier
-            core.folder.note_start(metadata, path, beginning.parent, beginning.went_on)
+            core.folder.note_start(metadata, path, beginning.parent, beginning.continues_run)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
-    def check_what_is_left(self) -> None:
+    def check_remaining_training(self) -> None:
         """Check whether the resumed run has anything left to train with the settings of this one.
 
         Raises:
-            ConfigurationError: it has not, and was named by its path or as "last" or "best".
+            ConfigurationError: nothing is left, and ``ckpt_path`` is a path, "last" or "best".
         """
         if self.opened is None:
             return
         trainer, progress = self._core.trainer, self.opened.progress
         epoch, step = int(progress["epoch"]), int(progress["global_step"])
-        ended, way_out = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
+        reason, remedy = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
         loop = self.opened.state()["loop"]
         if loop and loop.get("left_after_last_step") and step == trainer.max_steps:
-            ended = limit_reached(
-                trainer.max_epochs, -1, epoch, step
-            )  # a validation or the end of the epoch is still missing
-        if ended is not None and trainer.fast_dev_run:
-            way_out = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
-        elif ended is None and (not loop or loop.get("asked_to_stop") is None):
-            ended, way_out = self._stopped_early(epoch, step), "give it more patience or another threshold"
-        if ended is None or self._path == "auto":
-            self.ended_before = ended
+            # A validation or the end of the epoch is still missing.
+            reason = limit_reached(trainer.max_epochs, -1, epoch, step)
+        if reason is not None and trainer.fast_dev_run:
+            remedy = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
+        elif reason is None and (not loop or loop.get("asked_to_stop") is None):
+            reason, remedy = self._stopped_early(epoch, step), "give it more patience or another threshold"
+        if reason is None or self._path == "auto":
+            self.already_ended = reason
             return
         raise ConfigurationError(
-            f"ckpt_path={self._path!r}: {ended}, so that nothing is left to train.",
+            f"ckpt_path={self._path!r}: {reason}, so that nothing is left to train.",
             f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
-            f"{way_out}, or evaluate it with validate or test; ckpt_path='auto' ends such a run in order.",
+            f"{remedy}, or evaluate it with validate or test; with ckpt_path='auto' such a run ends without an error.",
         )
 
     def _stopped_early(self, epoch: int, step: int) -> str | None:
-        """Return why a callback ended the run, or None. A callback with other settings has another key and no state."""
+        """Return why a callback ended the run, or None.
+
+        A callback whose settings differ from those in that run has another state key, and is skipped.
+        """
         assert self.opened is not None
         trainer, states = self._core.trainer, self.opened.state()["callbacks"]
         if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
@@ -192,7 +195,7 @@ class RunCheckpoints:
         return None
 
     def check_data(self) -> None:
-        """Compare module and data with those of the resumed run. Collective.
+        """Compare the module and the data with those of the resumed run. Collective.
 
         Raises:
             ConfigurationError: they differ, and ``allow`` does not name them.
@@ -214,14 +217,15 @@ class RunCheckpoints:
 
         now = self._memory.components
         if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
-            # The epoch has not begun, and the saved facts describe the loader of the last one.
+            # The epoch has not begun, and the saved facts describe the loader of the previous epoch.
             now = {name: value for name, value in now.items() if name != "data"}
         found = find_differences(self.opened.state().get("made_of"), now)
         refuse_differences(self.opened.path, found, self._allow)
-        differing = {one.consent for one in found}
+        differing = {difference.consent for difference in found}
         if differing - self._reset and self._core.strategy.rank == 0:
-            told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._reset)
-            logger.warning("Differs from the resumed run, and is allowed: %s.", told)
+            new = [difference for difference in found if difference.consent not in self._reset]
+            text = "; ".join(f"{difference.saved}, now {difference.now}" for difference in new)
+            logger.warning("Differs from the resumed run, and is allowed: %s.", text)
         self._reset |= differing
 
     def load(self) -> None:
@@ -271,11 +275,11 @@ class RunCheckpoints:
         return trainables
 
     def _frozen(self) -> set[str] | None:
-        """Return the parameters that were frozen in the resumed run; None if that is unknown or there is none."""
+        """Return the parameters that were frozen in the resumed run; None if unknown or if no run is resumed."""
         frozen = None if self.opened is None else self.opened.state().get("frozen")
         return None if frozen is None else set(frozen)
 
-    def before(self, step: int) -> tuple[str, int] | None:
+    def newest_before(self, step: int) -> tuple[str, int] | None:
         """Return the path and step of this run's newest checkpoint that is not after ``step``. Collective."""
         from drivetrain._engine.saved_state_schema import check_progress
         from drivetrain.checkpoint._format import load
@@ -283,13 +287,14 @@ class RunCheckpoints:
         self.finish()
         control, found = self._core.strategy.control, None
         if control.rank == 0:
-            for path in {path for one in self._core.callbacks for path in one.kept_checkpoints}:
+            for path in {path for callback in self._core.callbacks for path in callback.kept_checkpoints}:
                 with suppress(CheckpointError):  # another process removed it
                     checkpoint = load(path)
                     check_progress(checkpoint)
-                    at = int(checkpoint.progress["global_step"])
-                    if at <= step and not checkpoint.weights_only and (found is None or at > found[1]):
-                        found = path, at
+                    saved_step = int(checkpoint.progress["global_step"])
+                    is_newer = saved_step <= step and (found is None or saved_step > found[1])
+                    if is_newer and not checkpoint.weights_only:
+                        found = path, saved_step
         found = control.from_rank_0(found)
         return None if found is None else (found[0], found[1])
 
@@ -308,17 +313,17 @@ class RunCheckpoints:
             core.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path)
         )
 
-        def back() -> None:
+        def load_now() -> None:
             self.finish()
             for callback in core.callbacks:
                 callback.before_going_back(core.trainer, core.module)
-            self._contents().load(checkpoint, back=True)
+            self._contents().load(checkpoint, rolling_back=True)
             if core.strategy.rank == 0:
                 core.folder.note("went back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
                 callback.after_going_back(core.trainer, core.module, path)
 
-        self.requests.go_back(back)
+        self.requests.go_back(load_now)
 
     def load_weights(self) -> None:
         """Load the weights of the opened checkpoint, if there is one. Collective."""
@@ -328,7 +333,7 @@ class RunCheckpoints:
             self.opened.close()
 
     def _folders(self) -> list[str]:
-        return list(dict.fromkeys(path for one in self._core.callbacks for path in one.writes_to))
+        return list(dict.fromkeys(folder for callback in self._core.callbacks for folder in callback.writes_to))
 
     def _contents(self) -> RunCheckpoint:
         from drivetrain._engine.run_checkpoint import RunCheckpoint
@@ -347,13 +352,13 @@ class RunCheckpoints:
             CheckpointError: on every rank: something cannot be saved.
         """
         core = self._core
-        saving = [one for one in core.callbacks if one.writes_to]
+        saving = [callback for callback in core.callbacks if callback.writes_to]
         if not saving:
             return
         with preserved_generators(core.strategy.device):  # hooks may use the generators
-            whole = any(one.saves_whole for one in saving)
-            self._rehearse(weights_only=not whole)
-            if not whole and core.saves_on_signals:
+            saves_whole = any(callback.saves_whole for callback in saving)
+            self._rehearse(weights_only=not saves_whole)
+            if not saves_whole and core.saves_on_signals:
                 try:
                     self._rehearse(weights_only=False)
                 except CheckpointError as error:
@@ -369,12 +374,12 @@ class RunCheckpoints:
         contents = checkpoint.contents(weights_only, rehearsing=True)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
 
-        def formed() -> None:
+        def check() -> None:
             if staged.problem is not None:
                 raise staged.problem
             check_metadata(contents.metadata)
 
-        run_collectively(control, "The state of this run cannot be saved", formed)
+        run_collectively(control, "The state of this run cannot be saved", check)
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, now or at the end of the current window. Collective.
@@ -387,7 +392,7 @@ class RunCheckpoints:
         if core.ran_elsewhere and not weights_only:
             raise ConfigurationError(
                 "save_checkpoint after a run that took place in other processes.",
-                "its optimizers' states ended with them; here are the trained weights.",
+                "its optimizers' states ended with them; this process has only the trained weights.",
                 "save within the run, from a hook, or with weights_only=True.",
             )
         if core.progress.within_window:
@@ -433,7 +438,7 @@ class RunCheckpoints:
 
             flush_loggers(core.trainer)
 
-        def whole() -> None:
+        def on_complete() -> None:
             self.written = path
             then()
             if strategy.rank == 0:
@@ -443,27 +448,27 @@ class RunCheckpoints:
             # After the run every rank holds the whole state, and the ranks no longer communicate.
             if strategy.rank == 0:
                 save(path, contents, LocalControl())
-                whole()
+                on_complete()
             return
         if not weights_only:
             strategy.save_beside(path)
         control = strategy.control
         if not background:
             save(path, contents, control, checkpoint.shard_of)
-            whole()
+            on_complete()
             return
         if self._background is None:
             from drivetrain._engine.background import BackgroundSaver
 
             self._background = BackgroundSaver(control, self.requests)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
-        self._background.save(path, staged, whole)
+        self._background.save(path, staged, on_complete)
 
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return ``metadata`` with the lineage of the next checkpoint, which becomes the parent of the one after it."""
         parent, self._parent = self._parent, identifier
         self._count += 1
-        lineage = (*self._ancestors, (self._run, self._count))
+        lineage = (*self._ancestors, (self._lineage_id, self._count))
         from drivetrain.runs._identity import class_path
 
         folder, module = self._core.folder, class_path(type(self._core.module))
@@ -523,5 +528,5 @@ def _check_form(checkpoint: Checkpoint) -> None:
 
 
 def _absolute(folder: str | None) -> str:
-    """Return the folder as an absolute path or URL, which holds in other working directories."""
+    """Return the folder as an absolute path or URL, which is valid in any working directory."""
     return "" if folder is None else folder if "://" in folder else os.path.abspath(folder)

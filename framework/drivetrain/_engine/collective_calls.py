@@ -27,7 +27,7 @@ _STACK_DEPTH = 16  # frames that distinguish two call sites
 _MAX_CALL_SITES = 10_000  # call sites that are remembered
 _CAUTIOUS_CALLS = 16  # calls that wait after one at which not all ranks waited
 
-_WHY = "what is collective must be called by every rank, in the same order."
+_WHY = "a collective method must be called by every rank, in the same order."
 _FIX = "look for a call under `if trainer.is_global_zero:` and move it out."
 
 
@@ -87,8 +87,8 @@ class CollectiveCalls:
 class _CallSites:
     """The call sites that this process has called from.
 
-    A call site is a stack of bytecode offsets in code objects. File names and line numbers would not do: generated
-    code shares them or has none. Two functions with equal code are the same one.
+    A call site is a stack of bytecode offsets in code objects. File names and line numbers do not suffice:
+    generated code shares them or has none. Functions with equal code count as one.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Call(NamedTuple):
 def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
     """Wait until every rank has reached ``call``; return whether all of them waited there."""
     key = f"calls/{call.number}/{call.text}"
-    if store.add(f"{key}/came", 1) == control.world_size:
+    if store.add(f"{key}/arrived", 1) == control.world_size:
         store.set(f"{key}/all", "")
         return True
     begun = time.monotonic()
@@ -153,7 +153,7 @@ def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
                 raise RankFailedError(failure)
         if time.monotonic() > end:
             where = control.collect_stacks(absent, late=True)
-            waiting = f"Rank {control.rank} came to {call.text} at {_calling_line()} and waited {waited:.0f} s"
+            waiting = f"Rank {control.rank} reached {call.text} at {_calling_line()} and waited {waited:.0f} s"
             raise absent_error(f"{waiting} for rank(s) {absent}.", _WHY, _FIX, where, control.records())
     return True
 
@@ -172,7 +172,7 @@ def _ranks_behind(control: ControlPlane, store: Store, call: _Call) -> list[int]
     ranks_by_call = spread(reached)
     absent = ranks_by_call.pop(None, [])
     if len(ranks_by_call) > 1:
-        listed = "; ".join(f"rank(s) {ranks} came to {text}" for text, ranks in ranks_by_call.items())
+        listed = "; ".join(f"rank(s) {ranks} reached {text}" for text, ranks in ranks_by_call.items())
         raise DistributedError(
             f"The ranks made different collective calls: {listed}. Rank {control.rank} is at {_calling_line()}.",
             _WHY,

@@ -1,4 +1,4 @@
-"""The callbacks and loggers of a run: the user's, and default ones for what the user has not given."""
+"""The callbacks and loggers of a run: those that the user passed, and default ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.loggers import Logger
 
 
 def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
-    """Return the user's callbacks, and each default one unless the user gave one of its class.
+    """Return the user's callbacks, and each default callback unless the user passed one of its class.
 
     Raises:
         ConfigurationError: an item is not a `Callback`.
@@ -43,7 +43,7 @@ def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]
     Args:
         given: None or True for the default logger, False for none; else a logger, a logger's name, or a list of both.
         root: the run's ``default_root_dir``, passed to loggers that are built by name.
-        off: only check ``given``, and return no loggers.
+        off: whether to only check ``given``, and return no loggers.
 
     Raises:
         ConfigurationError: an item is not a `Logger`, or no logger has that name.
@@ -57,18 +57,18 @@ def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]
 
         return [default_logger(root)]
     loggers = []
-    for one in given if isinstance(given, list | tuple) else [given]:
-        if isinstance(one, str):
+    for item in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(item, str):
             from drivetrain.loggers._logger_names import check_logger_name, logger_by_name
 
-            check_logger_name(one)
+            check_logger_name(item)
             if not off:
-                loggers.append(logger_by_name(one, root))
-        elif isinstance(one, Logger):
-            loggers.append(one)
+                loggers.append(logger_by_name(item, root))
+        elif isinstance(item, Logger):
+            loggers.append(item)
         else:
             raise ConfigurationError(
-                f"logger holds a {type(one).__name__}, which is no Logger.",
+                f"logger holds a {type(item).__name__}, which is not a Logger.",
                 "the engine sends it numbers through that interface.",
                 "pass a drivetrain.Logger, a name such as 'csv', a list of them, True, False or None.",
             )
@@ -90,7 +90,7 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
         if not isinstance(callback, Callback):
             named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigurationError(
-                f"{subject} {named}, which is no Callback.",
+                f"{subject} {named}, which is not a Callback.",
                 "the engine calls a Callback's hooks.",
                 "pass an instance of a drivetrain.Callback subclass.",
             )

@@ -1,4 +1,4 @@
-"""Notes that say where a run failed, and one-line output from ranks that only follow another's failure."""
+"""Notes that say where a run failed, and one-line output from ranks that fail because another rank did."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _INFERENCE_TENSOR_MESSAGES = (
 """Texts of torch's errors for a tensor that was created in inference mode and is used where gradients are needed."""
 
 
-def note_where(error: BaseException, session: RunCore, trains: bool) -> None:
+def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
     """Add a note with the rank, epoch, step and batch index at which the run failed.
 
     Errors that already contain this (`NonFiniteError`, `LossSpikeError`, `RankFailedError`) are left unchanged.
 
     Args:
         error: the error that ends the run.
-        session: the run, with its loops in the state in which the error was raised.
+        run: the run, with its loops in the state in which the error was raised.
         trains: whether the training loop exists.
     """
     if isinstance(error, NonFiniteError | LossSpikeError | RankFailedError):
         return
-    progress, metrics = session.progress, session.metrics
-    places = [f"rank {session.strategy.rank}"]
+    progress, metrics = run.progress, run.metrics
+    places = [f"rank {run.strategy.rank}"]
     if trains:
         places += [f"epoch {progress.epoch}", f"global step {progress.global_step}"]
-    position = session.position
+    position = run.position
     if position.loop == "training" and metrics.batch is None:
         # The error was raised while the next batch was being read.
         places.append(f"after {progress.batch_idx} batches of the epoch")
     elif position.loop is not None:
         prefix = "" if position.loop == "training" else f"{position.loop} "
         places.append(f"{prefix}batch index {position.batch_idx}")
-    if len(places) > 1 or session.strategy.world_size > 1:
+    if len(places) > 1 or run.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
 
 
@@ -68,7 +68,7 @@ def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
     Only the rank that failed first prints a traceback; the tracebacks of the others would bury it.
 
     Args:
-        rank: this process's rank; None looks it up among the processes that we started.
+        rank: this process's rank; None if it is to be looked up among the processes that the framework has started.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def print_in_one_line(error: BaseException, summary: str) -> None:
     """Make Python print ``summary`` and the error's notes instead of a traceback if ``error`` ends the process.
 
     `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches it finds the hook
-    unchanged. A hook that the user has set is never replaced. docs/decisions/0024 says why no simpler way will do.
+    unchanged. A hook that the user has set is never replaced. docs/decisions/0024 gives the reasons.
     """
     hook = sys.excepthook
     if threading.current_thread() is not threading.main_thread() or not _is_replaceable(hook):

@@ -41,6 +41,7 @@ class _ReplacedBuffer(NamedTuple):
         return self.received is None or self.received_values is None or _same_bits(self.received, self.received_values)
 
     def restore(self) -> None:
+        """Restore the buffer as it was before the broadcast."""
         if not self.existed:
             delattr(self.layer, self.name)
         elif self.original_values is None or self.original is None:
@@ -78,33 +79,35 @@ class EvaluationBuffers:
             if has_local_values(buffer)
         }
         self._strategy.sync_buffers(self._module)
-        self._replaced = [one for layer, buffers in before for one in _replaced_in(layer, buffers, values)]
+        self._replaced = [buffer for layer, buffers in before for buffer in _replaced_in(layer, buffers, values)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore this rank's own buffers, except those that the evaluation has changed."""
         replaced, self._replaced = self._replaced, []
-        for one in replaced:
-            if one.is_unchanged():
-                one.restore()
+        for buffer in replaced:
+            if buffer.is_unchanged():
+                buffer.restore()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Restore at the end of the block what `take_from_rank_0` has replaced."""
+    def restored_at_end(self) -> Iterator[None]:
+        """Restore at the end of the block the buffers that `take_from_rank_0` has replaced in it."""
         try:
             yield
         finally:
             self.restore()
 
     def values(self) -> dict[str, Tensor]:
-        """Return by name the values to be restored. A checkpoint written during an evaluation contains these."""
+        """Return the values to be restored, by name: a checkpoint written during an evaluation contains these."""
         if not self._replaced:
             return {}
         paths = {id(layer): f"{path}." if path else "" for path, layer in self._module.named_modules()}
         values = {
-            paths[id(one.layer)] + one.name: one.original if one.original_values is None else one.original_values
-            for one in self._replaced
-            if id(one.layer) in paths and one.is_unchanged()
+            paths[id(buffer.layer)] + buffer.name: (
+                buffer.original if buffer.original_values is None else buffer.original_values
+            )
+            for buffer in self._replaced
+            if id(buffer.layer) in paths and buffer.is_unchanged()
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -112,7 +115,13 @@ class EvaluationBuffers:
 def _replaced_in(
     layer: nn.Module, buffers: dict[str, Tensor | None], values: dict[int, Tensor]
 ) -> Iterator[_ReplacedBuffer]:
-    """Yield the buffers of ``layer`` that differ from ``buffers``, or from the copied ``values`` by identity."""
+    """Yield the buffers of ``layer`` that were replaced or changed.
+
+    Args:
+        layer: the layer.
+        buffers: its buffers before, by name.
+        values: copies of the values before, by the buffers' ids.
+    """
     for name in {**buffers, **layer._buffers}:
         original, received = buffers.get(name), layer._buffers.get(name)
         existed = name in buffers
@@ -129,8 +138,8 @@ def has_local_values(buffer: Tensor | None) -> TypeGuard[Tensor]:
     return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are equal bit for bit: NaN equals NaN, and 0 differs from -0."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
-    return torch.equal(*(row_major(tensor.detach()).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(*(row_major(tensor.detach()).view(torch.uint8) for tensor in (first, second)))

@@ -66,7 +66,7 @@ def build_evaluation(
 def build_validation(
     core: RunCore, data: RunData, stopping: Stopping, runner: StepRunner, move: Move | None
 ) -> Callable[[], list[dict[str, float]]]:
-    """Return a function that validates within fit and leaves training's generators and buffers as they were."""
+    """Return a function that validates within fit, and restores training's generators and buffers afterwards."""
     early = None
     if core.saves_on_signals:
         early = EarlyExit(stopping.stop, core.module, core.metrics, core.strategy)
@@ -78,7 +78,7 @@ def build_validation(
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
             _separate_generators(core, data),
-            evaluation.buffers.aside(),
+            evaluation.buffers.restored_at_end(),
         ):
             evaluation.validating = True
             try:
@@ -120,21 +120,21 @@ def run_sanity_check(
 ) -> None:
     """Validate on a few micro-batches before training, so that a broken validation fails at once.
 
-    Generators, buffers and logged values are as before afterwards.
+    Generators, buffers and logged values are restored afterwards.
 
     Args:
         core: the run.
         data: its data.
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
-        after_evaluation: called while the logged values are still there.
+        after_evaluation: called before the logged values are cleared.
     """
     steps, hooks, evaluation = core.trainer.num_sanity_val_steps, core.hooks, core.evaluation
     limits = list(data.loaded.limits["validate"])
     if steps != -1:
         limits = [steps if limit is None else min(steps, limit) for limit in limits]
     evaluation.sanity_checking = True
-    with core.profiling.span("sanity check"), _separate_generators(core, data), evaluation.buffers.aside():
+    with core.profiling.span("sanity check"), _separate_generators(core, data), evaluation.buffers.restored_at_end():
         for hook in hooks.on_sanity_check_start:
             hook()
         build_evaluation(core, data, "validate", runner, move, limits)()
@@ -146,7 +146,7 @@ def run_sanity_check(
 
 
 def _predicted_before(core: RunCore) -> list[IsPredicted]:
-    """Return what callbacks have stored of an interrupted prediction; an empty list if one of them has nothing."""
+    """Return the outputs that callbacks stored of an interrupted prediction; empty if one of them stored nothing."""
     storing = [callback for callback in core.callbacks if is_overridden("predicted_before", callback, Callback)]
     stored = [callback.predicted_before(core.trainer, core.module) for callback in storing]
     return [part for part in stored if part is not None] if None not in stored else []
@@ -169,6 +169,6 @@ def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager
 
 
 def _inference_mode(core: RunCore) -> bool:
-    # Sharded parameters are gathered into the same tensors again and again. Tensors created in inference mode would
-    # break a later training step, and with copies that one rank holds by itself already the next forward.
+    # Sharded parameters are gathered into the same tensors repeatedly. Tensors created in inference mode would break a
+    # later training step; where a single rank holds the whole parameter they would already break the next forward.
     return core.trainer.inference_mode and not core.strategy.shards_parameters

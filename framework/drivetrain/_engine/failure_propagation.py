@@ -1,4 +1,4 @@
-"""Propagates a rank's failure: every rank learns of it, none waits forever, and the user sees the first cause."""
+"""Propagates a rank's failure: every rank is informed, none waits forever, and the user sees the first cause."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
     try:
         if _call_with_timeout(_STORE_TIMEOUT, lambda: control.first_failure(_POLL_INTERVAL)) is not None:
             return error
-        where = _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: control.collect_stacks(late=True))
+        stacks = _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: control.collect_stacks(late=True))
     except RuntimeError:
         return error
     located = absent_error(
-        f"Rank {control.rank} waited in a collective, and not all of rank(s) {list(where)} came in time.",
+        f"Rank {control.rank} waited in a collective, and not all of rank(s) {list(stacks)} joined it in time.",
         str(error).splitlines()[0],
-        "see what the rank that is elsewhere waits for; where it only takes long, raise the strategy's timeout "
+        "see what the rank that has not joined is waiting for; if it only takes long, raise the strategy's timeout "
         "or step_timeout.",
-        where,
+        stacks,
         control.records(),
     )
     located.__cause__ = error
@@ -73,7 +73,7 @@ def resolve_cause(
 ) -> tuple[BaseException, int | None]:
     """Return the error to raise, and the rank that prints its traceback instead of this one, if any.
 
-    The error is ``error`` itself, or a `RankFailedError` with the cause if it only follows from another rank's failure.
+    The error is ``error`` itself, or a `RankFailedError` with the cause if another rank's failure has caused it.
     If all ranks fail with the same error, only the lowest prints its traceback.
     """
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
@@ -100,9 +100,9 @@ def resolve_cause(
 def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
     """Wait for the other ranks' failures; return the lowest rank with the same one, or None if it is this rank."""
     end = time.monotonic() + linger.total_seconds()
-    alike = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
+    same = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
     control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
-    lowest = min(alike, default=failure.rank)
+    lowest = min(same, default=failure.rank)
     return lowest if lowest < failure.rank else None
 
 

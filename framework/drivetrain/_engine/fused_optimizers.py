@@ -24,7 +24,8 @@ def suggest_fused_optimizers(optimizers: Sequence[Optimizer]) -> str | None:
     Only torch's own classes are considered, only if the user has set none of ``fused``, ``foreach`` and
     ``differentiable``, and only if the kernel supports every parameter.
     """
-    options = [(type(one).__name__, option) for one in optimizers if (option := _faster_option(one)) is not None]
+    found = [(type(optimizer).__name__, _faster_option(optimizer)) for optimizer in optimizers]
+    options = [(name, option) for name, option in found if option is not None]
     if not options:
         return None
     calls = dict.fromkeys(f"{name}({option}=True)" for name, option in options)

@@ -36,7 +36,7 @@ def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
             lines.append(f"{name}: " + "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in values.items()))
     raise DistributedError(
         f"The ranks do not agree on {len(lines)} thing(s): " + " | ".join(lines[:20]),
-        "they would compute different things, or wait for each other in vain.",
+        "they would compute different things, or wait for each other forever.",
         "look for what only one rank reads or draws: an unseeded split, a flag, an environment variable.",
     )
 
@@ -57,13 +57,13 @@ def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> N
     (differ,) = control.agree("whether the run has a folder", control.from_rank_0(wanted) != wanted)
     if not differ:
         return
-    ranks_by_wish = spread([", ".join(one) or "nothing" for one in control.gather_objects(list(wanted_by))])
+    ranks_by_users = spread([", ".join(users) or "nothing" for users in control.gather_objects(list(wanted_by))])
     raise DistributedError(
         "Some ranks want a folder for the run and some do not: "
-        + "; ".join(f"{classes} on rank(s) {ranks}" for classes, ranks in ranks_by_wish.items())
+        + "; ".join(f"{users} on rank(s) {ranks}" for users, ranks in ranks_by_users.items())
         + ".",
         "rank 0 chooses the folder for all ranks: loggers, Checkpoint and a profiler must exist on every rank.",
-        "give Fit the same ones on every rank; they write on rank 0 only where one file is enough.",
+        "give Fit the same ones on every rank; they write on rank 0 only if one file is enough.",
     )
 
 

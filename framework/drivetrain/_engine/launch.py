@@ -43,16 +43,16 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     launcher = named_launcher(setting)
     if launcher is not None and launcher.places_devices and is_standalone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
-        place = first_rank_topology(devices, trainer.num_nodes, trainer.chosen_strategy)
+        topology = first_rank_topology(devices, trainer.num_nodes, trainer.chosen_strategy)
     else:
         devices = resolve_devices(trainer.accelerator, trainer.devices)
         with peer_failures_in_one_line():
-            place = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
-    if not place.missing:
-        return _run_as_rank(request, place)
-    launcher = choose_launcher(launcher or setting, place.placement.local_world_size)
-    work = _WorkOfRun(request, place, devices.type)
-    launcher.run(work, place.placement, address=place.address, port=place.port)
+            topology = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
+    if not topology.missing:
+        return _run_as_rank(request, topology)
+    launcher = choose_launcher(launcher or setting, topology.placement.local_world_size)
+    work = _WorkOfRun(request, topology, devices.type)
+    launcher.run(work, topology.placement, address=topology.address, port=topology.port)
     if not work.done:
         raise ConfigurationError(
             f"{type(launcher).__name__}.run returned without executing the run.",
@@ -62,22 +62,22 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     return work.result
 
 
-def _run_as_rank(request: RunRequest[SessionContext], place: Topology) -> Any:
-    with peer_failures_in_one_line(place.placement.rank):
-        return run_here(request, place)
+def _run_as_rank(request: RunRequest[SessionContext], topology: Topology) -> Any:
+    with peer_failures_in_one_line(topology.placement.rank):
+        return run_here(request, topology)
 
 
-def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
+def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
     """Run a stage in this process, whose place among the processes is known."""
     trainer, stage = request.trainer, request.stage
-    if place.world is not None and place.placement.world_size > 1:
-        place.world.wait_for_all()
-    device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
+    if topology.world is not None and topology.placement.world_size > 1:
+        topology.world.wait_for_all()
+    device = resolve_devices(trainer.accelerator, trainer.devices).of(topology.placement.local_rank)
     if trainer.chosen_strategy is None:
-        trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
+        trainer.chosen_strategy = trainer.resolved_strategy(topology.placement.world_size)
     strategy = trainer.chosen_strategy
-    synchronises = asks_for_sync_batchnorm(trainer, strategy, device)
-    strategy.bind(place.placement, device, resolve_precision(trainer.precision_setting, device), place.store)
+    uses_sync_batchnorm = asks_for_sync_batchnorm(trainer, strategy, device)
+    strategy.bind(topology.placement, device, resolve_precision(trainer.precision_setting, device), topology.store)
     if stage == "fit" and trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
         trainer.max_epochs = DEFAULT_MAX_EPOCHS
         if strategy.rank == 0:
@@ -86,32 +86,33 @@ def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
         warn_of_unused_loader(stage, request.module, request.given)
     previous = None if trainer.session is None else trainer.session.core.folder
     # An evaluation keeps the counters of the fit before it.
-    session = Session(request, strategy, place, previous, None if stage == "fit" else trainer.progress)
+    session = Session(request, strategy, topology, previous, None if stage == "fit" else trainer.progress)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
-    if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
+    if topology.world is not None and topology.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
         # The processes started next to this one use the other cores.
-        torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
-    before = strategy.sync_batchnorm
-    strategy.sync_batchnorm |= synchronises
+        torch.set_num_threads(min(threads, suggested_threads(topology.placement.local_world_size)))
+    sync_batchnorm_before = strategy.sync_batchnorm
+    strategy.sync_batchnorm |= uses_sync_batchnorm
     try:
         result = session.execute()
     except BaseException as error:
         trainer.state = "interrupted"
-        if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
-            place.world.signal_exit_code = error.code
+        if topology.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
+            topology.world.signal_exit_code = error.code
         if session.last_line is not None:
             print_in_one_line(error, session.last_line)
         raise
     finally:
         torch.set_num_threads(threads)
-        strategy.sync_batchnorm = before  # the user may pass the object to another `Fit`
+        strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the object to another `Fit`
     trainer.state = "finished"
     return result
 
 
 def _launcher_setting(trainer: SessionContext) -> str | Launcher:
+    """Return the strategy's own launcher, if it has one, or else the argument ``launcher``."""
     own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return own or trainer.launcher
 
@@ -143,17 +144,17 @@ def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device:
 
 
 class _WorkOfRun(Work):
-    """A run whose processes are still to be started.
+    """A run whose processes have not been started yet.
 
     Args:
         request: the run.
-        place: the place of this node's first process among them.
+        topology: the place of this node's first process among them.
         device: the type of device that each process uses.
     """
 
-    def __init__(self, request: RunRequest[SessionContext], place: Topology, device: str) -> None:
+    def __init__(self, request: RunRequest[SessionContext], topology: Topology, device: str) -> None:
         self._request = request
-        self._place = place
+        self._topology = topology
         self.device = device
         self.done = False
         self.result: Any = None
@@ -162,8 +163,8 @@ class _WorkOfRun(Work):
 
     def here(self, world: World) -> Any:
         store = world.store("runs")
-        place = replace(self._place, placement=world.placement, store=store, world=world, missing=False)
-        self.result = _run_as_rank(self._request, place)
+        topology = replace(self._topology, placement=world.placement, store=store, world=world, missing=False)
+        self.result = _run_as_rank(self._request, topology)
         self.done = True
         return self.result
 
@@ -172,25 +173,25 @@ class _WorkOfRun(Work):
         if not self._request.trial:
             _refuse_shards(trainer, self._request.module)
         try:
-            outcome = call(_worker, *(getattr(self._request, one.name) for one in fields(self._request)))
+            outcome = call(_worker, *(getattr(self._request, field.name) for field in fields(self._request)))
         except (SystemExit, KeyboardInterrupt):
             trainer.state = "interrupted"
             raise
         except RankFailedError as error:
-            left = as_interruption(error, self.signals)
-            if left is error:
+            interruption = as_interruption(error, self.signals)
+            if interruption is error:
                 raise
             trainer.state = "interrupted"
-            raise left from error
+            raise interruption from error
         from drivetrain._engine.remote_result import Outcome  # only runs in other processes need it
 
         if not isinstance(outcome, Outcome):
             raise ConfigurationError(
                 f"What a launcher gave to work.elsewhere returned a {type(outcome).__name__}.",
-                "it is to call the function on every rank, and return what the function returned on rank 0.",
-                "return that object as it came.",
+                "it must call the function on every rank, and return what the function returned on rank 0.",
+                "return that object unchanged.",
             )
-        _apply_outcome(outcome, self._place, self._request)
+        _apply_outcome(outcome, self._topology, self._request)
         self.result, self.done = outcome.result, True
         return self.result
 
@@ -210,19 +211,19 @@ def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
         )
 
 
-def _apply_outcome(outcome: Outcome, place: Topology, request: RunRequest[SessionContext]) -> None:
-    """Bring the caller's objects into the state that a run in this process would have left."""
+def _apply_outcome(outcome: Outcome, topology: Topology, request: RunRequest[SessionContext]) -> None:
+    """Give the caller's objects the state that they would have after a run in this process."""
     trainer = request.trainer
     if not request.trial:
         outcome.fill(request.module)
-    session = Session(request, _strategy_as_rank_0(trainer, place), place)
+    session = Session(request, _strategy_as_rank_0(trainer, topology), topology)
     core = session.core
     core.progress.load_state_dict(outcome.progress)
     core.progress.cut_short = core.progress.batch_idx > 0
     core.metrics.restore(outcome.metrics)
-    core.folder.be(outcome.folder)
-    for one, version in zip(trainer.loggers, outcome.versions, strict=False):
-        one.adopt(version)
+    core.folder.adopt(outcome.folder)
+    for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
+        logger.adopt(version)
     trainer.session = session
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
@@ -233,11 +234,11 @@ def _apply_outcome(outcome: Outcome, place: Topology, request: RunRequest[Sessio
                 owner.trainer = trainer
 
 
-def _strategy_as_rank_0(trainer: SessionContext, place: Topology) -> Strategy:
-    """Return the caller's strategy, placed as rank 0's was in the other processes."""
+def _strategy_as_rank_0(trainer: SessionContext, topology: Topology) -> Strategy:
+    """Return the caller's strategy, with the placement that rank 0 had in the other processes."""
     if trainer.chosen_strategy is None:
-        trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
-    trainer.chosen_strategy.placement = place.placement
+        trainer.chosen_strategy = trainer.resolved_strategy(topology.placement.world_size)
+    trainer.chosen_strategy.placement = topology.placement
     return trainer.chosen_strategy
 
 
@@ -264,4 +265,4 @@ def _worker(
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:
         _refuse_shards(trainer, module)  # configure_model may have added the parameters
-    return Outcome.of(trainer, module, result, before, brings_module=not trial)
+    return Outcome.of(trainer, module, result, before, with_module=not trial)

@@ -31,7 +31,7 @@ _LOADER_PATTERN = re.compile(r"\w+_dataloaders?")
 _SYNONYMS = {"begin": "start", "stop": "end", "finish": "end", "finished": "end", "done": "end"}
 _SYNONYM_PATTERN = re.compile(rf"({'|'.join(_SYNONYMS)})$")
 _MIN_SIMILARITY = 0.88
-"""From which similarity to a hook's name a name is refused: "validation_steps" is, "training_loss" is not."""
+"""Names at least this similar to a hook's are refused: "validation_steps" is, "training_loss" is not."""
 
 _EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which has no other parameter"
 _ZERO_GRAD_FIX = (
@@ -74,7 +74,7 @@ _LIGHTNING_HOOKS = {
     **dict.fromkeys(("on_hpc_load", "hpc_load"), "write on_load_checkpoint"),
     "tng_dataloader": "write train_dataloader",
 }
-"""Hooks of Lightning's past and present that do not exist here, and what replaces each."""
+"""Hooks of past and present Lightning versions that do not exist here, and what replaces each."""
 
 _MODULE_HOOKS = (
     *(name for name in vars(ModuleHooks) if not name.startswith("_")),
@@ -94,13 +94,13 @@ _DATA_HOOKS = tuple(
 def check_hooks(
     owner: TrainModule | Callback | DataModule, given: DataArguments | None = None, stage: str | None = None
 ) -> None:
-    """Refuse methods that look like hooks but are not, and hooks that cannot take the arguments they are called with.
+    """Refuse methods that look like hooks but are not, and hooks that cannot take the engine's arguments.
 
     A method that the object's own code or the user's script calls is a helper, whatever its name.
 
     Args:
         owner: the object; its class and the bases that the user wrote are checked.
-        given: the loaders passed to the run. A method that looks like a loader's may be where they come from.
+        given: the loaders passed to the run. A method that looks like a loader method may have built them.
         stage: "fit", "validate", "test" or "predict"; loader methods that this stage does not call are not checked.
             None if the engine calls none of them.
 
@@ -147,7 +147,7 @@ def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArgumen
     hook, similarity = _nearest_hook(standard, hooks, always=matches)
     if not matches and similarity < _MIN_SIMILARITY:
         return None
-    # If loaders were passed to the run, this method may be where they come from.
+    # If loaders were passed to the run, this method may have built them.
     return None if hook.endswith("_dataloader") and _is_given(hook, given) else f"write {hook}"
 
 
@@ -207,7 +207,10 @@ def _calls_itself(owner: object, base: type, method: str) -> bool:
 
 
 def _is_called(owner: object, base: type, method: str) -> bool:
-    """Whether the user's files call ``method``. For ``backward``, which losses have too, and loaders it cannot tell."""
+    """Whether the user's files call ``method``.
+
+    False for ``backward``, which losses have too, and for loader methods: calls of these prove nothing.
+    """
     if method == "backward" or _LOADER_PATTERN.fullmatch(method):
         return False
     return is_called_elsewhere(method, {kind.__module__ for kind in _user_classes(owner, base)})
@@ -234,8 +237,12 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
         )
     expected = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     # Evaluation hooks get dataloader_idx only if there are several loaders.
-    passed = [one.name for one in expected if one.name != "dataloader_idx" or one.default is inspect.Parameter.empty]
-    with_loader_index = [one.name for one in expected]
+    passed = [
+        parameter.name
+        for parameter in expected
+        if parameter.name != "dataloader_idx" or parameter.default is inspect.Parameter.empty
+    ]
+    with_loader_index = [parameter.name for parameter in expected]
     try:
         signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may pass more arguments
     except (TypeError, ValueError):  # it is not written in Python

@@ -22,7 +22,7 @@ _CONFIGURING_METHODS = ("__init__", "monitors", "configure_optimizers", "configu
 _LATE_HOOKS = ("on_train_epoch_end",)
 _EVALUATION_HOOKS = ("on_validation_epoch_end", "on_validation_end")
 _SEPARATORS = "_-/. "
-"""Characters at which names are composed, as in ``f"{stage}_loss"``."""
+"""Characters between the parts of a composed name, as in ``f"{stage}_loss"``."""
 
 
 class MonitorCheck:
@@ -31,7 +31,7 @@ class MonitorCheck:
     Args:
         run: the run.
         data: its data.
-        schedulers: those of its optimizers.
+        schedulers: its learning rate schedulers.
     """
 
     def __init__(self, run: RunCore, data: RunData, schedulers: Sequence[SchedulerConfig]) -> None:
@@ -58,7 +58,7 @@ class MonitorCheck:
                 continue
             logger.warning(
                 "%s: nothing of that name was logged in %s first step.%s Logged names: %s. Unless it is logged later, "
-                "the run fails when it reads the value. Said once.",
+                "the run fails when it reads the value. This is logged once.",
                 monitored_by,
                 "the sanity check and the" if self._validated else "the",
                 nearest(name, known),
@@ -74,13 +74,13 @@ class MonitorCheck:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor
 
     def _may_log_later(self) -> bool:
-        """Whether a hook of the user's that has not run yet may log more names."""
+        """Whether one of the user's hooks that has not run yet may log more names."""
         run = self._run
         unseen = self._data.validates and not self._validated
         names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
         if unseen or any(is_overridden(name, run.module, ModuleHooks) for name in names):
             return True
-        callbacks = [one for one in run.callbacks if not type(one).__module__.startswith("drivetrain.")]
+        callbacks = [each for each in run.callbacks if not type(each).__module__.startswith("drivetrain.")]
         return any(is_overridden(name, callback, Callback) for callback in callbacks for name in names)
 
     def _is_in_user_code(self, name: str) -> bool:
@@ -102,7 +102,7 @@ class MonitorCheck:
 
 
 def _logs(code: CodeType, name: str) -> bool:
-    """Whether a function logs ``name``. One that only builds the callbacks contains the name as well."""
+    """Whether a function logs ``name``: one that only builds callbacks may contain the name too."""
     return not {"log", "log_dict"}.isdisjoint(code.co_names) and _contains(code, name)
 
 

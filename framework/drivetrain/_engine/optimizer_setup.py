@@ -1,4 +1,4 @@
-"""Sets up optimizers and schedulers, once the strategy holds the module."""
+"""Sets up optimizers and schedulers, once the strategy has set up the module."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def set_up_optimizers(
         configured = module.configure_optimizers()
     optimizers, configs = parse_optimizers(configured)
     schedulers = [config.scheduler for config in configs]
-    if strategy.world_size > 1:  # a learning rate that is a tensor on a device would be waited for
+    if strategy.world_size > 1:  # reading a learning rate that is a tensor waits for the device
         check_ranks_agree(strategy.control, optimizer_facts(optimizers, schedulers))
     components |= {"optimizers": class_names(optimizers), "schedulers": class_names(schedulers)}
     automatic = module.automatic_optimization
@@ -70,7 +70,7 @@ def set_up_optimizers(
 
 
 def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
-    """Warn of keys next to a scheduler that have no effect."""
+    """Warn of keys that were given with a scheduler and have no effect."""
     for config in schedulers:
         kind = type(config.scheduler).__name__
         if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):

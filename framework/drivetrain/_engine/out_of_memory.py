@@ -23,7 +23,7 @@ _LARGEST_LISTED = 5
 
 
 class _Tensor(NamedTuple):
-    """A live tensor, with a name that the user knows it by."""
+    """A live tensor, with a name that the user recognises."""
 
     kind: str
     name: str
@@ -51,7 +51,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(
-    error: BaseException, session: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None
+    error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None
 ) -> None:
     """Add a note to an out-of-memory error that lists the largest tensors and the settings to change first.
 
@@ -59,30 +59,30 @@ def explain_out_of_memory(
     """
     try:
         if is_out_of_memory(error):
-            error.add_note(_note(error, session, optimizers, batch_size))
+            error.add_note(_note(error, run, optimizers, batch_size))
     except Exception:
         return
 
 
-def _note(error: BaseException, session: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
-    tensors = _distinct([*_of_the_run(session, optimizers), *_of_the_frames(error)])
+def _note(error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
+    tensors = _distinct([*_run_tensors(run, optimizers), *_frame_tensors(error)])
     totals: dict[str, int] = {}
-    for one in tensors:
-        totals[one.kind] = totals.get(one.kind, 0) + one.nbytes
-    strategy, progress = session.strategy, session.progress
-    where = f"rank {strategy.rank}, {strategy.device}, {session.stage}, global_step={progress.global_step}"
+    for entry in tensors:
+        totals[entry.kind] = totals.get(entry.kind, 0) + entry.nbytes
+    strategy, progress = run.strategy, run.progress
+    where = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={progress.global_step}"
     lines = [f"Out of memory on {where}. On this rank there were:"]
     lines.append("  " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in totals.items()))
     if strategy.device.type == "cuda":
-        held, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
-        lines.append(f"  on the device {_size(held)} in tensors, {_size(reserved)} reserved")
+        allocated, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
+        lines.append(f"  on the device {_size(allocated)} in tensors, {_size(reserved)} reserved")
     lines.append("The largest tensors:")
-    for one in sorted(tensors, key=lambda one: -one.nbytes)[:_LARGEST_LISTED]:
-        dtype = str(one.tensor.dtype).removeprefix("torch.")
-        lines.append(f"  {_size(one.nbytes)}  {one.kind}: {one.name}, {dtype} of shape {tuple(one.tensor.shape)}")
+    for entry in sorted(tensors, key=lambda entry: -entry.nbytes)[:_LARGEST_LISTED]:
+        dtype, shape = str(entry.tensor.dtype).removeprefix("torch."), tuple(entry.tensor.shape)
+        lines.append(f"  {_size(entry.nbytes)}  {entry.kind}: {entry.name}, {dtype} of shape {shape}")
     lines += [
-        f"{'  then' if rank else 'Change first'}: {step}"
-        for rank, step in enumerate(_cheaper(session, batch_size, totals))
+        f"{'  then' if index else 'Change first'}: {change}"
+        for index, change in enumerate(_advice(run, batch_size, totals))
     ]
     return "\n".join(lines)
 
@@ -90,14 +90,14 @@ def _note(error: BaseException, session: RunCore, optimizers: Sequence[Optimizer
 # Live tensors
 
 
-def _of_the_run(session: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_Tensor]:
+def _run_tensors(run: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_Tensor]:
     names = {}
-    for name, parameter in session.module.named_parameters():
+    for name, parameter in run.module.named_parameters():
         names[id(parameter)] = name
         yield _Tensor("parameters", name, _local(parameter))
         if parameter.grad is not None:
             yield _Tensor("gradients", name, _local(parameter.grad))
-    for name, buffer in session.module.named_buffers():
+    for name, buffer in run.module.named_buffers():
         yield _Tensor("buffers", name, _local(buffer))
     for optimizer in optimizers:
         for parameter, state in getattr(optimizer, "state", {}).items():
@@ -107,7 +107,7 @@ def _of_the_run(session: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_
                     yield _Tensor("optimizer state", name, _local(value))
 
 
-def _of_the_frames(error: BaseException) -> Iterator[_Tensor]:
+def _frame_tensors(error: BaseException) -> Iterator[_Tensor]:
     """Yield the tensors in local variables of the frames in the traceback: inputs, activations, losses."""
     trace = error.__traceback__
     while trace is not None:
@@ -121,18 +121,18 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        yield from (one for one in value if isinstance(one, torch.Tensor))
+        yield from (item for item in value if isinstance(item, torch.Tensor))
     elif type(value) is dict:
-        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
+        yield from (item for item in value.values() if isinstance(item, torch.Tensor))
 
 
 def _distinct(tensors: list[_Tensor]) -> list[_Tensor]:
     """Return one tensor per storage, the first in the list, without empty ones."""
     by_storage: dict[int, _Tensor] = {}
-    for one in tensors:
-        if one.tensor.device.type != "meta":
-            by_storage.setdefault(one.tensor.untyped_storage().data_ptr(), one)
-    return [one for one in by_storage.values() if one.nbytes]
+    for entry in tensors:
+        if entry.tensor.device.type != "meta":
+            by_storage.setdefault(entry.tensor.untyped_storage().data_ptr(), entry)
+    return [entry for entry in by_storage.values() if entry.nbytes]
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -147,28 +147,30 @@ def _size(nbytes: int) -> str:
 # Advice
 
 
-def _cheaper(session: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
-    """Return what to change, what helps most first: the parameters' state if it takes more than half of the memory."""
+def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
+    """Return what to change, most effective first: the parameters' state if it takes more than half of the memory."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-    strategy = session.strategy
+    strategy = run.strategy
     used = torch.cuda.memory_allocated(strategy.device) if strategy.device.type == "cuda" else sum(totals.values())
-    fitting = session.stage == "fit"
-    own = strategy.memory_advice(session.module) if fitting else ()
-    of_precision = strategy.precision.memory_advice()
+    fitting = run.stage == "fit"
+    from_strategy = strategy.memory_advice(run.module) if fitting else ()
+    from_precision = strategy.precision.memory_advice()
     for_activations = (
-        _smaller_batches(session, batch_size, fitting) + _on("activations", of_precision) + _on("activations", own)
+        _smaller_batches(run, batch_size, fitting)
+        + _texts_about("activations", from_precision)
+        + _texts_about("activations", from_strategy)
     )
-    for_state = _on("state", own) + (_on("state", of_precision) if fitting else [])
+    for_state = _texts_about("state", from_strategy) + (_texts_about("state", from_precision) if fitting else [])
     return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
 
 
-def _on(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:
-    return [one.text for one in advice if one.lessens == use]
+def _texts_about(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:
+    return [each.text for each in advice if each.lessens == use]
 
 
-def _smaller_batches(session: RunCore, size: int | None, fitting: bool) -> list[str]:
+def _smaller_batches(run: RunCore, size: int | None, fitting: bool) -> list[str]:
     if size is not None and size <= 1:
         return []
     half = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"
-    micro_batches = 2 * session.trainer.accumulate_grad_batches
+    micro_batches = 2 * run.trainer.accumulate_grad_batches
     return [half + (f" with accumulate_grad_batches={micro_batches}: the same steps" if fitting else "")]

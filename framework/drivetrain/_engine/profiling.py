@@ -38,13 +38,13 @@ class Profiling(NoProfiling):
 
     Args:
         request: the call that is measured.
-        strategy: runs it.
-        folder: the run's folder, which is known later.
-        profiler: measures it. A run within a run that it measures already is one phase of the outer run.
+        strategy: the run's strategy.
+        folder: the run's folder, whose path is set later.
+        profiler: the profiler. A run inside a run that it is measuring already becomes one phase of the outer run.
     """
 
     _measuring: set[int] = set()  # noqa: RUF012 - shared by all runs of this process
-    """The ids of the profilers that measure a run."""
+    """The ids of the profilers that are measuring a run."""
 
     def __init__(
         self, request: RunRequest[RunContext], strategy: Strategy, folder: RunFolder, profiler: Profiler
@@ -61,8 +61,8 @@ class Profiling(NoProfiling):
             self._trainer.log_every_n_steps,
             bool(self._trainer.compile),
         )
-        before = folder.before  # an evaluation of what that fit trained is written to its folder
-        self._before = before.path if before is not None and before.is_of_fit and request.stage != "fit" else None
+        before = folder.before  # the profile of an evaluation after a fit is written to the fit's folder
+        self._fit_folder = before.path if before is not None and before.is_of_fit and request.stage != "fit" else None
         self._is_nested = False
         self._has_begun = False
         self.train_loop = type("ProfiledLoop", (_ProfiledLoop,), {"span": self.span})
@@ -119,8 +119,8 @@ class Profiling(NoProfiling):
         if trainer.fast_dev_run:
             return None
         # An evaluation's own folder is claimed when a logger first writes to it, which only rank 0 knows.
-        of_run = self._folder.path if self._facts.stage == "fit" else self._before
-        return child(of_run or trainer.default_root_dir, FOLDER)
+        run_folder = self._folder.path if self._facts.stage == "fit" else self._fit_folder
+        return child(run_folder or trainer.default_root_dir, FOLDER)
 
     # Wrapped parts
 
@@ -142,7 +142,7 @@ class Profiling(NoProfiling):
     def hooks(self, table: HookTable) -> HookTable:
         for part in (table.early, table.late):
             for name, calls in part.items():
-                part[name] = tuple(self.call(f"{_owner(one)}.{name}", one) for one in calls)
+                part[name] = tuple(self.call(f"{_owner(hook)}.{name}", hook) for hook in calls)
         return table
 
     def save_requests(self) -> SaveRequests:
@@ -160,11 +160,11 @@ class Profiling(NoProfiling):
         return cast(BatchSource, _ProfiledSource(source, lambda pairs: self._steps(self._read("data", pairs))))
 
     def windows(self, micro_batches: Callable[[int, int], Iterator[MicroBatch]]) -> Callable[[int, int], Any]:
-        alone = self._facts.world_size == 1
+        single_rank = self._facts.world_size == 1
 
         def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
-            found = micro_batches(epoch, first)
-            return self._steps(found if alone else self._read("windows", found))
+            items = micro_batches(epoch, first)
+            return self._steps(items if single_rank else self._read("windows", items))
 
         return begin
 
@@ -182,15 +182,16 @@ class Profiling(NoProfiling):
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
 
     def set_loaders(self, loaders: Iterable[Any]) -> None:
-        known = list(loaders)
-        workers = [one.num_workers for one in known if isinstance(getattr(one, "num_workers", None), int)]
-        pinned = [one.pin_memory for one in known if isinstance(getattr(one, "pin_memory", None), bool)]
+        loaders = list(loaders)
+        workers = [loader.num_workers for loader in loaders if isinstance(getattr(loader, "num_workers", None), int)]
+        pinned = [loader.pin_memory for loader in loaders if isinstance(getattr(loader, "pin_memory", None), bool)]
         self._facts.num_workers = min(workers, default=None)
         self._facts.pin_memory = all(pinned) if pinned else None
 
     # Iterators
 
     def _read(self, phase: str, items: Iterator[T]) -> Iterator[T]:
+        """Yield the items; time how long each takes to arrive."""
         start, stop = self._profiler.start, self._profiler.stop
         while True:
             start(phase)
@@ -203,7 +204,7 @@ class Profiling(NoProfiling):
             yield item
 
     def _steps(self, items: Iterator[T]) -> Iterator[T]:
-        """Report the end of a step whenever the next item is requested."""
+        """Yield the items; report the end of a step when the next item is requested."""
         step = self._profiler.step
         for item in items:
             yield item
@@ -225,7 +226,7 @@ class _ProfiledSource:
 
 
 class _ProfiledStep:
-    """An automatic step of which the optimizers' step is a phase."""
+    """An automatic step that times the optimizers' step as a phase."""
 
     def __init__(self, step: AutomaticStep, clip_and_step: Callable[[MicroBatch], bool]) -> None:
         self._step = step

@@ -14,28 +14,28 @@ from drivetrain.checkpoint._format.checksums import crc32
 
 
 def collect_rank_local_buffers(
-    module: nn.Module, saved: Collection[str], aside: Mapping[str, torch.Tensor], control: ControlPlane
+    module: nn.Module, saved: Collection[str], overrides: Mapping[str, torch.Tensor], control: ControlPlane
 ) -> dict[str, torch.Tensor]:
     """Return this rank's values of the buffers that differ between ranks. Collective.
 
     Args:
         module: the user's module.
         saved: names in the checkpoint's weights; other buffers are not persistent.
-        aside: values that replace the current ones: during an evaluation the module holds rank 0's buffers.
+        overrides: this rank's own values of buffers that hold rank 0's for the time of an evaluation.
         control: connects the ranks.
     """
     if control.world_size == 1:
         return {}
-    held = {
-        name: aside.get(name, buffer)
+    buffers = {
+        name: overrides.get(name, buffer)
         for name, buffer in module.named_buffers()
         if name in saved and has_local_values(buffer)
     }
-    checksums = control.gather_objects({name: _checksum(buffer) for name, buffer in held.items()})
+    checksums = control.gather_objects({name: _checksum(buffer) for name, buffer in buffers.items()})
     return {
         name: buffer
-        for name, buffer in held.items()
-        if any(one.get(name) != checksums[0].get(name) for one in checksums)
+        for name, buffer in buffers.items()
+        if any(of_rank.get(name) != checksums[0].get(name) for of_rank in checksums)
     }
 
 

@@ -18,8 +18,9 @@ _LOGGER = logging.getLogger("drivetrain")
 
 MAX_LOG_BYTES = 8 * 2**20
 """The size at which a log is rotated. One rotated file is kept."""
+
 _MAX_RECORD_LENGTH = 2**20
-"""In characters. The middle of a longer record is omitted."""
+"""The number of characters above which the middle of a record is omitted."""
 
 
 class RankLog:
@@ -124,11 +125,11 @@ class _Handler(logging.Handler):
 
 
 def _shortened(text: str) -> str:
-    more = len(text) - _MAX_RECORD_LENGTH
-    if more <= 0:
+    excess = len(text) - _MAX_RECORD_LENGTH
+    if excess <= 0:
         return text
     half = _MAX_RECORD_LENGTH // 2
-    return f"{text[:half]}\n... {more:,} characters are left out here ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {excess:,} characters are left out here ...\n{text[-half:]}"
 
 
 def _thread_stacks() -> str:

@@ -29,11 +29,12 @@ _LOADERS = 0x6C6F6164
 
 
 class Reloading:
-    """Builds the loaders again at epochs 0, n, 2n, ..., for ``reload_dataloaders_every_n_epochs=n``.
+    """Builds the loaders at epochs 0, n, 2n, ..., for ``reload_dataloaders_every_n_epochs=n``.
 
-    Loaders depend on the run's seed and the epoch at which they are built, and on nothing else, so that a resumed run
-    has the loaders of the saved one: while they are built, `trainer.current_epoch` is that epoch, even in a run resumed
-    within a later one, and the generators are seeded by both, the same on every rank; they are restored afterwards.
+    A resumed run has the same loaders as the saved run, since loaders depend only on the run's seed and the epoch at
+    which they are built. While they are built, `trainer.current_epoch` is that epoch, even in a run that is resumed
+    later, and the generators are seeded from the run's seed and the epoch, the same on every rank. The generators are
+    restored afterwards.
 
     Args:
         core: the run.
@@ -48,11 +49,11 @@ class Reloading:
         self._components = components
         self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
-        self._loaded_at = 0  # the epoch of the present loaders
+        self._loaded_at = 0  # the epoch of the current loaders
         self._use: Callable[[StageData], None] | None = None
 
     def begin(self, opened: Checkpoint | None) -> None:
-        """Build the loaders with which the run begins, or those that a run resumed from ``opened`` had."""
+        """Build the first loaders of the run: those of epoch 0, or of the epoch that ``opened`` was saved in."""
         core, data = self._core, self._data
         data.reload = self.reload
         if opened is not None:
@@ -92,7 +93,7 @@ class Reloading:
         self._use = use
 
     def reload(self, epoch: int) -> None:
-        """Build the loaders of ``epoch``, unless they are the present ones. Collective.
+        """Build the loaders of ``epoch``, unless they are the current ones. Collective.
 
         Raises:
             DistributedError: they differ between ranks.

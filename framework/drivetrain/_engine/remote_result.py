@@ -25,7 +25,7 @@ class Outcome:
         extra: the result of each layer's ``get_extra_state``, by layer name.
         layers: the module's layers, if the run built or replaced any; else None.
         progress: the counters.
-        metrics: the logged values by each of their names.
+        metrics: the logged values, under every name by which they can be monitored.
         callbacks: the states of the callbacks, in their order.
         state: the trainer's ``state``.
         folder: the run's folder.
@@ -51,7 +51,7 @@ class Outcome:
         module: TrainModule,
         result: Any,
         before: InitialLayers,
-        brings_module: bool = True,
+        with_module: bool = True,
     ) -> Self:
         """Collect the state after a run; only rank 0 includes the result and the module.
 
@@ -60,33 +60,37 @@ class Outcome:
             module: the module that was run.
             result: the return value of the stage.
             before: the module's layers before the run.
-            brings_module: include the module; False after a trial, whose weights are discarded.
+            with_module: whether to include the module; False after a trial, whose weights are discarded.
         """
         assert trainer.session is not None
         core = trainer.session.core
-        rank_0 = trainer.is_global_zero
-        first = rank_0 and brings_module
-        layers = BuiltLayers.of(module, before) if first else None
-        alone = first and (layers is None or layers.pickled is None)
+        is_rank_0 = trainer.is_global_zero
+        sends_module = is_rank_0 and with_module
+        layers = BuiltLayers.of(module, before) if sends_module else None
+        sends_tensors = sends_module and (layers is None or layers.pickled is None)
         return cls(
-            result=result if rank_0 else None,
-            tensors={name: tensor.detach().cpu() for name, tensor in _tensors_of(module).items()} if alone else {},
-            trains={name: one.requires_grad for name, one in module.named_parameters()} if first else {},
-            extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if first else {},
+            result=result if is_rank_0 else None,
+            tensors={name: tensor.detach().cpu() for name, tensor in _tensors_of(module).items()}
+            if sends_tensors
+            else {},
+            trains={name: parameter.requires_grad for name, parameter in module.named_parameters()}
+            if sends_module
+            else {},
+            extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if sends_module else {},
             layers=layers,
             progress=core.progress.state_dict(),
             metrics={name: float(value) for name, value in core.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
             folder=core.folder,
-            versions=[one.version_name for one in trainer.loggers] if core.folder.path is not None else [],
+            versions=[logger.version_name for logger in trainer.loggers] if core.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:
         """Copy rank 0's module into the caller's. Its tensors stay the same objects unless layers changed.
 
         Raises:
-            ConfigurationError: layers that the run built can neither be pickled nor be built here.
+            ConfigurationError: layers that the run built could not be pickled, and cannot be built here.
         """
         if self.layers is not None and layer_structure(module) != self.layers.structure:
             self.layers.put_into(module)
@@ -115,8 +119,8 @@ def _with_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) ->
         fresh = torch.empty_like(wanted)
         replacement = nn.Parameter(fresh, own.requires_grad) if isinstance(own, nn.Parameter) else fresh
         for layer in module.modules():
-            for place in (layer._parameters, layer._buffers):
-                place.update({key: replacement for key, value in place.items() if value is own})  # type: ignore[misc]
+            for tensors in (layer._parameters, layer._buffers):
+                tensors.update({key: replacement for key, value in tensors.items() if value is own})  # type: ignore[misc]
         return replacement
     if own.shape != wanted.shape or own.dtype != wanted.dtype:
         own.data = torch.empty_like(wanted, device=own.device)

@@ -47,15 +47,15 @@ def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
     return named
 
 
-def class_name(one: object) -> str:
+def class_name(instance: object) -> str:
     """Return the class's full name; without the module for a class of ``__main__``, which may be imported next time."""
-    kind = type(one)
+    kind = type(instance)
     return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def class_names(optimizers: Sequence[Any]) -> list[str]:
     """Return the class names of the optimizers or schedulers that the user returned."""
-    return [class_name(one) for one in optimizers]
+    return [class_name(optimizer) for optimizer in optimizers]
 
 
 def data_facts(source: BatchSource | None, loaders: Sequence[Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _orders(loader: Any) -> list[str]:
         return _orders(loader.iterables)
     several = list(loader.values()) if isinstance(loader, dict) else loader
     if isinstance(several, list | tuple) and several and isinstance(several[0], DataLoader | CombinedLoader):
-        return [order for one in several for order in _orders(one)]
+        return [order for each in several for order in _orders(each)]
     # A list of anything else is a list of batches.
     if not isinstance(loader, DataLoader):
         return ["as it comes"]
@@ -102,31 +102,31 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     for key, consent in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
         if key in saved and key in now and not _same(saved[key], now[key]):
             result.append(Difference(consent, _describe(saved[key]), _describe(now[key])))
-    before, here = saved.get("data"), now.get("data")
-    if isinstance(before, dict) and isinstance(here, dict):
-        samples, count = before.get("samples"), here["samples"]
+    saved_data, data = saved.get("data"), now.get("data")
+    if isinstance(saved_data, dict) and isinstance(data, dict):
+        samples, count = saved_data.get("samples"), data["samples"]
+        order = data["order"]
         if None not in (samples, count) and samples != count:
             result.append(Difference("data", f"{samples} training samples", str(count)))
-        elif before.get("order", here["order"]) != here["order"]:
-            result.append(
-                Difference("data", f"training data {', '.join(before['order'])}", ", ".join(here["order"]) or "none")
-            )
+        elif saved_data.get("order", order) != order:
+            saved_order = ", ".join(saved_data["order"])
+            result.append(Difference("data", f"training data {saved_order}", ", ".join(order) or "none"))
     return result
 
 
-def refuse_differences(path: str, find_differences: Sequence[Difference], allow: Sequence[str]) -> None:
+def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequence[str]) -> None:
     """Raise an error for differences that ``allow`` does not permit.
 
     Raises:
         ConfigurationError: names the differences, and what to pass as ``allow``.
     """
-    refused = [one for one in find_differences if one.consent not in allow]
+    refused = [difference for difference in differences if difference.consent not in allow]
     if refused:
-        consents = ", ".join(f'"{one}"' for one in dict.fromkeys(one.consent for one in refused))
+        consents = ", ".join(f'"{consent}"' for consent in dict.fromkeys(each.consent for each in refused))
         raise ConfigurationError(
-            f"The run of {path!r} had {'; '.join(f'{one.saved}, and this one {one.now}' for one in refused)}.",
-            "the saved state would be applied to something else: samples would be used twice or never, or state would "
-            "belong to other parts.",
+            f"The run of {path!r} had {'; '.join(f'{each.saved}, and this one {each.now}' for each in refused)}.",
+            "the saved state does not belong to these parts: samples would be used twice or never, or an optimizer "
+            "would continue with the state of another.",
             f"make them the same, or allow it: fit(..., allow=({consents},)). Weights alone are loaded by "
             "load_from_checkpoint.",
         )
@@ -143,4 +143,6 @@ def _same(saved: Any, now: Any) -> bool:
 
 
 def _describe(names: Any) -> str:
-    return ", ".join(str(one).rpartition(".")[2] for one in names) or "none" if isinstance(names, list) else str(names)
+    return (
+        ", ".join(str(name).rpartition(".")[2] for name in names) or "none" if isinstance(names, list) else str(names)
+    )

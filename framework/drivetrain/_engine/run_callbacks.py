@@ -43,7 +43,7 @@ class RunCallbacks:
 
     @property
     def collected(self) -> bool:
-        """Whether `collect` was called; never so for a run that took place in other processes."""
+        """Whether `collect` was called; False for a run that took place in other processes."""
         return self._hooks is not None
 
     @property
@@ -57,7 +57,7 @@ class RunCallbacks:
         self.from_module = checked_callbacks(self._module.configure_callbacks(), "configure_callbacks returned")
 
     def collect(self) -> None:
-        """Take the trainer's callbacks as they are now, and look up the hooks."""
+        """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
         self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all))
@@ -99,17 +99,18 @@ class RunCallbacks:
             bind_logging(callback, None)
 
     def pacing(self, every: int) -> Pacing | None:
-        """Return what reports a loop's progress to callbacks; None if none of them overrides `write_progress`.
+        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`.
 
         Args:
             every: optimizer steps between two reports; 0 for none.
         """
-        listeners = [one for one in self._all if is_overridden("write_progress", one, Callback)]
+        listeners = [callback for callback in self._all if is_overridden("write_progress", callback, Callback)]
         if not listeners or every <= 0:
             return None
         from drivetrain._loops.progress_reports import Pacing  # only runs that report progress need it
 
-        return Pacing([partial(one.write_progress, self._trainer, self._module) for one in listeners], every)
+        writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
+        return Pacing(writers, every)
 
     def _appended(self) -> list[Callback]:
         known = {id(callback) for callback in self._from_trainer}

@@ -69,7 +69,9 @@ class RunCheckpoint:
         core, strategy, module = self._core, self._strategy, self._module
         hyper_parameters, left_out = core.secrets.take_out(module.hparams, tell=strategy.rank == 0)
         datamodule = core.datamodule
-        of_data = {} if datamodule is None else core.secrets.take_out(datamodule.hparams, tell=strategy.rank == 0)[0]
+        data_hyper_parameters: Any = {}
+        if datamodule is not None:
+            data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, tell=strategy.rank == 0)
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),
@@ -80,7 +82,7 @@ class RunCheckpoint:
                 hyper_parameters=hyper_parameters,
                 left_out=tuple(left_out),
                 argument=hyper_parameters_argument(module),
-                data_hyper_parameters=of_data,
+                data_hyper_parameters=data_hyper_parameters,
                 data_argument="" if datamodule is None else hyper_parameters_argument(datamodule),
                 weights_only=weights_only,
                 pretrained=pretrained_models(module),
@@ -103,7 +105,7 @@ class RunCheckpoint:
         memory, weights = self._memory, contents.weights
         self._update_trained()
         parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
-        memory.trained |= {name for name, one in parameters.items() if one.requires_grad}
+        memory.trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
         for state in contents.optimizers:  # parameters that were frozen again since the last save
             memory.trained |= {name for name, values in state["state"].items() if values}
         base = {name for name in parameters if name in weights and name not in memory.trained}
@@ -121,16 +123,16 @@ class RunCheckpoint:
     def _weights(self) -> dict[str, Any]:
         if not self._running:
             return dict(self._module.state_dict())
-        weights, opening = self._strategy.model_state(), self._snapshot
-        if opening is None:
+        weights, snapshot = self._strategy.model_state(), self._snapshot
+        if snapshot is None:
             return weights
-        return weights | {name: value for name, value in opening.buffers.items() if name in weights}
+        return weights | {name: value for name, value in snapshot.buffers.items() if name in weights}
 
     def shard_of(self, value: Any) -> Any:
         """Return this rank's part of a value."""
-        held = self._strategy.shard_of(value)
+        shard = self._strategy.shard_of(value)
         # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
-        return held.full_tensor() if isinstance(held, torch.Tensor) and hasattr(held, "full_tensor") else held
+        return shard.full_tensor() if isinstance(shard, torch.Tensor) and hasattr(shard, "full_tensor") else shard
 
     @property
     def _running(self) -> bool:
@@ -140,8 +142,8 @@ class RunCheckpoint:
         """Return the state that is the same on all ranks."""
         trainer, datamodule = self._core.trainer, self._core.datamodule
         with _ignoring_errors(rehearsing):
-            own: dict[str, Any] = {}
-            self._module.on_save_checkpoint(own)
+            module_state: dict[str, Any] = {}
+            self._module.on_save_checkpoint(module_state)
         callbacks = {}
         for key, callback in self._callbacks_by_key():
             state: Any = {}
@@ -150,15 +152,15 @@ class RunCheckpoint:
                 callback.on_save_checkpoint(trainer, self._module, extra)
                 state = callback.state_dict()
             callbacks[key] = {"state": state, "extra": extra}
-        of_data: Any = {}
+        data_state: Any = {}
         with _ignoring_errors(rehearsing):
-            of_data = {} if datamodule is None else datamodule.state_dict()
+            data_state = {} if datamodule is None else datamodule.state_dict()
         schedulers: list[Any] = []
         with _ignoring_errors(rehearsing):
             schedulers = [config.scheduler.state_dict() for config in self._optimization.schedulers]
         return {
-            "module": own,
-            "datamodule": of_data,
+            "module": module_state,
+            "datamodule": data_state,
             "callbacks": callbacks,
             "schedulers": schedulers,
             "precision": self._strategy.precision.state_dict(),
@@ -184,7 +186,7 @@ class RunCheckpoint:
         """Return the names of frozen parameters."""
         if self._running and self._trainables is not None:
             return self._trainables.frozen()
-        return [name for name, one in self._module.named_parameters() if not one.requires_grad]
+        return [name for name, parameter in self._module.named_parameters() if not parameter.requires_grad]
 
     def _frozen_again(self) -> list[str]:
         """Return the names of frozen parameters that have trained before."""
@@ -213,19 +215,19 @@ class RunCheckpoint:
 
     def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         snapshot = self._snapshot
-        aside = self._core.evaluation.buffers.values() | ({} if snapshot is None else dict(snapshot.buffers))
-        return collect_rank_local_buffers(self._module, weights, aside, self._strategy.control)
+        overrides = self._core.evaluation.buffers.values() | ({} if snapshot is None else dict(snapshot.buffers))
+        return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
 
     # Loading
 
     def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the saved parameter groups, of which some may have been added during that run. Collective.
+        """Restore the saved parameter groups, some of which may have been added during that run. Collective.
 
         The groups' settings are loaded with their state.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
-            return  # `load` refuses this and names both numbers
-        saved = self._agreed(
+            return  # `load` reports this error
+        saved = self._read_collectively(
             checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
         )
         named = self._strategy.named_parameters()
@@ -248,14 +250,14 @@ class RunCheckpoint:
             CheckpointError: it is damaged or does not fit; nothing was changed.
         """
         self._check_base(checkpoint)
-        self._load_weights(checkpoint, self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
+        self._load_weights(checkpoint, self._read_collectively(checkpoint, lambda: self._read_weights(checkpoint)))
 
-    def load(self, checkpoint: Checkpoint, back: bool = False, reset: Collection[str] = ()) -> None:
+    def load(self, checkpoint: Checkpoint, rolling_back: bool = False, reset: Collection[str] = ()) -> None:
         """Load everything that a resumed run needs.
 
         Args:
             checkpoint: a checkpoint of this run or another.
-            back: the run is rolled back: also restore frozen parameters and parameter groups.
+            rolling_back: the run goes back to its own checkpoint: also restore frozen parameters and parameter groups.
             reset: state not to load because it does not fit: some of "optimizer", "scheduler" and "data".
 
         Raises:
@@ -275,13 +277,13 @@ class RunCheckpoint:
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
             with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
-                core.metrics.check_states([one["metrics"] for one in ranks])
+                core.metrics.check_states([rank_state["metrics"] for rank_state in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
 
         # Every rank reads and checks everything before anything changes.
         self._check_base(checkpoint)
-        weights, states, state, ranks, tensors = self._agreed(checkpoint, read)
-        if back and state.get("frozen") is not None:
+        weights, states, state, ranks, tensors = self._read_collectively(checkpoint, read)
+        if rolling_back and state.get("frozen") is not None:
             assert self._trainables is not None
             self._trainables.freeze_as_saved(state["frozen"], None)
             self.regroup(checkpoint, optimization.optimizers)
@@ -313,19 +315,19 @@ class RunCheckpoint:
         self._strategy.load_model_state(weights)
 
     def _restore_position(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Restore the position in the data and the generators, exactly if the data is split as it was."""
+        """Restore the position in the data and the generators; exact only if the data is split as before."""
         data, progress, saved = self._data, self._core.progress, state["data"]
         if data.reload is not None:
             data.reload(progress.epoch)
         source = data.train
         before = progress.batch_idx
-        alike = data.cursor.load_state_dict(saved, source, progress, data.reload is not None and before == 0)
+        same_split = data.cursor.load_state_dict(saved, source, progress, data.reload is not None and before == 0)
         if state["loop"] and self._loop is not None:
             validation = state["loop"]["validation"]
-            if validation is not None and not alike:
+            if validation is not None and not same_split:
                 validation = renumber_validation(validation, before, progress.batch_idx)
             self._loop.load_state_dict({**state["loop"], "validation": validation})
-        if alike:
+        if same_split:
             (own,) = ranks
             data.rng_replay.resume(own["draws"])
             load_rank_local_buffers(self._module, own.get("buffers", {}))
@@ -334,10 +336,10 @@ class RunCheckpoint:
         else:
             seed = derive_seed(_RESUME_SEED, saved["seed"], progress.epoch, progress.epoch_samples)
             seed_rank(seed, self._strategy.data_rank)
-        self._core.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
+        self._core.metrics.load_state_dict([rank_state["metrics"] for rank_state in ranks], self._strategy.device)
 
     def _restart_epoch(self) -> None:
-        """Restart the current epoch at the beginning of other data."""
+        """Restart the current epoch from the beginning, because the data differs from that of the saved run."""
         progress = self._core.progress
         progress.batch_idx = progress.epoch_samples = 0
         seed_rank(derive_seed(_RESUME_SEED, self._data.seed, progress.epoch, 0), self._strategy.data_rank)
@@ -364,9 +366,9 @@ class RunCheckpoint:
         if not base:
             return
         own = self._strategy.model_state()
-        held = {name: self.shard_of(own[name]) for name in base if name in own}
+        shards = {name: self.shard_of(own[name]) for name in base if name in own}
         precision = checkpoint.manifest.metadata.precision
-        check_base(checkpoint.path, base, base_checksums(held, self._strategy.control, precision))
+        check_base(checkpoint.path, base, base_checksums(shards, self._strategy.control, precision))
         self._memory.trained |= set(checkpoint.weights())
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -397,19 +399,19 @@ class RunCheckpoint:
         }
 
     def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved states of the ranks that this rank stands for: exactly one with the same number of ranks."""
+        """Return the saved rank states that this rank takes over: exactly one if the number of ranks is the same."""
         strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
         if (saved, parts) == (strategy.world_size, strategy.data_world_size):
-            taken = [strategy.rank]
+            ranks = [strategy.rank]
         else:
-            alike = saved // parts  # ranks that read the same part of the data
-            taken = [part * alike for part in range(strategy.data_rank, parts, strategy.data_world_size)]
-        states = [checkpoint.rank_state(rank) for rank in taken]
-        for rank, state in zip(taken, states, strict=True):
+            ranks_per_part = saved // parts  # ranks that read the same part of the data
+            ranks = [part * ranks_per_part for part in range(strategy.data_rank, parts, strategy.data_world_size)]
+        states = [checkpoint.rank_state(rank) for rank in ranks]
+        for rank, state in zip(ranks, states, strict=True):
             check_rank_state(checkpoint, rank, state)
         return states
 
-    def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
+    def _read_collectively(self, checkpoint: Checkpoint, read: Any) -> Any:
         return run_collectively(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
 
     def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:

@@ -30,7 +30,7 @@ class RunEnding:
         self._nothing_left = False
         self._reason = ""
         self.has_trained = False
-        """Whether training has begun, so that the closing message tells of a failure too."""
+        """Whether training has begun, so that the closing message reports a failure too."""
         self.exit_error: BaseException | None = None
         """The error to raise at the end of a run that a signal cut short."""
 
@@ -39,7 +39,7 @@ class RunEnding:
 
         Args:
             reasons: one or several sentences.
-            nothing_left: the run that was to be resumed had ended already.
+            nothing_left: the resumed run had finished already.
         """
         self._reasons, self._nothing_left = list(reasons), nothing_left
         self._reason = "; ".join(reasons)

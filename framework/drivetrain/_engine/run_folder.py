@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint._format import CheckpointMetadata
 
 
-CHOSEN = ("last", "best", "auto")
+CKPT_PATH_KEYWORDS = ("last", "best", "auto")
 """The values of ``ckpt_path`` that are not paths."""
 
 
@@ -22,7 +22,7 @@ class Beginning(NamedTuple):
         path: the checkpoint that the run starts from; None for a fresh start.
         folder: the run's folder, or None.
         id: the run's identifier, or "".
-        went_on: the folder is that of the run that wrote the checkpoint.
+        continues_run: the run continues in the folder of the run that wrote the checkpoint.
         parent: the identifier of the run that wrote the checkpoint, or "".
         versions: the versions of the loggers, in their order.
         problem: the what, why and fix of an error that prevents the run; the other fields are then unset.
@@ -31,7 +31,7 @@ class Beginning(NamedTuple):
     path: str | None = None
     folder: str | None = None
     id: str = ""
-    went_on: bool = False
+    continues_run: bool = False
     parent: str = ""
     versions: tuple[str, ...] = ()
     problem: tuple[str, str, str] | None = None
@@ -50,7 +50,7 @@ class RunFolder:
         self.id = ""
         """The identifier of the run; "" if it has no folder."""
         self.name = ""
-        """The name that runs of one experiment share: that of the first logger."""
+        """The first logger's name, which runs of one experiment share."""
         self.rewinds_to: int | None = None
         """The optimizer step after which existing log rows are dropped; None if the run has a new folder."""
         self.recorder: RunRecorder | None = None
@@ -62,28 +62,32 @@ class RunFolder:
         self._is_shared = False
 
     def join(self, other: RunFolder) -> None:
-        """Use the folder of the last run, to whose record this evaluation only adds an entry."""
-        self.be(other)
+        """Use the folder of the last run; this evaluation only adds an entry to its record."""
+        self.adopt(other)
         self._is_shared = True
 
-    def be(self, other: RunFolder) -> None:
+    def adopt(self, other: RunFolder) -> None:
         """Use the folder of another run, such as one that took place in other processes."""
         self.path, self.id, self.name = other.path, other.id, other.name
         self.is_of_fit, self.recorder = other.is_of_fit, other.recorder
 
-    def note_start(self, metadata: CheckpointMetadata | None, path: str | None, parent: str, went_on: bool) -> None:
+    def note_start(
+        self, metadata: CheckpointMetadata | None, path: str | None, parent: str, continues_run: bool
+    ) -> None:
         """Record which checkpoint the run starts from.
 
         Args:
             metadata: the checkpoint's facts; None for a fresh start.
             path: the checkpoint's path.
             parent: the identifier of the run that wrote it; "" for none.
-            went_on: the checkpoint is in this run's folder.
+            continues_run: the run continues in the folder of the run that wrote it.
         """
         step = None if metadata is None else int(metadata.progress["global_step"])
-        self.rewinds_to = None if not went_on else -1 if step is None else step
+        self.rewinds_to = None if not continues_run else -1 if step is None else step
         if self.recorder is not None:
-            self.recorder.note_start(path, "" if metadata is None else metadata.identifier, step or 0, parent, went_on)
+            self.recorder.note_start(
+                path, "" if metadata is None else metadata.identifier, step or 0, parent, continues_run
+            )
 
     def note_training(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
         """Record the training data as training begins."""

@@ -1,4 +1,4 @@
-"""Locates a run's folder: that of its first logger which writes files, shared by loggers with its root and name."""
+"""Locates a run's folder: the folder of its first logger that writes files, or else a default one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class RunLocation(NamedTuple):
     Attributes:
         path: the folder that contains them.
         fixed: the name that the user chose for this run's folder; None for any.
-        asked: the name that was returned to code that read it before the run; None for none.
+        asked: the name that code has read from the logger before the run; None if it has not.
         writer: what writes there, for errors: a logger's class, "Checkpoint" or "The profiler".
-        for_checkpoints: whether it is for checkpoints, without a logger.
-        evaluated: the name of the folder that an evaluation of the same `Fit` used, which the run shares; or None.
+        for_checkpoints: whether it holds checkpoints only, without a logger.
+        evaluated: the name of the folder that an earlier evaluation of the same `Fit` used, which the run shares; or
+            None.
     """
 
     path: str
@@ -55,7 +56,7 @@ def locate_run(run: RunCore) -> RunLocation | None:
             # An evaluation by the same Fit has logged there already.
             place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
         return place
-    saves = any(one.wants_run_folder for one in run.callbacks)
+    saves = any(callback.wants_run_folder for callback in run.callbacks)
     if not saves and not run.profiling.wants_folder:
         return None
     writer = "Checkpoint" if saves else _PROFILER
@@ -86,8 +87,8 @@ def _chosen_version(logger: Logger) -> str | None:
 def loggers_sharing_folder(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
     """Return the loggers with the same root and name, which share a folder."""
     place = resolve_folder(runs_folder_of(first.writes_to or "", first.name))
-    with_files = [one for one in loggers if one.writes_to is not None]
-    return [one for one in with_files if resolve_folder(runs_folder_of(one.writes_to or "", one.name)) == place]
+    with_files = [logger for logger in loggers if logger.writes_to is not None]
+    return [each for each in with_files if resolve_folder(runs_folder_of(each.writes_to or "", each.name)) == place]
 
 
 def runs_folder(run: RunCore) -> str:
@@ -96,7 +97,7 @@ def runs_folder(run: RunCore) -> str:
 
 
 def locate_logs(run: RunCore) -> RunLocation:
-    """Return where a run of this trainer has its folder if it writes anything."""
+    """Return where runs of this trainer have their folders, whether or not this one writes files."""
     first = first_with_files(run.trainer.loggers)
     if first is not None:
         return locate_logger(first, run.trainer.loggers)
@@ -104,14 +105,14 @@ def locate_logs(run: RunCore) -> RunLocation:
 
 
 def run_name(run: RunCore) -> str:
-    """Return the run's name: that of its first logger which writes files."""
+    """Return the run's name: that of its first logger that writes files."""
     first = first_with_files(run.trainer.loggers)
     return DEFAULT_NAME if first is None else first.name
 
 
 def first_with_files(loggers: Sequence[Logger]) -> Logger | None:
     """Return the first logger that writes files, whose folder is the run's; None if there is none."""
-    return next((one for one in loggers if one.writes_to is not None), None)
+    return next((logger for logger in loggers if logger.writes_to is not None), None)
 
 
 # Loggers
@@ -132,17 +133,19 @@ def previous_versions(record: Record | None, loggers: Sequence[Logger]) -> dict[
 
 
 def claim_at_first_write(logger: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
-    """Make a logger outside the run's folder claim a directory at its first write, shared with loggers like it.
+    """Make a logger outside the run's folder claim a directory at its first write.
+
+    Loggers with the same root and name share the directory.
 
     Args:
         logger: the logger.
         others: all loggers that have no directory yet.
-        note: called if the claimed version is not the expected one because another run has claimed that.
+        note: called if another run has claimed the expected version, so that the logger got another one.
     """
     if logger.directory is None:
         return
     place = locate_logger(logger, others)
-    sharing = [one.directory for one in loggers_sharing_folder(logger, others) if one.directory is not None]
+    sharing = [each.directory for each in loggers_sharing_folder(logger, others) if each.directory is not None]
     version = place.fixed or place.asked or free_version(place.path)
 
     @cache
@@ -178,7 +181,7 @@ def write_error(place: RunLocation, problem: str) -> tuple[str, str, str]:
     return (
         f"{place.writer} cannot write to {place.path!r}: {problem}.",
         FAILS_AT_FIRST_SAVE if place.for_checkpoints else FAILS_AT_FIRST_ROW,
-        "give Fit a default_root_dir that can be written to: a dirpath takes the checkpoints, and run.json is there."
+        "give Fit a default_root_dir that can be written to; with a dirpath for checkpoints, run.json is still there."
         if place.for_checkpoints
         else f"give {place.writer} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
     )

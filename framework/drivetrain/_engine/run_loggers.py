@@ -20,16 +20,16 @@ def prepare_loggers(loggers: Sequence[Logger], step: int | None, hyper_parameter
         step: the optimizer step that the run resumes from, -1 for its beginning; None if its folder is new.
         hyper_parameters: the hyper-parameters, without secrets.
     """
-    for one in loggers:
+    for each in loggers:
         if step is not None:
-            one.rewind(step)
+            each.rewind(step)
         if hyper_parameters:
-            one.log_hyperparams(hyper_parameters)
+            each.log_hyperparams(hyper_parameters)
 
 
 def flush_loggers(trainer: RunContext) -> None:
     """Make loggers write what they buffer when a checkpoint is written, so that a resumed run finds all rows."""
-    saves = [(type(one).__name__, one.save) for one in trainer.loggers]
+    saves = [(type(each).__name__, each.save) for each in trainer.loggers]
     for name, write in [("A logger", trainer.finish_logging), *saves]:
         try:
             write()
@@ -52,9 +52,9 @@ def finalize_loggers(trainer: RunContext, status: str) -> Exception | None:
         trainer.finish_logging()
     except Exception as error:
         first_error = error
-    for one in trainer.loggers:
+    for each in trainer.loggers:
         try:
-            one.finalize(status)
+            each.finalize(status)
         except Exception as error:
             first_error = first_error or error
     return first_error

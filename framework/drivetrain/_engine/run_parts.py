@@ -1,4 +1,4 @@
-"""The parts that a run is composed of: what a `Session` holds, and what its builders receive and return.
+"""The parts of a run, which a `Session` holds and passes between the functions that build them.
 
 `RunRequest` and `RunCore` are complete before set-up begins. `RunData` changes while a run reads its data.
 `Optimization`, `Stopping` and `Training` are results of builders: each is built once and passed to the next builder.
@@ -62,9 +62,10 @@ class RunRequest(Generic[Trainer]):
         module: the module to run.
         given: the loaders or the data module that were passed.
         ckpt_path: the checkpoint to start from: a path or URL, "last", "best" or "auto"; None for a fresh start.
-        return_predictions: return the outputs of ``predict_step``.
+        return_predictions: whether to return the outputs of ``predict_step``.
         allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
-        trial: the run is a trial, whose weights are discarded: it has no schedulers and no `configure_callbacks`.
+        trial: whether the run is a trial, whose weights are discarded: it has no schedulers and does not call
+            `configure_callbacks`.
     """
 
     trainer: Trainer
@@ -111,7 +112,7 @@ class NoProfiling:
         return table
 
     def save_requests(self) -> SaveRequests:
-        """Return the queue of requested checkpoints, each timed as a phase."""
+        """Return an empty queue of requested checkpoints, each of which is timed as a phase."""
         return SaveRequests()
 
     def mover(self, move: BatchMover | None) -> BatchMover | None:
@@ -129,7 +130,7 @@ class NoProfiling:
     def windows(
         self, micro_batches: Callable[[int, int], Iterator[MicroBatch]]
     ) -> Callable[[int, int], Iterator[MicroBatch]]:
-        """Return the function that begins an epoch of training, timed."""
+        """Return the function that yields an epoch's micro-batches, timed."""
         return micro_batches
 
     def step(self, step: TrainStep) -> TrainStep:
@@ -145,12 +146,12 @@ class NoProfiling:
 
 @dataclass(slots=True)
 class EvaluationWithinFit:
-    """Says whether a fit evaluates right now, and holds the buffers that are set aside meanwhile.
+    """Whether a fit is evaluating at the moment, and the buffers that are set aside meanwhile.
 
     Attributes:
         buffers: exchanges this rank's buffers for rank 0's during an evaluation.
-        sanity_checking: the sanity check before training is running.
-        validating: a fit is validating, outside its sanity check.
+        sanity_checking: whether the sanity check before training is running.
+        validating: whether a fit is validating, outside its sanity check.
     """
 
     buffers: EvaluationBuffers
@@ -160,7 +161,7 @@ class EvaluationWithinFit:
 
 @dataclass(frozen=True, slots=True)
 class RunCore:
-    """The parts that every stage has from its start on and that nearly every builder needs.
+    """The parts that every stage has from its start, and that nearly every builder needs.
 
     Attributes:
         request: what was called.
@@ -213,7 +214,7 @@ class RunCore:
 
     @property
     def ran_elsewhere(self) -> bool:
-        """Whether this stands for a run that took place in other processes."""
+        """Whether this object represents a run that took place in other processes."""
         return not self.callbacks.collected
 
     @property
@@ -225,10 +226,10 @@ class RunCore:
         """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
 
         Args:
-            warn: warn of secrets that were not warned of before.
+            warn: whether to warn of secrets that are found for the first time.
         """
-        of_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
-        return self.secrets.take_out({**of_data, **logged_hyper_parameters(self.module)}, warn)[0]
+        from_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
+        return self.secrets.take_out({**from_data, **logged_hyper_parameters(self.module)}, warn)[0]
 
     def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
         """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
@@ -237,7 +238,7 @@ class RunCore:
         return self.profiling.call("loggers", self.trainer.log_metrics)
 
     def pacing(self) -> Pacing | None:
-        """Return what reports a loop's progress to callbacks; None if no callback overrides `write_progress`."""
+        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
         return self.callbacks.pacing(self.trainer.log_every_n_steps)
 
 
@@ -246,15 +247,15 @@ class RunData:
     """The data that a run reads, and the state of reading it.
 
     Attributes:
-        given: the loaders or the data module that were passed; `find_loaders` of training is stored here once called.
-        lengths: micro-batches that loaders without a length turned out to have.
+        given: the loaders or the data module that were passed, and the training loaders once they are built.
+        lengths: the lengths, in micro-batches, of loaders without ``__len__``, as far as they are known.
         rng_replay: the generators' states by micro-batch, for loaders that read ahead.
         cursor: how the epoch is split over ranks.
         stage_data: the prepared loaders; None until they are built.
         seed: the seed of the order of samples, the same on every rank.
         reload: rebuilds the loaders of an epoch; None unless ``reload_dataloaders_every_n_epochs`` is set.
-        first_length: micro-batches of the first epoch, by which steps are estimated where loaders are rebuilt.
-        estimate_was_read: `estimated_stepping_batches` was read, so that a schedule may depend on it.
+        first_length: micro-batches of the first epoch, used to estimate the run's steps if loaders are rebuilt.
+        estimate_was_read: whether `estimated_stepping_batches` was read: a schedule may depend on it.
     """
 
     given: DataArguments
@@ -298,7 +299,7 @@ class RunData:
 
 @dataclass(slots=True)
 class GradientNorm:
-    """The gradients' norm before they were last clipped; None before that."""
+    """The gradients' norm before they were last clipped; None if they have not been clipped yet."""
 
     value: torch.Tensor | None = None
 
@@ -311,8 +312,8 @@ class Optimization:
         optimizers: the optimizers.
         schedulers: the learning rate schedulers, those of the strategy included.
         handles: what ``module.optimizers()`` returns.
-        closure: an optimizer evaluates the loss again within its step, as L-BFGS does.
-        gradient_norm: receives the norm where gradients are clipped.
+        closure: whether an optimizer evaluates the loss again within its step, as L-BFGS does.
+        gradient_norm: receives the gradients' norm whenever they are clipped.
     """
 
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -328,7 +329,7 @@ class Stopping:
 
     Attributes:
         stop: collects requests to stop, and the limits that defer them.
-        snapshot: the state as the current window opened; None unless a run may have to be saved within a window.
+        snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
     """
 
     stop: StopRequest
@@ -341,7 +342,7 @@ class Training:
 
     Attributes:
         loop: the loop.
-        manual: the step with manual optimization; None with automatic optimization.
+        manual: the training step of manual optimization; None with automatic optimization.
         pass_over_data: runs the training step over an epoch's data without training, to collect statistics.
     """
 
@@ -375,12 +376,12 @@ class TrainingInputs:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointParts:
-    """The parts of a fit that a checkpoint stores, as far as they are set up.
+    """The parts of a fit that a checkpoint stores, those that are set up by now.
 
     Attributes:
         optimization: the optimizers and schedulers.
-        stopping: holds the state as the current window opened.
-        trainables: tracks which parameters train; None before the strategy holds the module, and in other stages.
+        stopping: holds the state at the start of the current window.
+        trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
         loop: the training loop; None before it is built.
     """
 
@@ -392,7 +393,7 @@ class CheckpointParts:
 
 @dataclass(slots=True)
 class CheckpointMemory:
-    """What the checkpoints of one run share from one save to the next.
+    """State that the checkpoints of one run share.
 
     Attributes:
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.

@@ -75,18 +75,23 @@ class RunRecorder:
         identifier: the run's id.
         run: its description.
         earlier: the record of the run that is resumed; None for a new run.
-        made: the folders that were created for this run, innermost first, on a local disk.
+        created_folders: the folders that were created for this run, innermost first, on a local disk.
     """
 
     def __init__(
-        self, folder: str, identifier: str, run: RunDescription, earlier: dict[str, Any] | None, made: Sequence[str]
+        self,
+        folder: str,
+        identifier: str,
+        run: RunDescription,
+        earlier: dict[str, Any] | None,
+        created_folders: Sequence[str],
     ) -> None:
         self.folder = folder
         self.id = identifier
         self._earlier = earlier
-        self._created_folders = made
+        self._created_folders = created_folders
         self._trained = run.stage != "fit"
-        self._write_failed = False  # at the last attempt
+        self._write_failed = False  # whether the last attempt to write failed
         self._lock = threading.Lock()
         self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
         self._token = self._document["parts"][-1]["token"]
@@ -102,9 +107,9 @@ class RunRecorder:
         fixed: str | None,
         asked: str | None,
         run: RunDescription,
-        above: Sequence[str],
+        created_parents: Sequence[str],
         expected: str | None = None,
-        lives: Callable[[Record], bool] | None = None,
+        is_known_alive: Callable[[Record], bool] | None = None,
     ) -> Self:
         """Create a folder that no other run has, and write the record in it.
 
@@ -113,9 +118,9 @@ class RunRecorder:
             fixed: the folder's name if the user chose it, else None.
             asked: the name that was returned to code that read it before the run, or None.
             run: the run's description.
-            above: the folders that were created so that ``place`` exists.
+            created_parents: the folders that were created so that ``place`` exists.
             expected: the name to use unless another run has claimed it; None for any.
-            lives: returns whether a run was seen alive on another machine; None if this was not checked.
+            is_known_alive: returns whether a run was seen alive on another machine; None if this was not checked.
 
         Raises:
             ConfigurationError: a running run has the folder ``fixed``.
@@ -123,11 +128,11 @@ class RunRecorder:
         """
         if fixed is None:
             folder = child(place, claim_version(place, asked, expected))
-            made = [folder]
+            created_folders = [folder]
         else:
             folder = child(place, fixed)
-            made = _take_over(folder, lives)
-        return cls(folder, os.urandom(8).hex(), run, None, [*made, *above])
+            created_folders = _take_over(folder, is_known_alive)
+        return cls(folder, os.urandom(8).hex(), run, None, [*created_folders, *created_parents])
 
     @classmethod
     def resume(cls, record: Record, run: RunDescription) -> Self | None:
@@ -142,7 +147,7 @@ class RunRecorder:
         clear_leftovers(record.folder)
         return cls(record.folder, record.id, run, record.document, [])
 
-    def note_start(self, path: str | None, identifier: str, step: int, parent: str, went_on: bool) -> None:
+    def note_start(self, path: str | None, identifier: str, step: int, parent: str, continues_run: bool) -> None:
         """Record the checkpoint that the run starts from.
 
         Args:
@@ -150,14 +155,14 @@ class RunRecorder:
             identifier: the checkpoint's id; "" for a fresh start.
             step: the number of optimizer steps in it.
             parent: the id of the run that wrote it; "" for none.
-            went_on: whether this run continues in that run's folder.
+            continues_run: whether this run continues in that run's folder.
         """
         text = "a fresh start" if path is None else f"from {path}"
 
         def change(document: dict[str, Any]) -> None:
-            if parent and not went_on:
+            if parent and not continues_run:
                 document["parent"] = parent
-            _add_event(document, "went on" if went_on else "began", text, step)
+            _add_event(document, "went on" if continues_run else "began", text, step)
 
         self._update(change, from_step=step, from_checkpoint=identifier or None)
 
@@ -191,7 +196,7 @@ class RunRecorder:
         }
 
         def add(document: dict[str, Any]) -> None:
-            others = [one for one in document["checkpoints"] if one.get("path") != entry["path"]]
+            others = [other for other in document["checkpoints"] if other.get("path") != entry["path"]]
             document["checkpoints"] = [*others, entry][-_MAX_ENTRIES:]
 
         self._update(add)
@@ -200,8 +205,8 @@ class RunRecorder:
         """Record that a checkpoint was removed. It is written with the next update."""
         with self._lock:
             if self._document is not None:
-                kept = [one for one in self._document["checkpoints"] if one.get("id") != identifier]
-                self._document["checkpoints"] = kept
+                entries = self._document["checkpoints"]
+                self._document["checkpoints"] = [entry for entry in entries if entry.get("id") != identifier]
 
     def note(self, kind: str, text: str, step: int) -> None:
         """Record an event."""
@@ -214,8 +219,8 @@ class RunRecorder:
     def end(self, status: str, why: str, step: int) -> None:
         """Record how the run ended.
 
-        A run that never trained leaves no trace: its folder is removed if nothing else is in it, and a resumed run's
-        record is restored, unless this run has finished it.
+        A run that never trained is not recorded: its folder is removed if nothing else is in it, and the record of the
+        run that it resumed is restored, unless this run finishes that one.
 
         Args:
             status: a status of `runs._record`.
@@ -224,7 +229,7 @@ class RunRecorder:
         """
         self._heartbeat.stop()
         _liveness.running_ids.discard(self.id)
-        # A run killed after its last checkpoint has made all its steps, but its record does not say so.
+        # A run that was killed after its last checkpoint has made all its steps, but is not recorded as finished.
         completes = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
         if not self._trained and not completes:
             with suppress(OSError, StorageError):
@@ -236,8 +241,8 @@ class RunRecorder:
                 if self._is_bare():
                     remove(self.folder)
                     with suppress(OSError):  # another process has put files there
-                        for one in self._created_folders:
-                            os.rmdir(one)
+                        for folder in self._created_folders:
+                            os.rmdir(folder)
                     return
         time = now()
 
@@ -275,7 +280,7 @@ class RunRecorder:
                 self._write_failed = True
 
     def _write(self, document: dict[str, Any]) -> None:
-        """Write the record, unless another run has written its own there since."""
+        """Write the record, unless another run has written its own record there in the meantime."""
         current = read(self.folder)
         if current is not None and (not current.parts or current.parts[-1].get("token") != self._token):
             logger.warning(
@@ -307,7 +312,7 @@ class _Heartbeat(threading.Thread):
 
 
 def _first_document(identifier: str, run: RunDescription, before: Mapping[str, Any]) -> dict[str, Any]:
-    time, process, jobs = now(), Process.here().as_json(), [one.as_json() for one in Job.of(os.environ)]
+    time, process, jobs = now(), Process.here().as_json(), [job.as_json() for job in Job.of(os.environ)]
     part = {
         "token": os.urandom(8).hex(),
         "started": time,
@@ -362,22 +367,22 @@ def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> Non
     document["events"] = [*document["events"], event][-_MAX_ENTRIES:]
 
 
-def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]:
+def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> list[str]:
     """Create the folder that the user named; return the created folders. An earlier run's record is renamed."""
     before = read(folder)
     if before is None:
-        made = missing_directories(folder)
+        created_folders = missing_directories(folder)
         make_directory(folder)
-        return made
-    if _liveness.is_alive(before, Job.of(os.environ)) or (lives is not None and lives(before)):
+        return created_folders
+    if _liveness.is_alive(before, Job.of(os.environ)) or (is_known_alive is not None and is_known_alive(before)):
         raise ConfigurationError(
             f"The folder {folder!r} belongs to a run that is under way{_process_hint(before.process)}.",
             "two runs would write to one log.",
             "wait for it, or give this run's logger another version, or none.",
         )
-    kept = archive_record(folder)
+    archived_name = archive_record(folder)
     if before.is_training:
-        logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept)
+        logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, archived_name)
     return []
 
 
@@ -396,8 +401,8 @@ def _relative(path: str, folder: str) -> str:
     """Return a checkpoint's path relative to the run's folder if it is inside it, else the absolute path."""
     if "://" in path or "://" in folder:
         return path.removeprefix(f"{folder.rstrip('/')}/")
-    inside = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
-    return os.path.abspath(path) if inside.startswith("..") else inside
+    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
+    return os.path.abspath(path) if relative.startswith("..") else relative
 
 
 def _working_directory() -> str | None:
@@ -408,7 +413,7 @@ def _working_directory() -> str | None:
 
 
 def _list(value: Any) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def _process_hint(process: Process | None) -> str:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
-from drivetrain._engine.run_folder import CHOSEN, Beginning, RunFolder
+from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning, RunFolder
 from drivetrain._engine.run_location import (
     RunLocation,
     claim_at_first_write,
@@ -52,7 +52,8 @@ logger = logging.getLogger("drivetrain")
 
 Check = Callable[[Checkpoint], None]
 
-_LOOK_EVERY = 5.0  # seconds between two reads of other runs' heartbeats, and between two messages to the other ranks
+_POLL_INTERVAL = 5.0
+"""Seconds between two reads of another run's heartbeat, and between two messages to the other ranks."""
 
 
 def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
@@ -61,7 +62,7 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
     Args:
         run: the run.
         folder: the run's folder, which is filled in.
-        ckpt_path: a path or URL, one of `CHOSEN`, or None.
+        ckpt_path: a path or URL, one of `CKPT_PATH_KEYWORDS`, or None.
         check: raises `CheckpointError` if a run cannot resume from the checkpoint.
 
     Raises:
@@ -69,26 +70,27 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
         StorageError: a storage cannot be listed.
     """
     control = run.strategy.control
-    place = locate_run(run) if run.stage == "fit" else None
-    search = None
+    is_fit = run.stage == "fit"
+    place = locate_run(run) if is_fit else None
     fixed = None if place is None else place.fixed
-    fits = run.stage == "fit"
-    if control.rank == 0 and (ckpt_path in CHOSEN or (fits and ckpt_path is not None) or fixed is not None):
+    search = None
+    needs_search = ckpt_path in CKPT_PATH_KEYWORDS or (is_fit and ckpt_path is not None) or fixed is not None
+    if control.rank == 0 and needs_search:
         search = _search(run, place, ckpt_path)
-    if fits and (ckpt_path is not None or fixed is not None):
+    if is_fit and (ckpt_path is not None or fixed is not None):
         _wait_for_liveness(control, search, check)
     decided = None
     if control.rank == 0:
         decided = _decide(run, folder, place, search, ckpt_path, check)
     beginning = Beginning(*control.from_rank_0(decided))
     if beginning.problem is not None:
-        control.agree("a run's folder that cannot be")  # no rank may leave before all have read the result
+        control.agree("the error about the run's folder")  # no rank may leave before all have read the result
         raise ConfigurationError(*beginning.problem)
     if control.rank > 0:
         folder.path, folder.id = beginning.folder, beginning.id
-        for one, version in zip(run.trainer.loggers, beginning.versions, strict=False):
-            one.adopt(version)
-    folder.name, folder.is_of_fit = run_name(run), folder.is_of_fit or run.stage == "fit"
+        for each, version in zip(run.trainer.loggers, beginning.versions, strict=False):
+            each.adopt(version)
+    folder.name, folder.is_of_fit = run_name(run), folder.is_of_fit or is_fit
     folder.before = None
     return beginning
 
@@ -114,19 +116,19 @@ def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check:
 def _search(
     run: RunCore, place: RunLocation | None, ckpt_path: str | None, folders: Sequence[str] | None = None
 ) -> RunSearch:
-    where = place or locate_logs(run)
+    location = place or locate_logs(run)
     identity = Identity.of(
         type(run.module), run_name(run), without_secrets(run.module.hparams)[0], run.trainer.searched
     )
     search = RunSearch(
-        where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), StorageRetry()
+        location.path, location.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), StorageRetry()
     )
     if place is not None and place.fixed is not None:
         search.set_folder_owner(place.fixed)
     if folders is not None:
         search.collect_checkpoints(folders)
-    elif ckpt_path in CHOSEN:
-        search.collect_runs([folder for one in run.callbacks for folder in one.writes_to])
+    elif ckpt_path in CKPT_PATH_KEYWORDS:
+        search.collect_runs([folder for callback in run.callbacks for folder in callback.writes_to])
     elif ckpt_path is not None:
         with suppress(CheckpointError):  # every rank gets the error when it opens the checkpoint
             search.add_run_of(load(ckpt_path))
@@ -157,14 +159,14 @@ def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> 
 
     while not control.from_rank_0(is_over() if control.rank == 0 else None):
         if watch is not None:
-            watch.poll(_LOOK_EVERY)
+            watch.poll(_POLL_INTERVAL)
 
 
 def _choose(run: RunCore, search: RunSearch | None, ckpt_path: str | None, check: Check) -> ResumeChoice:
     """Return the checkpoint and record that a fit starts from."""
     if search is None or ckpt_path is None:
         return ResumeChoice()
-    if ckpt_path not in CHOSEN:
+    if ckpt_path not in CKPT_PATH_KEYWORDS:
         with suppress(CheckpointError):
             return search.resume_from(load(ckpt_path))
         return ResumeChoice(ckpt_path)  # every rank gets the error when it opens the checkpoint
@@ -176,7 +178,7 @@ def _choose(run: RunCore, search: RunSearch | None, ckpt_path: str | None, check
 
 def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, check: Check) -> str | None:
     """Return the checkpoint whose weights an evaluation loads; its run may be live."""
-    best = [one.best_model_path for one in run.callbacks if one.best_model_path]
+    best = [callback.best_model_path for callback in run.callbacks if callback.best_model_path]
     if ckpt_path == "best" and best:
         return best[0]
     path = search.newest(check, include_running=True).path
@@ -184,13 +186,13 @@ def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, che
 
 
 def _best_in_folder_of(path: str) -> str:
-    """Return the best checkpoint in the folder of the newest one, whose callbacks' state names it."""
+    """Return the best checkpoint in the folder of the newest one, whose callbacks' state names it; else the newest."""
     newest = load(path)
     with reporting_malformed(newest, "the run's state", "callbacks"):
-        states = [one["state"] for one in newest.state()["callbacks"].values()]
+        states = [saved["state"] for saved in newest.state()["callbacks"].values()]
     folder = path.rpartition("/")[0]
-    named = [find_best(folder, state.get("best")) for state in states if isinstance(state, dict)]
-    return next((one for one in named if one is not None), path)
+    found = [find_best(folder, state.get("best")) for state in states if isinstance(state, dict)]
+    return next((best for best in found if best is not None), path)
 
 
 # The folder, on rank 0
@@ -206,7 +208,7 @@ def _decide(
 ) -> Beginning:
     if run.stage != "fit":
         path = ckpt_path
-        if search is not None and ckpt_path in CHOSEN:
+        if search is not None and ckpt_path in CKPT_PATH_KEYWORDS:
             path = _checkpoint_to_evaluate(run, search, ckpt_path, check)
             _log_choice(run, ckpt_path, ResumeChoice(path))
         _share_with_evaluation(run, folder)
@@ -223,7 +225,7 @@ def _decide(
             return Beginning(problem=(error.what, error.why, error.fix))
         except OSError as error:
             return Beginning(problem=write_error(place, error.strerror or str(error)))
-    if ckpt_path in CHOSEN:
+    if ckpt_path in CKPT_PATH_KEYWORDS:
         _log_choice(run, ckpt_path, choice)
     versions = _versions(run)
     return Beginning(choice.path, folder.path, folder.id, choice.record is not None, choice.parent, versions)
@@ -239,43 +241,46 @@ def _claim_folder(
 ) -> ResumeChoice:
     """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
     loggers, described = run.trainer.loggers, _description(run)
-    above = missing_directories(place.path)
+    created_parents = missing_directories(place.path)
     with lock_folder(place.path):
         while True:
             choice = _choose(run, search, ckpt_path, check)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
-                lives = None if search is None else search.is_known_alive
-                _set_recorder(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
-                break
-            recorder = RunRecorder.resume(choice.record, described)
-            if recorder is not None:
+                is_known_alive = None if search is None else search.is_known_alive
+                recorder = RunRecorder.claim(
+                    place.path, fixed, place.asked, described, created_parents, is_known_alive=is_known_alive
+                )
                 _set_recorder(folder, recorder)
                 break
+            resumed = RunRecorder.resume(choice.record, described)
+            if resumed is not None:
+                _set_recorder(folder, resumed)
+                break
             assert search is not None
-            search.mark_alive(choice.record)  # another run claimed it first
+            search.mark_alive(choice.record)  # another process claimed it first
     assert folder.path is not None
     version = folder.path.rstrip("/").rpartition("/")[2]
     first = first_with_files(loggers)
     sharing = [] if first is None else loggers_sharing_folder(first, loggers)
-    for one in sharing:
-        one.adopt(version)
-    others = [one for one in loggers if one not in sharing]
-    had = previous_versions(choice.record, loggers)
+    for each in sharing:
+        each.adopt(version)
+    others = [each for each in loggers if each not in sharing]
+    saved_versions = previous_versions(choice.record, loggers)
 
     def note(at_once: bool = True) -> None:
         assert folder.recorder is not None
         folder.recorder.note_loggers(
-            [{"class": class_path(type(one)), "name": one.name, "version": one.version_name} for one in loggers],
+            [{"class": class_path(type(each)), "name": each.name, "version": each.version_name} for each in loggers],
             at_once,
         )
 
-    for one in others:
-        version_before = had.get(loggers.index(one))
-        if version_before is not None and is_plain_name(version_before):
-            one.adopt(version_before)
+    for each in others:
+        saved_version = saved_versions.get(loggers.index(each))
+        if saved_version is not None and is_plain_name(saved_version):
+            each.adopt(saved_version)
         else:
-            claim_at_first_write(one, others, note)
+            claim_at_first_write(each, others, note)
     note(at_once=False)
     return choice
 
@@ -286,13 +291,13 @@ def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
 
 def _description(run: RunCore) -> RunDescription:
     trainer, strategy = run.trainer, run.strategy
-    settings = {name: {"value": one.value, "source": one.source} for name, one in trainer.settings.items()}
-    public, of_settings = without_secrets(settings)
-    arguments, of_arguments = arguments_without_secrets(sys.argv)
+    settings = {name: {"value": each.value, "source": each.source} for name, each in trainer.settings.items()}
+    public, setting_secrets = without_secrets(settings)
+    arguments, argument_secrets = arguments_without_secrets(sys.argv)
     datamodule = run.datamodule
-    _, of_data = without_secrets({} if datamodule is None else datamodule.hparams)
-    hyper_parameters, of_module = without_secrets(run.module.hparams)
-    run.secrets.tell([*of_data, *of_module, *of_settings, *of_arguments])
+    _, data_secrets = without_secrets({} if datamodule is None else datamodule.hparams)
+    hyper_parameters, module_secrets = without_secrets(run.module.hparams)
+    run.secrets.tell([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
     return RunDescription(
         stage=run.stage,
         module=class_path(type(run.module)),
@@ -308,7 +313,7 @@ def _description(run: RunCore) -> RunDescription:
 
 
 def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
-    """Let an evaluation log to the last run's folder, or to a folder that is claimed at the first write."""
+    """Make an evaluation log to the last run's folder, or to a folder that is claimed at the first write."""
     loggers = run.trainer.loggers
     first = first_with_files(loggers)
     before = folder.before
@@ -324,8 +329,9 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
     @cache
     def claim() -> str:
         with lock_folder(place.path):
-            if place.fixed is not None and (there := read(folder.path or "")) is not None and there.is_training:
-                return place.fixed  # an evaluation of that run's module: keep the run's record
+            existing = None if place.fixed is None else read(folder.path or "")
+            if place.fixed is not None and existing is not None and existing.is_training:
+                return place.fixed  # a fit has a record there: keep it
             _set_recorder(
                 folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version)
             )
@@ -333,32 +339,33 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
         return folder.path.rstrip("/").rpartition("/")[2]
 
     sharing = loggers_sharing_folder(first, loggers)
-    for one in sharing:
-        if one.directory is not None:
-            one.directory.expect(version, claim)
+    for each in sharing:
+        if each.directory is not None:
+            each.directory.expect(version, claim)
         else:
-            one.adopt(version)
-    for one in loggers:
-        if one not in sharing:
-            claim_at_first_write(one, loggers)
+            each.adopt(version)
+    for each in loggers:
+        if each not in sharing:
+            claim_at_first_write(each, loggers)
 
 
 def _versions(run: RunCore) -> tuple[str, ...]:
-    """Return the loggers' versions, if there are other ranks to send them to."""
-    return tuple(one.version_name for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
+    """Return the loggers' versions; empty if there are no other ranks to send them to."""
+    return tuple(each.version_name for each in run.trainer.loggers) if run.strategy.world_size > 1 else ()
 
 
 def _log_choice(run: RunCore, ckpt_path: str, choice: ResumeChoice) -> None:
     found = choice.path is not None
-    does = "going on from" if run.stage == "fit" else "the weights of"
-    what = f"{does} {choice.path}" if found else "a fresh start"
+    use = "going on from" if run.stage == "fit" else "the weights of"
+    text = f"{use} {choice.path}" if found else "a fresh start"
     if choice.record is not None and not found:
-        what += f" in {choice.record.folder}, which this job had claimed"
+        text += f" in {choice.record.folder}, which this job had claimed"
     hint = ""
-    old_place = child(run.trainer.default_root_dir, CHECKPOINTS)
-    of_no_run = (
-        [one for one in resumable_in([old_place], StorageRetry()) if not one.manifest.metadata.run] if not found else []
-    )
-    if (old := select_newest(of_no_run, StorageRetry())) is not None:
-        hint = f" {old_place!r} has checkpoints that belong to no run's folder: name the one, ckpt_path={old.path!r}."
-    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.describe_skipped(), hint)
+    old_folder = child(run.trainer.default_root_dir, CHECKPOINTS)
+    without_run = []
+    if not found:
+        checkpoints = resumable_in([old_folder], StorageRetry())
+        without_run = [checkpoint for checkpoint in checkpoints if not checkpoint.manifest.metadata.run]
+    if (old := select_newest(without_run, StorageRetry())) is not None:
+        hint = f" {old_folder!r} has checkpoints that belong to no run's folder: pass its path, ckpt_path={old.path!r}."
+    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, text, choice.describe_skipped(), hint)

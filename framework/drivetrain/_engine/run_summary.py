@@ -15,14 +15,15 @@ _MAX_NAMES = 10  # of entries in the run's folder that are listed
 
 
 def output_summary(run: RunCore, written: str | None) -> list[str]:
-    """Return lines for the best and last checkpoints and for the run's folder.
+    """Return lines that name the best and last checkpoints and the files in the run's folder.
 
     Args:
         run: the run.
         written: the last checkpoint that it has written, which may have been removed since; None for none.
     """
-    best = {one.best_model_path: _score(one) for one in run.callbacks if one.best_model_path and _score(one)}
-    newest = (getattr(one, "last_model_path", "") for one in run.callbacks)
+    callbacks = list(run.callbacks)
+    best = {each.best_model_path: _score(each) for each in callbacks if each.best_model_path and _score(each)}
+    newest = (getattr(callback, "last_model_path", "") for callback in callbacks)
     last = written if written is not None and _exists(written) else next(filter(None, newest), None)
     lines = [
         f"best {'and last ' if path == last else ''}checkpoint: {_relative_path(path)}{score}"
@@ -49,7 +50,8 @@ def _files(folder: str | None) -> Iterator[str]:
     names: list[str] = []
     if "://" not in folder:  # listing a remote folder may take long
         with suppress(OSError), os.scandir(folder) as entries:
-            names = sorted(one.name + ("/" if one.is_dir() else "") for one in entries if not one.name.startswith("."))
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+            names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in shown)
     more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
     listed = ", ".join([*names[:_MAX_NAMES], *more])
     yield f"files: {_relative_path(folder)}" + (f" ({listed})" if listed else "")
@@ -60,7 +62,7 @@ def _relative_path(path: str) -> str:
     if "://" in path:
         return path
     try:
-        below = os.path.relpath(path)
+        relative = os.path.relpath(path)
     except (OSError, ValueError):  # the working directory is gone, or on another drive
         return path
-    return path if below.startswith("..") else below
+    return path if relative.startswith("..") else relative

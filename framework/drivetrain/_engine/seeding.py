@@ -28,7 +28,7 @@ def order_seed(seed: int | None, control: ControlPlane) -> int:
 
 
 def seed_rank(seed: int, data_rank: int) -> None:
-    """Seed Python, NumPy and torch: data rank 0 with ``seed``, as ``torch.manual_seed``, the others with derived seeds.
+    """Seed Python, NumPy and torch: data rank 0 with ``seed``, the others with seeds derived from it.
 
     With equal seeds all ranks would draw the same dropout masks.
     """
@@ -51,7 +51,7 @@ def warn_unseeded(module: nn.Module, seed: int) -> None:
     logger.warning(
         "Fit(seed=%d) seeds the run, and %s was built before it with unseeded generators: its random initial weights "
         "will differ in the next run. Call drivetrain.seed_everything(%d) before it is built, or build its layers in "
-        "configure_model. Said once.",
+        "configure_model. This is logged once.",
         seed,
         type(module).__name__,
         seed,

@@ -87,7 +87,7 @@ logger = logging.getLogger("drivetrain")
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What set-up leaves to the stage.
+    """The results of set-up that every stage uses.
 
     Attributes:
         runner: runs each step as the strategy requires.
@@ -108,7 +108,7 @@ class Session:
         strategy: runs the module; it is bound to this process already.
         topology: this process's place among all processes.
         previous: the folder of the last run of the same `Fit`.
-        progress: the counters of that run, which an evaluation leaves as they are; None for new ones.
+        progress: the counters of that run, which an evaluation does not change; None for new ones.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class Session:
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # not yet called; empty before the first setup hook
-        awaited = handled_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
-        self._signals = Signals(awaited, self._on_signal)
-        self._awaited = awaited
-        writes = not (trainer.fast_dev_run or trainer.barebones)
-        named = writes and trainer.settings["default_root_dir"].source != "default"
-        root = trainer.default_root_dir if named else None
-        self._log = RankLog(folder, strategy.rank, strategy.world_size, fallback=root)
+        handled = handled_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
+        self._handled_signals = handled
+        self._signals = Signals(handled, self._on_signal)
+        writes_files = not (trainer.fast_dev_run or trainer.barebones)
+        root_is_chosen = trainer.settings["default_root_dir"].source != "default"
+        fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
+        self._log = RankLog(folder, strategy.rank, strategy.world_size, fallback=fallback)
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
@@ -167,11 +167,11 @@ class Session:
         core = self.core
         seed = core.trainer.seed
         flags = [(child, child.training) for child in core.module.modules()]
-        listen = core.strategy.rank == 0 and not core.trainer.barebones
+        shows_messages = core.strategy.rank == 0 and not core.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         from drivetrain.data.splitting import read_from
 
-        with self._signals, state, log_to_console(listen), self._log, read_from(self._data_rank):
+        with self._signals, state, log_to_console(shows_messages), self._log, read_from(self._data_rank):
             try:
                 result = self._run()
             except BaseException as error:
@@ -199,17 +199,17 @@ class Session:
 
     # What hooks and users read
 
-    def collect_stacks(self) -> str:
+    def describe_position(self) -> str:
         """Return the run's position as text that is the same on every rank."""
         progress, position = self.core.progress, self.core.position
-        at = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
-        return f"{at}, epoch {progress.epoch}, global step {progress.global_step}"
+        place = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
+        return f"{place}, epoch {progress.epoch}, global step {progress.global_step}"
 
     @property
     def estimated_steps(self) -> int | float:
         """The optimizer steps of the whole run; infinite if neither data nor limits bound it.
 
-        Read in `setup` of a fit, it builds the training loader, which the run then uses. Collective there.
+        In `setup` of a fit this builds the training loader, which the run then uses, and is collective.
         """
         core, data = self.core, self.data
         data.estimate_was_read = True
@@ -234,7 +234,7 @@ class Session:
         return result
 
     def _prepare(self) -> _Prepared:
-        """Set up what all stages have."""
+        """Do the part of set-up that all stages share."""
         core, data, checkpoints = self.core, self.data, self.checkpoints
         trainer, strategy, profiling = core.trainer, core.strategy, core.profiling
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
@@ -262,7 +262,7 @@ class Session:
         self._check_folders()
         data.seed = checkpoints.open()
         if core.stage == "fit":
-            checkpoints.check_what_is_left()
+            checkpoints.check_remaining_training()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
         reloading = self._load_data()
@@ -314,8 +314,8 @@ class Session:
     def _train(self, prepared: _Prepared, loop: TrainLoop, monitors: MonitorCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
-        ended_before = checkpoints.ended_before
-        if strategy.rank == 0 and ended_before is None and core.trainer.loggers:
+        already_ended = checkpoints.already_ended
+        if strategy.rank == 0 and already_ended is None and core.trainer.loggers:
             from drivetrain._engine.run_loggers import prepare_loggers  # only runs that log need it
 
             prepare_loggers(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
@@ -328,7 +328,7 @@ class Session:
         for hook in hooks.on_train_start:
             hook()
         checkpoints.keep_trainables()
-        if ended_before is None:
+        if already_ended is None:
             with core.profiling.span("set-up"):
                 checkpoints.rehearse()
             self._record_beginning()
@@ -346,8 +346,8 @@ class Session:
         checkpoints.requests.run()
         checkpoints.finish()
         if strategy.rank == 0 and not core.request.trial:
-            reasons = loop.why_it_ended() if ended_before is None else [ended_before]
-            ending.set_reasons(reasons, nothing_left=ended_before is not None)
+            reasons = loop.why_it_ended() if already_ended is None else [already_ended]
+            ending.set_reasons(reasons, nothing_left=already_ended is not None)
 
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
@@ -374,11 +374,11 @@ class Session:
         if self.core.strategy.rank == 0:
             name = signal.Signals(number).name
             trial = self.core.request.trial
-            does = "the trial ends after this step" if trial else "the run saves its last whole step and ends"
-            logger.warning("%s: %s. A second signal ends it at once.", name, does)
+            reaction = "the trial ends after this step" if trial else "the run saves its last whole step and ends"
+            logger.warning("%s: %s. A second signal ends it at once.", name, reaction)
 
     def _leave(self, number: int) -> None:
-        """End a run that a signal cut short. It is saved already; neither its epoch nor its training is over."""
+        """End a run that a signal cut short. It is saved already, and the hooks that end training are not called."""
         self._signals.handled = True
         self._ending.exit_error = error = interruption_error(number)
         self.data.rng_replay.end()
@@ -424,7 +424,7 @@ class Session:
         self._plan_teardowns()
         for setup in setups:
             setup(core.stage)
-        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_for_late)
+        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_for_appended)
         self._plan_teardowns()
 
     def _plan_teardowns(self) -> None:
@@ -432,17 +432,17 @@ class Session:
         self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.hooks.teardown]
 
     def _check_folders(self) -> None:
-        """Check that files can be written where the callbacks and the loggers are going to write them."""
+        """Check that the folders of the callbacks and the loggers can be written to."""
         core = self.core
         writing = list(core.callbacks) if core.stage == "fit" else []
         if core.trainer.loggers or any(callback.writes_to for callback in writing):
             from drivetrain._engine.write_checks import check_writable_folders
 
-            # Prediction logs nothing.
-            check_writable_folders(core.strategy, writing, [] if core.stage == "predict" else core.trainer.loggers)
+            loggers = [] if core.stage == "predict" else core.trainer.loggers  # prediction logs nothing
+            check_writable_folders(core.strategy, writing, loggers)
 
     def _load_data(self) -> Reloading | None:
-        """Build the loaders; returns what builds them again, if they are to be reloaded."""
+        """Build the loaders; return the object that rebuilds them, if they are to be reloaded."""
         core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
         data.cursor.world_size = strategy.data_world_size
         data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
@@ -496,13 +496,13 @@ class Session:
         )
 
     def _attach(self) -> None:
-        """Let the module, and every `TrainModule` within it, reach the run."""
+        """Give the module, and every `TrainModule` within it, access to the run."""
         for child in self.core.module.modules():
             if isinstance(child, TrainModule):
                 attach(child, self.core.trainer)
 
     def _check_changes(self) -> None:
-        """Check, as an epoch begins, what hooks have changed since the last one."""
+        """Check the changes that hooks have made since the last epoch. Called as an epoch begins."""
         self.core.callbacks.refuse_appended()
         assert self._trainables is not None
         self._trainables.settle()
@@ -582,10 +582,11 @@ class Session:
                 call()
             except Exception:
                 logger.exception("Tearing down the failed run raised another error:")
-        cause, told_by = resolve_cause(control, self._topology.world, failure, error)
-        cause = as_interruption(cause, self._awaited)
-        if told_by is not None:
-            self.last_line = f"{failure.one_line_summary()}; rank {told_by} failed the same way and shows the traceback"
+        cause, reported_by = resolve_cause(control, self._topology.world, failure, error)
+        cause = as_interruption(cause, self._handled_signals)
+        if reported_by is not None:
+            summary = failure.one_line_summary()
+            self.last_line = f"{summary}; rank {reported_by} failed the same way and shows the traceback"
         if cause is not error:
             self._log.add_cause(cause)
         return cause

@@ -1,7 +1,7 @@
-"""SessionContext: `RunContext` implemented over a session, the half of `Fit` that runs know.
+"""SessionContext: implements `RunContext` by means of a `Session`; the base class of `Fit`.
 
-`Fit` adds the arguments and the entry points. They are two classes because of the direction of imports: launching a
-run, trials and results from other processes work on a `SessionContext`, and `Fit`, which starts them, imports them.
+`Fit` adds the arguments and the entry points. The two are separate classes to avoid an import cycle: `Fit` imports the
+modules that launch runs and trials, and these modules work on a `SessionContext`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class SessionContext(RunContext):
-    """Answers what hooks and users read and call from the current session, or the last one; see `RunContext`."""
+    """Implements `RunContext` with the state of the current session, or of the last one."""
 
     callbacks: list[Callback]
 
@@ -59,7 +59,7 @@ class SessionContext(RunContext):
     """The strategy; None with strategy="auto" until the number of processes is known."""
 
     _auto_strategy: Strategy | None = None
-    """The strategy that "auto" stands for with the number of processes that was last expected."""
+    """The strategy that "auto" resolved to, for the number of processes that was last expected."""
 
     session: Session | None
     """The current run, or the last one; None before the first."""
@@ -215,8 +215,8 @@ class SessionContext(RunContext):
         if session.core.position.loop == "training" and session.core.metrics.batch is not None:
             return session.core.position.batch_idx + 1 == length
         progress = session.core.progress
-        ended = progress.batch_idx == 0 and progress.epoch > 0  # the next epoch has not begun
-        return ended or progress.batch_idx == length
+        epoch_has_ended = progress.batch_idx == 0 and progress.epoch > 0  # the next epoch has not begun
+        return epoch_has_ended or progress.batch_idx == length
 
     @property
     def interrupted(self) -> bool:
@@ -237,8 +237,8 @@ class SessionContext(RunContext):
     def world_size(self) -> int:
         if self.session is None:
             expected = expected_placement(self.environment, self.devices, self.num_nodes).world_size
-            alone = self.chosen_strategy is not None and self.chosen_strategy.single_process
-            return 1 if alone else max(expected, self.num_devices * self.num_nodes)
+            single = self.chosen_strategy is not None and self.chosen_strategy.single_process
+            return 1 if single else max(expected, self.num_devices * self.num_nodes)
         assert self.chosen_strategy is not None
         return self.chosen_strategy.world_size
 
@@ -268,12 +268,12 @@ class SessionContext(RunContext):
         if empty_init:
             raise ConfigurationError(
                 "init_module(empty_init=True).",
-                "what is built so has no values until a checkpoint is loaded.",
+                "a module built this way has no values until a checkpoint is loaded.",
                 "build large layers in configure_model, which strategies call where they hold parts of them.",
             )
         strategy = self.strategy
-        place = nullcontext() if strategy.shards_parameters else strategy.device
-        with strategy.precision.module_init_context(), place:
+        on_device = nullcontext() if strategy.shards_parameters else strategy.device
+        with strategy.precision.module_init_context(), on_device:
             yield
 
     @property
@@ -324,8 +324,8 @@ class SessionContext(RunContext):
 
     @property
     def enable_validation(self) -> bool:
-        fits = self.session is not None and self.session.core.request.stage == "fit"
-        return fits and self.limit_val_batches != 0 and is_overridden("validation_step", self.module, TrainModule)
+        is_fit = self.session is not None and self.session.core.request.stage == "fit"
+        return is_fit and self.limit_val_batches != 0 and is_overridden("validation_step", self.module, TrainModule)
 
     @property
     def train_dataloader(self) -> Any:
@@ -440,7 +440,7 @@ class SessionContext(RunContext):
         return next(iter(self.checkpoint_callbacks), None)
 
     def _all_callbacks(self) -> list[Callback]:
-        """Return the callbacks, with those that ``configure_callbacks`` returned in this run or the last one."""
+        """Return the callbacks, including those that ``configure_callbacks`` returned in this run or the last one."""
         return (
             self.callbacks
             if self.session is None
@@ -485,7 +485,7 @@ class SessionContext(RunContext):
         self._running("checkpoint_removed").core.folder.note_removal(identifier)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
-        return self._running("checkpoint_before").checkpoints.before(step)
+        return self._running("checkpoint_before").checkpoints.newest_before(step)
 
     def roll_back(self, path: str) -> None:
         self._running("roll_back").checkpoints.roll_back(path)
@@ -496,7 +496,9 @@ class SessionContext(RunContext):
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
     ) -> None:
         session = self._running("save_checkpoint")
-        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.collect_stacks, every_time=True)
+        self._collective_calls.check(
+            self.strategy.control, "save_checkpoint", session.describe_position, every_time=True
+        )
         session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
@@ -523,15 +525,15 @@ class SessionContext(RunContext):
             from drivetrain._engine.log_queue import LogQueue  # only runs that log need it
 
             self._log_queue = self._log_queue or LogQueue()
-            at = self.global_step if step is None else step
-            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
+            row_step = self.global_step if step is None else step
+            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, row_step)
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
         session = self._running("log_histogram")
         if self.loggers:
             from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
-            self._collective_calls.check(self.strategy.control, "log_histogram", session.collect_stacks)
+            self._collective_calls.check(self.strategy.control, "log_histogram", session.describe_position)
             log_histograms(session.core, name, value, self.global_step if step is None else step, bins)
 
     def finish_logging(self) -> None:
@@ -547,7 +549,7 @@ class SessionContext(RunContext):
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         session = self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather", session.collect_stacks)
+        self._collective_calls.check(self.strategy.control, "all_gather", session.describe_position)
         return self._collective_calls.gather(self.strategy, data, sync_grads)
 
     def pass_over_training_data(self) -> None:
@@ -560,8 +562,8 @@ class SessionContext(RunContext):
 
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         session = self._running("clip_gradients")
-        plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
-        session.optimization.gradient_norm.value = self.strategy.clip_gradients(plain, value, algorithm)
+        wrapped = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
+        session.optimization.gradient_norm.value = self.strategy.clip_gradients(wrapped, value, algorithm)
 
     if not TYPE_CHECKING:
 

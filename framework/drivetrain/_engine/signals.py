@@ -23,7 +23,7 @@ _DUPLICATE_INTERVAL = 0.5
 """Seconds within which a repeated signal is a duplicate: a launcher forwards signals that the group got already."""
 
 _SECOND_SIGNAL_GRACE = 1.0
-"""Seconds for the main thread to raise after a second signal. It may be in a collective that never ends."""
+"""Seconds for the main thread to raise after a second signal: it may be in a collective that never ends."""
 
 _FIRST_SIGNAL_GRACE = 12.0
 """Seconds for the main thread to raise after a first signal with nothing to save: schedulers allow 15 s or more."""
@@ -66,7 +66,7 @@ class Signals:
     """Handles signals within its ``with`` block. It does nothing in threads other than the main thread.
 
     Until `defer_to_run` there is nothing to save: a signal that would have ended the process raises immediately, and
-    handlers of the user's stay in place. After it, the first signal is passed to the run, and a second one raises in
+    the user's own handlers stay in place. After it, the first signal is passed to the run, and a second one raises in
     the main thread. Python runs no handler while the main thread is in a call that does not return, such as a
     collective: a watcher thread then ends the process.
 
@@ -92,13 +92,13 @@ class Signals:
     def __enter__(self) -> Self:
         if not self._numbers or threading.current_thread() is not threading.main_thread():
             return self
-        ours = [number for number in self._numbers if _ends_the_process(signal.getsignal(number))]
+        unhandled = [number for number in self._numbers if _ends_the_process(signal.getsignal(number))]
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        self._previous = {number: signal.signal(number, self._raise) for number in ours}
+        self._previous = {number: signal.signal(number, self._raise) for number in unhandled}
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._watcher = _Watcher(self._pipe[0], self._wakeup, may_exit=not is_interactive())
-        self._watcher.expect(ours, at_once=True)
+        self._watcher.expect(unhandled, at_once=True)
         self._thread = threading.Thread(target=self._watcher.run, name="drivetrain-signals", daemon=True)
         self._thread.start()
         _restore_after_fork(self)
@@ -130,12 +130,12 @@ class Signals:
         for end in self._pipe:
             os.close(end)
         self._pipe = None
-        unhandled = self._received.first
-        if unhandled and not self.handled and kind is None:
+        received = self._received.first
+        if received and not self.handled and kind is None:
             # The run ended before it could act on the signal: pass it to the restored handler.
-            if signal.getsignal(unhandled) is signal.SIG_DFL:
-                raise interruption_error(unhandled)
-            signal.raise_signal(unhandled)
+            if signal.getsignal(received) is signal.SIG_DFL:
+                raise interruption_error(received)
+            signal.raise_signal(received)
 
     def restore_handlers(self) -> None:
         """Restore the previous handlers."""
@@ -166,7 +166,7 @@ class Signals:
 
 
 def _ends_the_process(handler: Any) -> bool:
-    """Whether a handler is the default one, or that of torch elastic for processes that run a function."""
+    """Whether a handler is the default one, or the one that torch elastic sets in processes that run a function."""
     return handler is signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("torch.distributed.elastic")
 
 
@@ -263,12 +263,12 @@ class _Watcher:
 
     def _exit_after_grace(self, number: int, *, twice: bool) -> None:
         """End the process, unless the run ends in time or, after a single signal, the main thread has raised."""
-        until = time.monotonic() + (_SECOND_SIGNAL_GRACE if twice else _FIRST_SIGNAL_GRACE)
-        while (left := until - time.monotonic()) > 0:
-            if self._read(left):
+        deadline = time.monotonic() + (_SECOND_SIGNAL_GRACE if twice else _FIRST_SIGNAL_GRACE)
+        while (remaining := deadline - time.monotonic()) > 0:
+            if self._read(remaining):
                 return
-            if not twice and any(self._received.is_repeated(one) for one in self._numbers):
-                twice, until = True, min(until, time.monotonic() + _SECOND_SIGNAL_GRACE)
+            if not twice and any(self._received.is_repeated(each) for each in self._numbers):
+                twice, deadline = True, min(deadline, time.monotonic() + _SECOND_SIGNAL_GRACE)
         if self.has_raised and not twice:
             return
         reason = "came twice" if twice else f"came, and the run did not end within {_FIRST_SIGNAL_GRACE:g} s"

@@ -42,7 +42,7 @@ class StageData:
         stage: "fit", "validate", "test" or "predict"; or "train" for fit without its validation.
         module: provides loaders if none were passed.
         given: the loaders or the data module that were passed.
-        dealing: how the data is split over ranks.
+        data_split: how the data is split over ranks.
         control: exchanges lengths between ranks whose loaders differ.
 
     Raises:
@@ -61,9 +61,10 @@ class StageData:
         self._trainer = trainer
         self._module = module
         self._given = given
-        self._dealing = data_split
+        self._data_split = data_split
         self._control = control
         self.train: BatchSource | None = None
+        """The prepared training loader; None in other stages."""
         self.loaders: tuple[Any, ...] = ()
         """The training loader(s) as the user passed them."""
         self.train_limit: int | None = None
@@ -87,9 +88,8 @@ class StageData:
         if stage in ("fit", "train"):
             self._find_training()
             if stage == "fit" and is_overridden("validation_step", module, TrainModule):
-                with preserved_generators(
-                    torch.device("cpu")
-                ):  # building validation loaders must not change training's draws
+                # Building validation loaders must not change the random numbers that training draws.
+                with preserved_generators(torch.device("cpu")):
                     self._find_evaluation("validate", within_fit=True)
         else:
             self._find_evaluation(stage, within_fit=False)
@@ -101,7 +101,7 @@ class StageData:
             yield from sources
 
     def close(self) -> None:
-        """Stop all worker processes."""
+        """Stop the loaders' worker processes."""
         for source in self:
             source.close()
 
@@ -131,7 +131,7 @@ class StageData:
             )
         self.loaders = (loaders,)
         self.batch_size = getattr(loaders, "batch_size", None)
-        self.train = training_source(loaders, self._dealing, sequential=bool(trainer.overfit_batches))
+        self.train = training_source(loaders, self._data_split, sequential=bool(trainer.overfit_batches))
         setting, name = trainer.limit_train_batches, "limit_train_batches"
         if trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
@@ -141,8 +141,8 @@ class StageData:
             length = None if None in lengths else max(lengths)
         self.train_limit = limit = limit_of(setting, length, name)
         self.train_length = shorter(limit, length)
-        sure = self.train.shards_known and self.train.length_is_exact
-        self.train_certain = sure or (limit is not None and limit == self.train_length)
+        is_exact = self.train.shards_known and self.train.length_is_exact
+        self.train_certain = is_exact or (limit is not None and limit == self.train_length)
 
     def _find_evaluation(self, stage: str, within_fit: bool) -> None:
         trainer, given, module = self._trainer, self._given, self._module
@@ -152,7 +152,7 @@ class StageData:
                 if self._control.rank == 0 and trainer.limit_val_batches != 0:
                     logger.warning(
                         "%s has a validation_step, and fit was given no validation loader: nothing is validated while "
-                        "it trains. Pass val_dataloaders; where validate alone is called, that is as it should be.",
+                        "it trains. Pass val_dataloaders, unless you call validate separately.",
                         type(module).__name__,
                     )
                 return
@@ -180,7 +180,7 @@ class StageData:
         self.given_to_evaluate[stage] = loaders
         self.evaluated = tuple(several_loaders(loaders))
         self.sources[stage] = evaluation_sources(
-            stage, loaders, self._dealing, sequential=within_fit and bool(trainer.overfit_batches)
+            stage, loaders, self._data_split, sequential=within_fit and bool(trainer.overfit_batches)
         )
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
         self.lengths[stage] = [

@@ -79,7 +79,7 @@ def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: T
 
 
 def training_source(loaders: Any, data_split: DataSplit, sequential: bool) -> BatchSource:
-    """Prepare the training loader; several are combined, and the longest ends the epoch."""
+    """Prepare the training loader; several loaders are combined, and the longest ends the epoch."""
     if _is_several(loaders):
         loaders = CombinedLoader(loaders, mode="max_size_cycle")
     return _prepared("training loader", loaders, data_split, training=True, predicting=sequential)
@@ -109,7 +109,7 @@ def is_combined(loaders: Any) -> bool:
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
-    """Convert a limit to a number of micro-batches; None for all, however many a loader yields.
+    """Convert a limit to a number of micro-batches; None stands for all that a loader yields.
 
     Raises:
         ConfigurationError: the limit is a fraction of an unknown length, or rounds down to 0.
@@ -123,13 +123,13 @@ def limit_of(setting: int | float | None, length: int | None, name: str) -> int 
     if length is None:
         raise ConfigurationError(
             f"{name}={setting} with a loader of unknown length.",
-            "a part can only be taken of what is known.",
+            "a fraction of an unknown length cannot be computed.",
             f"give the number of micro-batches as an int, such as {name}=100.",
         )
     limit = int(length * setting)
     if limit == 0:
         raise ConfigurationError(
-            f"{name}={setting} of {length} micro-batches is none at all.",
+            f"{name}={setting} of {length} micro-batches rounds down to 0.",
             "it would train or measure nothing.",
             f"raise it to at least {1 / length:.3g}, or use 0 to leave the loader out.",
         )
@@ -162,10 +162,10 @@ def _is_several(loaders: Any) -> bool:
         return True
     if not isinstance(loaders, list | tuple):
         return False
-    first = loaders[:_CHECKED_ENTRIES]  # a list of batches may be long, and its entries are alike
-    return any(is_loader(loader) or isinstance(loader, Mapping) or _is_several(loader) for loader in first) and not any(
-        isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in first
-    )
+    entries = loaders[:_CHECKED_ENTRIES]  # a list of batches may be long, and its entries are alike
+    if any(isinstance(entry, Mapping) and not _holds_loaders(entry) for entry in entries):
+        return False
+    return any(is_loader(entry) or isinstance(entry, Mapping) or _is_several(entry) for entry in entries)
 
 
 def _holds_loaders(loaders: Mapping[Any, Any]) -> bool:

@@ -33,7 +33,7 @@ class Topology:
     Attributes:
         placement: its rank and world size; if ``missing``, those that the first process of this node will have.
         store: connects the processes; None before they are started, for a single-process strategy, and in a process
-            group of the user's.
+            group that the user has initialised.
         world: the processes that the framework has started; None if it has started none.
         missing: whether the processes of this node have yet to be started.
         address: the first node's address, if processes are started on several nodes.
@@ -55,7 +55,8 @@ def find_topology(environment: Environment, devices: Devices, num_nodes: int, st
         environment: describes what started the processes.
         devices: the devices that the run requests on this node.
         num_nodes: the number of nodes.
-        strategy: the run's strategy, if it is known yet. One for a single process runs alone in each process.
+        strategy: the run's strategy; None if it is not known yet. With a single-process strategy, each process does
+            its own run.
 
     Raises:
         ConfigurationError: the number of processes differs from the requested one; or the port of the store is taken,
@@ -66,12 +67,12 @@ def find_topology(environment: Environment, devices: Devices, num_nodes: int, st
     single = _is_single_process(strategy, requested)
     if single and devices.chosen is False:
         requested = 1
-    alone = single or (devices.chosen and requested == 1)
+    runs_alone = single or (devices.chosen and requested == 1)
     if dist.is_available() and dist.is_initialized() and not single:
         return Topology(_placement_in_users_group(environment, requested, devices.chosen))
     world = current_world()
     if world is not None:
-        return _topology_in_world(world, requested, devices.chosen, alone)
+        return _topology_in_world(world, requested, devices.chosen, runs_alone)
     if environment.started_us:
         placement = environment.placement()
         if single:
@@ -114,11 +115,11 @@ def first_rank_topology(devices: Devices, num_nodes: int, strategy: Strategy | N
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
     """Return this process's expected placement before a run begins, for scripts that read the rank early.
 
-    In a process that was started to run the caller's script again it is the rank it was started for. Conflicting
+    Processes that were started to run the caller's script again have the rank that they were started for. Conflicting
     settings are not refused here, but when the run begins.
     """
     if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
-        return Placement()  # every process of the script runs on its own
+        return Placement()  # each process of the script does its own run
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return Placement(rank, world_size, rank, world_size)
@@ -151,8 +152,8 @@ def _placement_in_users_group(environment: Environment, requested: int, chosen: 
     return placement
 
 
-def _topology_in_world(world: World, requested: int, chosen: bool, alone: bool) -> Topology:
-    if alone:
+def _topology_in_world(world: World, requested: int, chosen: bool, runs_alone: bool) -> Topology:
+    if runs_alone:
         return Topology(Placement(), HashStore(), world)
     failures = world.failures()
     if failures:  # a process that has exited cannot rejoin
@@ -187,21 +188,21 @@ def _open_store(environment: Environment, placement: Placement) -> Store:
 
 
 @lru_cache(maxsize=8)
-def _connect(address: str, port: int, placement: Placement, name: str | None, agents: bool) -> TCPStore:
+def _connect(address: str, port: int, placement: Placement, name: str | None, agent_hosts: bool) -> TCPStore:
     # Cached for the life of the process: rank 0 cannot host a second store on the port, nor can a rank join it twice.
     ranks = (placement.rank, placement.local_rank, placement.node_rank)
-    job = Job.of_this_process(name or ("none" if agents else None), ranks)
-    if placement.rank == 0 and not agents:
+    job = Job.of_this_process(name or ("none" if agent_hosts else None), ranks)
+    if placement.rank == 0 and not agent_hosts:
         return host(address, port, num_nodes=placement.num_nodes, job=job)
     try:
         store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
     except RuntimeError as error:
         raise DistributedError(
             f"rank {placement.rank} finds no store at {address}:{port}: {error}",
-            "all ranks connect to it, and " + ("rank 0's agent" if agents else "rank 0") + " hosts it",
+            "all ranks connect to it, and " + ("rank 0's agent" if agent_hosts else "rank 0") + " hosts it",
             "check whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
         ) from error
-    (admit_first if agents else admit)(store, job, placement.rank, address, port)
+    (admit_first if agent_hosts else admit)(store, job, placement.rank, address, port)
     return store
 
 
@@ -267,7 +268,7 @@ def refuse_shared_devices(devices: Sequence[str]) -> None:
         ConfigurationError: names the ranks.
     """
     for identity in dict.fromkeys(devices):
-        ranks = [rank for rank, one in enumerate(devices) if one == identity]
+        ranks = [rank for rank, device in enumerate(devices) if device == identity]
         if len(ranks) > 1:
             raise ConfigurationError(
                 f"Ranks {', '.join(map(str, ranks))} are on one GPU ({identity}).",

@@ -108,7 +108,7 @@ def build_training(
 
 
 def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
-    """Return the training data of an epoch, from the loaders as they are now."""
+    """Return the training data of an epoch, read from the current loaders."""
     source = data.train
     count = BatchCount("training loader", source.length, not source.shards_known, data.lengths)
     end = _EndOfData()
@@ -136,7 +136,7 @@ def build_training_pass(
 
 
 def build_stopping(core: RunCore, data: RunData) -> Stopping:
-    """Build what may end training early, and the snapshot with which it may end within a window."""
+    """Build what may end training early, and the snapshot that lets it end within a window."""
     trainer = core.trainer
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
@@ -154,13 +154,16 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
 
 
 def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
-    """Return the optimizer steps of the whole run by its limits and the data's length; infinite without a bound."""
+    """Return the optimizer steps of the whole run, from its limits and the data's length; infinite without a bound."""
     length = data.train_length if data.first_length is None else data.first_length
     return _steps_of(trainer, callbacks, length)
 
 
 def estimated_before_data(core: RunCore, data: RunData) -> int | float:
-    """Return `estimated_steps` in ``setup``: builds the training loader, which the run then uses. Collective."""
+    """Return `estimated_steps` in ``setup``. Collective.
+
+    Builds the training loader, which the run then uses.
+    """
     strategy, given = core.strategy, data.given
     data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
     data_split = DataSplit(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
@@ -191,9 +194,9 @@ class _LossScaleWarning:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite again and again, "
-                "however small the scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
-                "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. Said once.",
+                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were repeatedly not finite, however "
+                "small the scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
+                "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
                 round(math.log2(scale)),
             )
 
@@ -235,8 +238,8 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     core, data, optimization = parts.core, parts.data, parts.optimization
     module, strategy = core.module, core.strategy
     wrapped = WrappedModule(module, runner, strategy)
-    takes = StepArguments(module.training_step)
-    arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
+    accepted = StepArguments(module.training_step)
+    arguments = None if accepted.takes_batch_idx and not accepted.takes_dataloader_idx else accepted
     if not module.automatic_optimization:
         _check_manual(core)
         return ManualStep(wrapped, optimization.handles, core.hooks, core.metrics, parts.trainables, arguments)
@@ -296,7 +299,7 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
 def _unscales_first(core: RunCore) -> bool:
     """Return whether scaled gradients are unscaled in a separate pass, rather than by clipping.
 
-    They are if nothing clips them, or if a hook reads them before.
+    That is the case if nothing clips them, or if a hook reads them before they are clipped.
     """
     trainer, module, strategy = core.trainer, core.module, core.strategy
     read_by_hooks = bool(core.hooks.on_before_optimizer_step) or is_overridden(
@@ -336,8 +339,8 @@ def _micro_batches(
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
         limit, size = train_limit, trainer.accumulate_grad_batches
         origin = data.cursor.origin(epoch)
-        # An epoch that was begun at another world size ends with its data.
-        room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
+        # An epoch that was begun with another world size has no limit: it ends with its data.
+        remaining = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
         # With overfit_batches every epoch has the order of the first one.
         order = 0 if trainer.overfit_batches else epoch
         batches = source.epoch(order, first, origin)
@@ -357,16 +360,16 @@ def _micro_batches(
             # A window is read before it is trained on, and the loader may overwrite batches meanwhile.
             batches = ((copy_batch(batch), shard) for batch, shard in batches)
             fresh_memory = True
-        if room is not None:
-            batches = islice(batches, room)
-            shards = shards and islice(shards, room)
+        if remaining is not None:
+            batches = islice(batches, remaining)
+            shards = shards and islice(shards, remaining)
         if exchanged:
             micro_batches = exchanged_windows(
                 batches,
                 size,
                 strategy.control,
                 weigh,
-                room,
+                remaining,
                 ranks,
                 strategy.is_data_leader,
                 last=getattr(source, "last", NO_BATCH),

@@ -1,4 +1,4 @@
-"""Trials: run a few steps of a call on copies before the call begins, and restore all state."""
+"""Trials: run a few steps on copies of the caller's objects before a call begins, and restore all state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_before_launch_hooks(
 ) -> None:
     """Call ``before_launch`` of the callbacks, which may run trials."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
-    for callback in sorted(trainer.callbacks, key=lambda one: -one.priority):
+    for callback in sorted(trainer.callbacks, key=lambda each: -each.priority):
         if is_overridden("before_launch", callback, Callback):
             callback.before_launch(trials)
 
@@ -79,13 +79,13 @@ class EngineTrials:
         self.is_dry_run = bool(trainer.fast_dev_run)
 
     def run(self, callback: Any, steps: int, prepare: Prepare | None = None) -> None:
-        _refuse_one_shot(self.loaders)
+        _refuse_iterators(self.loaders)
         module, datamodule = copied(self.module), _copied_data(self.datamodule)
         with self._restored():
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
-            fits = self.stage == "fit"
-            given = DataArguments(loaders if fits else None, None if fits else loaders, datamodule)
-            trainer = _trial_of(self._trainer, self.stage, callback, steps)
+            is_fit = self.stage == "fit"
+            given = DataArguments(loaders if is_fit else None, None if is_fit else loaders, datamodule)
+            trainer = _trial_trainer(self._trainer, self.stage, callback, steps)
             launch(RunRequest(trainer, self.stage, module, given, None, return_predictions=False, trial=True))
 
     def fits(self, callback: Any, steps: int, prepare: Prepare | None = None) -> bool:
@@ -107,17 +107,18 @@ class EngineTrials:
         self._trainer.searched.add(name)
 
     def say(self, text: str, *values: Any) -> None:
-        first = self._trainer.is_global_zero
-        with log_to_console(first and not self._trainer.barebones):
-            if first:
+        is_rank_0 = self._trainer.is_global_zero
+        with log_to_console(is_rank_0 and not self._trainer.barebones):
+            if is_rank_0:
                 logger.info(text, *values)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Restore afterwards what the copies share with the user's objects: generators and the state of loaders."""
         trainer = self._trainer
-        shared = [one for one in (self._given.train, self._given.evaluate, self.datamodule) if one is not None]
-        # A device's generators are created at its first use, which may be the trial's.
+        sources = (self._given.train, self._given.evaluate, self.datamodule)
+        shared = [source for source in sources if source is not None]
+        # A device's generators are created at its first use, which may be in the trial.
         cuda = torch.cuda.is_initialized() or resolve_devices(trainer.accelerator, trainer.devices).type == "cuda"  # type: ignore[no-untyped-call]
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
         with process, preserved_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
@@ -135,7 +136,7 @@ def copied(module: TrainModule) -> TrainModule:
     except Exception as error:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}.",
-            "a trial trains a copy, so that the module stays as it is to the last bit.",
+            "a trial trains a copy, so that the module itself does not change.",
             "build in setup or configure_model what cannot be copied (locks, files, tensors of a graph).",
         ) from error
 
@@ -151,7 +152,7 @@ def _copied_data(datamodule: Any) -> Any:
     return duplicate
 
 
-def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
+def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit` that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [NullLogger() for _ in trainer.loggers]
@@ -182,42 +183,43 @@ def _starts_processes(trainer: SessionContext) -> bool:
     return len(resolve_devices(trainer.accelerator, trainer.devices).indices) * trainer.num_nodes > 1
 
 
-def _refuse_one_shot(loaders: Any) -> None:
-    for one in _parts(loaders):
-        if hasattr(one, "__next__"):
+def _refuse_iterators(loaders: Any) -> None:
+    """Raise an error if a loader can be iterated only once."""
+    for part in _loader_parts(loaders):
+        if hasattr(part, "__next__"):
             raise ConfigurationError(
-                f"A {type(one).__name__} was given as a loader, and batches are to be tried out first.",
-                "an iterator gives each batch once: those of the trial would be missing from the run.",
+                f"A {type(part).__name__} was given as a loader, and a trial reads some batches before the run.",
+                "an iterator yields each batch once: the run would miss the batches of the trial.",
                 "give a loader that can be iterated repeatedly: an object whose __iter__ starts again.",
             )
 
 
 def _has_no_batch(error: BaseException) -> bool:
     """Return whether a loader has no batch, or a fractional limit leaves none."""
-    return isinstance(error, ConfigurationError) and any(
-        said in error.what for said in ("has no batch", "is none at all")
-    )
+    messages = ("has no batch", "rounds down to 0")
+    return isinstance(error, ConfigurationError) and any(message in error.what for message in messages)
 
 
 @contextmanager
 def _restored_states(shared: list[Any]) -> Iterator[None]:
     """Restore the state of loaders and data sets that have a ``state_dict``."""
-    stateful = [one for each in shared for one in _parts(each) if _is_stateful(one)]
-    states = [copy.deepcopy(one.state_dict()) for one in stateful]
+    stateful = [part for loaders in shared for part in _loader_parts(loaders) if _is_stateful(part)]
+    states = [copy.deepcopy(part.state_dict()) for part in stateful]
     try:
         yield
     finally:
-        for one, state in zip(stateful, states, strict=True):
-            one.load_state_dict(state)
+        for part, state in zip(stateful, states, strict=True):
+            part.load_state_dict(state)
 
 
-def _parts(shared: Any) -> list[Any]:
-    several = list(shared.values()) if isinstance(shared, Mapping) else shared
+def _loader_parts(loaders: Any) -> list[Any]:
+    """Return the loaders, one or several, with their data sets and samplers."""
+    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     several = several if isinstance(several, list | tuple) else [several]
     names = ("dataset", "sampler", "batch_sampler")
-    found = [one for each in several for one in (each, *(getattr(each, name, None) for name in names))]
-    return [one for one in found if one is not None]
+    parts = [part for loader in several for part in (loader, *(getattr(loader, name, None) for name in names))]
+    return [part for part in parts if part is not None]
 
 
-def _is_stateful(one: Any) -> bool:
-    return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+def _is_stateful(part: Any) -> bool:
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -31,14 +31,14 @@ class _Snapshot:
 class WindowSnapshot:
     """Copies the state that a window's micro-batches change before its optimizer step.
 
-    Weights and optimizers change in the step only. Buffers, generators, logged values and the position in the data
+    Weights and optimizers change only in the step. Buffers, generators, logged values and the position in the data
     change earlier, so they are copied once per window if windows have several micro-batches. That takes about 0.1 ms on
     the host, one launch on the device, and as much memory as the buffers.
 
     Args:
         module: the user's module.
         source: the source of the training batches.
-        draws: the generators' states.
+        draws: records the generators' states.
         metrics: the store that steps log to.
         progress: the counters.
         size: returns the number of micro-batches in a window of this epoch.
@@ -70,7 +70,7 @@ class WindowSnapshot:
         self._source = source
 
     def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch; return whether windows need one, that is have several micro-batches.
+        """Take the first snapshot of an epoch; return whether windows need one, that is, have several micro-batches.
 
         Collects the module's buffers and metric objects again, since hooks at the start of an epoch may change them.
         """
@@ -103,21 +103,21 @@ class WindowSnapshot:
     def _copy_buffers(self) -> None:
         current = self._current_buffers()
         copies = self._buffers
-        if current.keys() == copies.keys() and all(_is_like(copies[key], one) for key, one in current.items()):
+        if current.keys() == copies.keys() and all(_is_like(copies[key], buffer) for key, buffer in current.items()):
             if current:
                 torch._foreach_copy_([copies[key] for key in current], list(current.values()))
         else:
-            self._buffers = {key: one.detach().clone() for key, one in current.items()}
+            self._buffers = {key: buffer.detach().clone() for key, buffer in current.items()}
 
     @contextmanager
     @torch.no_grad()
     def keep_evaluation_changes(self) -> Iterator[None]:
-        """Add changes that an evaluation within the window makes to buffers: a resumed run does not repeat it."""
-        before = {key: one.detach().clone() for key, one in self._current_buffers().items()}
+        """Add to the snapshot what an evaluation in the block changes in buffers: a resumed run does not repeat it."""
+        before = {key: buffer.detach().clone() for key, buffer in self._current_buffers().items()}
         yield
-        for key, one in self._current_buffers().items():
-            if key not in before or not torch.equal(before[key], one):
-                self._buffers[key] = one.detach().clone()
+        for key, buffer in self._current_buffers().items():
+            if key not in before or not torch.equal(before[key], buffer):
+                self._buffers[key] = buffer.detach().clone()
 
     def go_back(self) -> None:
         """Reset the counters to the start of the window, and put the snapshot in force if it is of this window."""

@@ -26,9 +26,9 @@ _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store, which
 
 
 def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
-    """Check that all ranks can write to their folders, leaving nothing behind. Collective.
+    """Check that all ranks can write to their folders, without leaving files there. Collective.
 
-    A store in which objects can be written but not removed only gets a warning.
+    If objects can be written to a store but not removed, a warning is logged, and an empty object stays there.
 
     Args:
         strategy: connects the ranks.
@@ -40,14 +40,14 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], lo
             ranks.
     """
     control = strategy.control
-    # One check per node is enough: its ranks see the same disks.
+    # One check per node is enough, since its ranks see the same disks.
     problem = None
     if strategy.local_rank == 0:
         problem = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
     (failing,) = control.agree("folders that can be written to", problem is not None)
     if not failing:
         return
-    problems = {rank: one for rank, one in enumerate(control.gather_objects(problem)) if one is not None}
+    problems = {rank: found for rank, found in enumerate(control.gather_objects(problem)) if found is not None}
     what, why, fix = next(iter(problems.values()))
     where = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
     raise ConfigurationError(f"{what}{where}.", why, fix)
@@ -82,7 +82,7 @@ def write_problem(folder: str) -> str | None:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if not os.path.isdir(path):
-        return f"{path!r} is no folder"
+        return f"{path!r} is not a folder"
     try:
         with tempfile.TemporaryFile(dir=path):
             return None

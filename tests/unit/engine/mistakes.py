@@ -207,7 +207,7 @@ MISTAKES = [
     Mistake(
         "root is a file",
         START,
-        "no folder",
+        "not a folder",
         "first save",
         "dirpath",
         lambda path: Run(fit(_file(path), enable_checkpointing=True), Net()),
@@ -215,7 +215,7 @@ MISTAKES = [
     Mistake(
         "logger in a file",
         START,
-        "no folder",
+        "not a folder",
         "first row",
         "logger=False",
         lambda path: Run(fit(path, logger=CSVLogger(_file(path))), Net()),

@@ -137,7 +137,7 @@ def test_a_folder_of_a_callback_or_a_logger_of_the_users_is_tried_before_the_fir
     (tmp_path / "file").write_text("")
     for options, name in (({"callbacks": Saver(tmp_path / "file" / "own")}, "Saver"), ({"logger": Rows()}, "Rows")):
         run = fit(tmp_path, **options)
-        with pytest.raises(ConfigurationError, match=f"{name} cannot write to .*is no folder"):
+        with pytest.raises(ConfigurationError, match=f"{name} cannot write to .*is not a folder"):
             run.fit(Regression(), regression())
         assert run.global_step == 0
 

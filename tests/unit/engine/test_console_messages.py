@@ -242,7 +242,7 @@ def test_a_folder_for_checkpoints_is_tried_before_the_first_step(tmp_path: Path,
     folder, module = _file(tmp_path) / "below", Tiny()
     callbacks = [Checkpoint(dirpath=folder)] if callback else []
     root = tmp_path if callback else folder
-    with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to '.*a file/below.*': .* is no folder"):
+    with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to '.*a file/below.*': .* is not a folder"):
         fit(root, enable_checkpointing=True, callbacks=callbacks).fit(module, loader())
     assert module.seen == []
 

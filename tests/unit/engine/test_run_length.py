@@ -87,7 +87,7 @@ class TestLimits:
             assert (runner.global_step, runner.num_training_batches) == (expected, expected)
 
     def test_a_part_that_is_nothing_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match=r"limit_train_batches=0.1 of 4 micro-batches is none at all"):
+        with pytest.raises(ConfigurationError, match=r"limit_train_batches=0.1 of 4 micro-batches rounds down to 0"):
             fit(tmp_path, limit_train_batches=0.1).fit(Tiny(), loader(8))
 
     def test_no_validation_with_limit_0(self, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     folder = trainer.log_dir
     left_running(folder, host="elsewhere")
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.6)
-    monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.3)
+    monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.3)
     ended = threading.Event()
 
     def beat() -> None:
@@ -227,7 +227,7 @@ def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, mon
     trainer = trained(tmp_path)
     ended = record(trainer.log_dir)
     left_running(trainer.log_dir, host="elsewhere")
-    monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.01)
     original = _liveness.HeartbeatWatch.poll
 
     def look(self: Any, pause: float) -> None:

@@ -213,7 +213,7 @@ def test_layers_that_are_built_late_are_not_there_yet() -> None:  # L-06
 
 
 def test_an_iterator_is_refused_that_would_be_used_up() -> None:  # L-06
-    with pytest.raises(ConfigurationError, match="gives each batch once"):
+    with pytest.raises(ConfigurationError, match="yields each batch once"):
         Tuner(quiet()).lr_find(Net(), iter(loader()))
 
 
