@@ -1,4 +1,4 @@
-"""Runs that are killed at random instants and started again, until they have come to their end."""
+"""Runs that are killed at random instants and restarted until they finish."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from drawing_run import KEPT
 from lives import Life, Run
 
-# Once, and not by every rank: the latter pulls in all of the compiler.
+# Imported once instead of by every rank, because it imports all of the compiler.
 IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero.muon.muon_optimizer"}
 
 
 @dataclass
 class Tally:
-    """What happened to the runs of one strategy."""
+    """The results of the runs of one strategy."""
 
     strategy: str
     runs: int = 0
@@ -32,7 +32,7 @@ class Tally:
         return len(self.instants)
 
     def __str__(self) -> str:
-        """A row under a head."""
+        """Return a table row."""
         columns = {
             "strategy": self.strategy,
             "runs": self.runs,
@@ -48,14 +48,14 @@ class Tally:
 
 
 def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
-    """Kill runs of ``strategy`` so many times in all, each one to three times, and compare what they come to.
+    """Kill runs of ``strategy`` a total of ``kills`` times, each one to three times, and compare the results.
 
     Raises:
-        AssertionError: a run came to something else, lost more than it had not saved, or left something behind.
+        AssertionError: a run had other results, lost saved steps, or left something behind.
         RankFailedError: a rank failed that was not killed.
     """
     importlib.import_module(IMPORTED.get(strategy, "torch"))
-    gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
+    gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined
     draw, tally = random.Random(f"{strategy} {seed}"), Tally(strategy)
     undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live()
     while tally.kills < kills:
