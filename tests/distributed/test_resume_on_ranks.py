@@ -84,7 +84,7 @@ def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size:
         data = DataLoader(Stream(), batch_size)
     else:
         data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=2 if kind == "workers" else 0)
-    saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("beside", False))
+    saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("in_background", False))
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder, **options}
     trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
     trainer.fit(module, data, ckpt_path=start)
@@ -92,14 +92,14 @@ def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size:
     return weights(module), module.losses, module.seen, metrics, trainer.samples_seen
 
 
-def _twice(folder: Path, strategy: str, kind: str, stops: list[str], beside: bool) -> Any:
-    whole = _fit(folder / "whole", strategy, None, kind, beside=beside)
+def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_background: bool) -> Any:
+    whole = _fit(folder / "whole", strategy, None, kind, in_background=in_background)
     again = [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in stops]
     return whole, again
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "beside"),
+    ("strategy", "kind", "in_background"),
     [
         ("ddp", "dealt", False),
         ("ddp", "weighed", True),
@@ -110,10 +110,12 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], beside: boo
         ("zero 3", "dealt", False),
     ],
 )
-def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(strategy: str, kind: str, beside: bool, tmp_path: Path) -> None:
+def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(
+    strategy: str, kind: str, in_background: bool, tmp_path: Path
+) -> None:
     # F-02, F-08, B-18: whatever was fetched ahead, and written beside training
     stops = ["epoch=0-step=4", "epoch=1-step=7"]
-    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, beside)):
+    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, in_background)):
         for stop, found in zip(stops, again, strict=True):
             where = f"rank {rank} from {stop}"
             assert torch.equal(found[0], whole[0]), where

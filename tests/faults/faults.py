@@ -56,7 +56,7 @@ def try_faults(
     tally, taken = Tally(), folder / "taken"
     taken.mkdir(exist_ok=True)
     name = f"undisturbed {os.environ['RANK']}"
-    undisturbed = Life(Run(folder / name, strategy, every=1, beside=False)).live(fault=Fault())
+    undisturbed = Life(Run(folder / name, strategy, every=1, in_background=False)).live(fault=Fault())
     assert undisturbed.ended, undisturbed.error
     for number in only or itertools.count():
         if not only and sum(int(one.read_text() or 0) for one in taken.iterdir()) >= faults:
@@ -75,7 +75,7 @@ class _Struck:
     def __init__(self, folder: Path, strategy: str, number: int, seed: int, undisturbed: Life, tally: Tally) -> None:
         self._draw = random.Random(f"{strategy} {seed} {number}")
         self._run = Run(
-            folder / f"run {number}", strategy, every=self._draw.choice((1, 2)), beside=self._draw.random() < 0.3
+            folder / f"run {number}", strategy, every=self._draw.choice((1, 2)), in_background=self._draw.random() < 0.3
         )
         self._number, self._undisturbed, self._tally = number, undisturbed, tally
         turns = [kind for kind in _TURNS if self._run.ranks > 1 or kind not in _NOT_ALONE]
@@ -124,7 +124,7 @@ class _Struck:
             life = Life(run).live(fault=Fault() if damaged else fault)
             assert not life.hung, life.error
             assert life.losses.items() <= undisturbed.losses.items(), "other losses"
-            intervals = 2 if run.beside else 1
+            intervals = 2 if run.in_background else 1
             if damaged is not None:
                 check_and_remove(damaged, life)
                 # The last save is lost too.
@@ -178,7 +178,7 @@ class _Struck:
         return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
 
     def _late_kill(self) -> Fault:
-        missing = 2 - len(self._run.checkpoints()) + self._run.beside
+        missing = 2 - len(self._run.checkpoints()) + self._run.in_background
         return Fault("killed", 0, "training_step", 2 * self._run.every * missing + 1)
 
 

@@ -57,9 +57,9 @@ def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
     importlib.import_module(IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined
     draw, tally = random.Random(f"{strategy} {seed}"), Tally(strategy)
-    undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live()
+    undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, in_background=False)).live()
     while tally.kills < kills:
-        run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), beside=draw.random() < 0.5)
+        run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), in_background=draw.random() < 0.5)
         tally.runs += 1
         try:
             _until_its_end(run, undisturbed, draw, tally, min(draw.randint(1, 3), kills - tally.kills))
@@ -83,7 +83,7 @@ def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tall
         assert life.began_at == whole, f"went on from step {life.began_at}, not {whole}"
         assert life.losses.items() <= undisturbed.losses.items(), "other losses"
         lost = before.reached - whole
-        assert lost <= run.every * (2 if run.beside else 1), f"{lost} steps were lost"
+        assert lost <= run.every * (2 if run.in_background else 1), f"{lost} steps were lost"
         tally.lost = max(tally.lost, lost)
         saved = run.newest_step() > whole
         assert not (saved and leftovers & run.leftovers()), f"{leftovers} outlived a save"

@@ -34,7 +34,7 @@ class Run:
     folder: Path
     strategy: str
     every: int
-    beside: bool
+    in_background: bool
 
     @property
     def ranks(self) -> int:
@@ -203,4 +203,4 @@ def _live(run: Run, pipes: list[Connection], fault: Fault | None) -> None:
         os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable()
     tell("begun", os.getpid())
-    tell("end", train(run.folder, run.strategy, run.every, run.beside, tell, fault))
+    tell("end", train(run.folder, run.strategy, run.every, run.in_background, tell, fault))

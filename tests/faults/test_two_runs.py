@@ -33,20 +33,20 @@ class InStep(Drawing):
             time.sleep(0.0001)
 
 
-def _run(folder: Path, beside: bool) -> Any:
+def _run(folder: Path, in_background: bool) -> Any:
     seed = dist.get_rank() + 1
     dist.destroy_process_group()  # the runs differ from here on
     module = InStep(dist.FileStore(f"{folder}.store", 2))  # type: ignore[attr-defined]
-    saver = Checkpoint(folder, every_n_train_steps=1, save_async=beside, keep_last=KEPT)
+    saver = Checkpoint(folder, every_n_train_steps=1, save_async=in_background, keep_last=KEPT)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fit = Fit(accelerator="cpu", callbacks=saver, default_root_dir=folder, max_epochs=2, seed=seed, **quiet)
     fit.fit(module, DataLoader(Augmented(), batch_size=3, shuffle=True))
     return seed, sorted(saver.best_k_models), [parameter.detach() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_neither_run_changes_the_files_of_the_other(beside: bool, tmp_path: Path) -> None:
-    runs = run_distributed(_run, 2, tmp_path, beside)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_neither_run_changes_the_files_of_the_other(in_background: bool, tmp_path: Path) -> None:
+    runs = run_distributed(_run, 2, tmp_path, in_background)
     for seed, kept, trained in runs:
         assert len(kept) == KEPT
         for path in kept:

@@ -1,4 +1,4 @@
-"""Which programs may be refused, and by what: a refusal that is not here is a finding."""
+"""Which programs may be refused, and with which message: any other refusal is a finding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _interval_is_too_long(program: Program) -> bool:
 
 
 def permitted(program: Program, text: str) -> bool:
-    """Whether ``program`` may be refused with an error that says ``text``."""
+    """Return whether ``program`` may be refused with an error that contains ``text``."""
     return any(words in text and may(program) for words, may in PERMITTED)
 
 
 def _merges_correlations(program: Program) -> bool:
-    """Whether states of ranks come together that torchmetrics has no way to merge."""
+    """Return whether metric states that torchmetrics cannot merge come together from several ranks."""
     resume = program.resume
     return resume is not None and resume.ranks < program.ranks and any(log.what == "pearson" for log in program.logs)
