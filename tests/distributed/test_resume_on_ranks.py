@@ -1,4 +1,7 @@
-"""Resume on several ranks: bit for bit on as many, sample for sample on more or fewer: F-02, F-08, F-12, B-10, B-18."""
+"""Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer.
+
+Rows F-02, F-08, F-12, B-10, B-18.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SAMPLES = 53
 
 
 class Augmented(Dataset[Any]):
-    """Draws as it is read; the first number of a sample says which it is."""
+    """Draws random numbers when it is read; the first number of a sample is its index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -31,7 +34,7 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Each rank's own part, of different lengths, in an order that it draws."""
+    """Each rank's own part, with different lengths, in a random order."""
 
     def __iter__(self) -> Any:
         import torch.distributed as dist
@@ -42,7 +45,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Drawing(Regression):
-    """Dropout, weights of micro-batches that only each rank knows, values under way."""
+    """Uses dropout, weights of micro-batches that only their rank knows, and values logged over the epoch."""
 
     def __init__(self, weighs: bool = False) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_backgrou
         ("zero 3", "dealt", False),
     ],
 )
-def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(
+def test_a_run_resumes_bit_for_bit_on_as_many_ranks(
     strategy: str, kind: str, in_background: bool, tmp_path: Path
 ) -> None:
     # F-02, F-08, B-18: whatever was fetched ahead, and written beside training
@@ -133,7 +136,7 @@ def _seen(runs: list[Any]) -> list[tuple[int, int]]:
     return [sample for run in runs for sample in run[2]]
 
 
-def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
+def test_on_other_numbers_of_ranks_every_sample_is_used_once_per_epoch(tmp_path: Path) -> None:
     # F-02: 2 x 3, then 4 x 2, then 3 x 4, stopping in the middle of an epoch each time
     first = on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
     second = on_ranks(

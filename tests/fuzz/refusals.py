@@ -7,12 +7,12 @@ from collections.abc import Callable
 from fuzz.program import Program
 
 Permit = tuple[str, Callable[[Program], bool]]
-"""Words of the error, and whether a program may be refused so."""
+"""A part of the error message, and whether a program may be refused with it."""
 
 PERMITTED: tuple[Permit, ...] = (
     ("val_check_interval=", lambda program: _interval_is_too_long(program)),
     ("with a training loader of unknown length", lambda program: program.data.claims is None),
-    ("ranks' PearsonCorrCoef", lambda program: _merges_correlations(program)),
+    ("The states of PearsonCorrCoef", lambda program: _merges_correlations(program)),
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
     ("find_unused_parameters", lambda program: program.net.unused and program.strategy == "ddp"),
 )
