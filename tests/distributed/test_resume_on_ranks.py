@@ -116,7 +116,7 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_backgrou
 def test_a_run_resumes_bit_for_bit_on_as_many_ranks(
     strategy: str, kind: str, in_background: bool, tmp_path: Path
 ) -> None:
-    # F-02, F-08, B-18: whatever was fetched ahead, and written beside training
+    # F-02, F-08, B-18: also with prefetched batches and asynchronous saves
     stops = ["epoch=0-step=4", "epoch=1-step=7"]
     for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, in_background)):
         for stop, found in zip(stops, again, strict=True):
@@ -147,17 +147,17 @@ def test_on_other_numbers_of_ranks_every_sample_is_used_once_per_epoch(tmp_path:
         (epoch, sample) for epoch in range(2) for sample in range(SAMPLES)
     ]
     assert {run[4] for run in third} == {2 * SAMPLES}
-    # The second epoch is an ordinary one, in the order that it would have had all along.
+    # The second epoch is a regular one, in its usual order.
     whole = on_ranks(_once, 3, tmp_path / "d", None, 4, {})
     for found, expected in zip(third, whole, strict=True):
         assert [sample for sample in found[2] if sample[0] == 1] == [sample for sample in expected[2] if sample[0] == 1]
-    # And an epoch's mean is over all that it saw, whoever saw it.
+    # An epoch's mean is over all of its samples, regardless of their ranks.
     assert third[0][3]["loss_epoch"] == pytest.approx(third[0][3]["mean"], rel=0.2)
 
 
 def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
-    # F-02. To two ranks: with three, DDP's buckets, which differ between its first step and later ones, say in which
-    # order gloo adds up, and the last bit may differ (1.5e-8 here, by seed).
+    # F-02. On two ranks: with three, DDP's buckets, which differ between its first step and later ones, set the
+    # order in which gloo adds, and the last bit may differ (1.5e-8 here, depending on the seed).
     on_ranks(_once, 3, tmp_path / "a", None, 2, {"max_steps": 2, "max_epochs": -1})
     start = tmp_path / "a" / "epoch=0-step=2"
     whole = on_ranks(_once, 2, tmp_path / "b", start, 3, {})
