@@ -22,7 +22,7 @@ def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 1
     process.
     """
     # A run with long steps reads the clock to decide whether to stop; here it reads it every 16 steps.
-    with patch.object(stopping, "_LOOK", 1e6):
+    with patch.object(stopping, "_POLL_INTERVAL", 1e6):
         run(2)  # imports and caches
         few, many = (python_calls(run, steps, runs) for steps in (short, long))
     return (many - few) / (long - short)

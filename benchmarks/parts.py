@@ -29,7 +29,7 @@ RULES: list[tuple[str, str | None]] = [
     ("/drivetrain/_engine/log_queue.py", "logging"),
     ("/drivetrain/module/_run_handle.py", None),
     ("/drivetrain/module/train_module.py", "logging"),
-    ("/drivetrain/_engine/run_state.py", None),
+    ("/drivetrain/_engine/session_context.py", None),
     ("/drivetrain/callbacks/progress_bar.py", "progress bar"),
     ("/drivetrain/callbacks/rich_progress_bar.py", "progress bar"),
     ("/drivetrain/callbacks/_bar_line.py", "progress bar"),

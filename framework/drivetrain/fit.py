@@ -428,7 +428,7 @@ class Fit(SessionContext):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "an instance is needed, with its weights.",
+                "an instance of TrainModule is needed, with its weights.",
                 f"make one: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):

@@ -17,15 +17,13 @@ class CompiledSteps:
 
     Args:
         module: the module.
-        setting: ``Fit(compile=...)``: False, True, or options for `torch.compile`.
+        setting: ``Fit(compile=...)``: True, or options for `torch.compile`.
         metrics: the store that the steps log to.
     """
 
     def __init__(self, module: TrainModule, setting: bool | dict[str, Any], metrics: MetricStore) -> None:
         self._attributes = module.__dict__
         self._replaced: dict[str, Any] = {}
-        if not setting:
-            return
         options = setting if isinstance(setting, dict) else {}
         # Logging writes to plain Python objects; if traced, dynamo would guard on every value they hold.
         metrics.record = torch.compiler.disable(metrics.record)  # type: ignore[method-assign,no-untyped-call]

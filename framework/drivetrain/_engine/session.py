@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
-from drivetrain._engine.compiled_steps import CompiledSteps
 from drivetrain._engine.console_logging import log_once, log_to_console
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
@@ -28,7 +27,9 @@ from drivetrain._engine.evaluation_setup import (
     run_sanity_check,
 )
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
+from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
 from drivetrain._engine.handshake import check_ranks_agree, module_facts, setting_facts
+from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_log import RankLog
@@ -76,6 +77,7 @@ from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
+    from drivetrain._engine.compiled_steps import CompiledSteps
     from drivetrain._engine.monitors import MonitorCheck
     from drivetrain._engine.reloading import Reloading
     from drivetrain._loops.train import TrainLoop
@@ -279,9 +281,7 @@ class Session:
         self._train(prepared, training.loop, monitors)
 
     def _prepare_training(self, prepared: _Prepared) -> tuple[Training, MonitorCheck]:
-        from drivetrain._engine.fused_optimizers import suggest_fused_optimizers  # only training needs these
-        from drivetrain._engine.monitors import MonitorCheck
-        from drivetrain._engine.optimizer_setup import set_up_optimizers
+        from drivetrain._engine.monitors import MonitorCheck  # only training needs it
 
         core, data, checkpoints = self.core, self.data, self.checkpoints
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
@@ -472,7 +472,10 @@ class Session:
         strategy.check(module)
         facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
         check_ranks_agree(strategy.control, facts)  # before wrapping, which would hang if ranks differed
-        self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics)
+        if core.trainer.compile:
+            from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
+
+            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)

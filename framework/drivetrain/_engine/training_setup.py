@@ -18,7 +18,6 @@ from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stoppin
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._engine.window_snapshot import WindowSnapshot
-from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import BatchCount
@@ -255,6 +254,8 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
             "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
             "use precision='bf16-mixed' or '32-true'.",
         )
+    from drivetrain._loops.closure_step import ClosureStep  # only closure optimizers need it
+
     return ClosureStep(*step_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
 
 

@@ -234,7 +234,7 @@ def describe_errors_as_predictions(path: str) -> Iterator[None]:
             (f"The checkpoint {path!r} is damaged", f"The predictions {path!r} are damaged"),
             (f"The checkpoint {path!r}", f"The predictions {path!r}"),
             ("There is no checkpoint at", "There are no predictions at"),
-            (f"{path!r} is no checkpoint", f"{path!r} holds no predictions"),
+            (f"{path!r} is not a checkpoint", f"{path!r} contains no predictions"),
         ):
             if what.startswith(of_a_checkpoint):
                 what = what.replace(of_a_checkpoint, of_predictions, 1)

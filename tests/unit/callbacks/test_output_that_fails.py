@@ -73,7 +73,7 @@ def closed() -> io.StringIO:
 @pytest.fixture(autouse=True)
 def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "_LINE_INTERVAL", 0.0)
-    monkeypatch.setattr(terminal_output, "_TOLD", set())
+    monkeypatch.setattr(terminal_output, "_WARNED", set())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
 

@@ -313,7 +313,7 @@ def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L
     with pytest.raises(CheckpointError, match="There are no predictions at"):
         read_predictions(tmp_path / "else")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="holds no predictions"):
+    with pytest.raises(CheckpointError, match="contains no predictions"):
         read_predictions(tmp_path / "file")
 
 

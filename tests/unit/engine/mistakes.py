@@ -430,7 +430,7 @@ MISTAKES = [
         "moved within a run",
         FIRST,
         "moved or re-cast",
-        "stop training",
+        "would not be trained",
         "Fit(accelerator=",
         steps(lambda self, batch: self.double()),
     ),
@@ -545,12 +545,12 @@ MISTAKES = [
     Mistake(
         "a data set", START, "TensorDataset", "single samples", "DataLoader(", given(TensorDataset(torch.ones(4, 2)))
     ),
-    Mistake("empty loader", START, "The training loader", "without a batch", "drop_last", given([])),
+    Mistake("empty loader", START, "The training loader", "at least one batch", "drop_last", given([])),
     Mistake(
         "empty validation",
         START,
         "The validation loader 1",
-        "without a batch",
+        "at least one batch",
         "data set",
         given(loader(), [loader(), loader(0)]),
     ),

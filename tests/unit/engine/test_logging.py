@@ -483,7 +483,7 @@ class TestMetricObjects:
     def test_refused_where_it_is_no_attribute(self, tmp_path: Path) -> None:
         metrics = pytest.importorskip("torchmetrics")
         module = Logging(lambda self, *_: self.log("it", metrics.MeanMetric()))
-        with pytest.raises(ConfigurationError, match=r"MeanMetric that is no attribute.*\n.*\n.*self.accuracy"):
+        with pytest.raises(ConfigurationError, match=r"MeanMetric that is not an attribute.*\n.*\n.*self.accuracy"):
             fit(tmp_path).fit(module, loader(4))
 
     def test_refused_where_it_is_not_one_number(self, tmp_path: Path) -> None:

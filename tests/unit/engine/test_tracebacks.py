@@ -76,4 +76,4 @@ def test_mismatched_weights_are_reported_once(tmp_path: Path) -> None:
     assert text.count("Traceback (most recent call last)") == 1
     assert text.count("do not fit") == 1
     frames = _frames(caught.value)
-    assert frames.count(("collective_errors.py", "agreed")) == 1
+    assert frames.count(("collective_errors.py", "run_collectively")) == 1

@@ -134,7 +134,7 @@ def test_a_checkpoint_of_an_unreachable_run_can_be_resumed(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13: as after a copy from a store that is unreachable here
     monkeypatch.setattr(_resume_choice, "_SHORT_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoints, "_lasting", lambda path: folder)
+    monkeypatch.setattr(checkpoints, "_absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
     assert again.global_step == 12

@@ -152,7 +152,7 @@ def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: 
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert signal.getsignal(number) is handler
     assert module.lr == 0.05
-    assert [one.message.partition(";")[0] for one in caplog.records] == [
+    assert [one.message.partition(". ")[0] for one in caplog.records] == [
         f"{signal.Signals(number).name}: the trial ends after this step"
     ]
 
