@@ -1,7 +1,7 @@
-"""Measure us against hand-written PyTorch, against the disk and beside others: `make bench`.
+"""Runs the benchmarks against hand-written PyTorch, raw disk speed and other frameworks: `make bench`.
 
-Rounds are interleaved, and the slope between two numbers of steps is what counts, so that start-up drops out. All
-loops of a table do the same work: a checksum of the trained weights says so.
+Rounds are interleaved, and the cost of a step is the slope between two numbers of steps, which removes start-up time.
+All loops of a table do the same work; a checksum of the trained weights verifies this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COUNTED = {"instructions", "memory"}
 
 
 def conditions(arguments: str) -> str:
-    """Device, versions and command."""
+    """Return the device, versions and command."""
     known = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", known.read_text()) if known.exists() else None
     processor = f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"

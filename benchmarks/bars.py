@@ -1,4 +1,4 @@
-"""Draws stacked bars as an SVG of a few KB that is legible on light and on dark pages."""
+"""Draws stacked bars as a small SVG (a few KB) that is legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, LEFT, RIGHT = 920, 160, 70
 TOP, ROW, BAR = 52, 40, 26
 SWATCH = 180  # between two entries of the legend
 COLOURS = (
-    *("#c3cad6", "#9fb0c9", "#7b93b8", "#5a779f"),  # quiet: what every loop has
+    *("#c3cad6", "#9fb0c9", "#7b93b8", "#5a779f"),  # muted colour for the part that every loop has
     *("#2a9d8f", "#8ab17d", "#e9c46a", "#f4a261", "#e76f51", "#c08bf0"),
 )
 STYLE = """

@@ -15,7 +15,7 @@ from drivetrain import Fit, Strategy, TrainModule
 
 
 class Trained(TrainModule):
-    """The GPT of the benchmarks, or another network, trained with AdamW."""
+    """The benchmark GPT, or another network, trained with AdamW."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()

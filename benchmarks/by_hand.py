@@ -1,4 +1,4 @@
-"""Distributed training as a user of plain PyTorch writes it."""
+"""Distributed training as a user of plain PyTorch would write it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.nets import BATCH, GPT, Data, checksum, texts
 
 
 def on_device(batches: Iterable[Any], device: str) -> Iterable[Any]:
-    """Batches on the device; where that is the host's memory, what is there already."""
+    """Return the batches on the device; nothing is copied if the device is the CPU."""
     return batches if device == "cpu" else ([part.to(device) for part in batch] for batch in batches)
 
 
@@ -30,7 +30,7 @@ def fsdp(net: GPT, reshard_after_forward: bool = True) -> nn.Module:
     fully_shard(net)
     for module in net.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support PREMUL_SUM
     return net
 
 

@@ -1,4 +1,4 @@
-"""Counts the bytecodes that the interpreter carries out in a step, function by function: the same on a busy machine."""
+"""Counts the bytecodes that the interpreter executes in a step, function by function; independent of machine load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 
 def bytecodes_a_step(run: Callable[[int], Any], short: int = 50, long: int = 150) -> dict[str, float]:
-    """Of each function that this thread runs, how many a step of ``run(steps)`` takes; start and end drop out."""
-    _bytecodes(run, short)  # what is done and imported once, and in Python 3.12 prepared for counting
+    """Return the bytecodes per step of ``run(steps)``, for each function that this thread runs; start-up and end drop
+    out.
+    """
+    _bytecodes(run, short)  # warm-up: one-time work and imports; Python 3.12 also prepares code for counting here
     few, many = (_bytecodes(run, steps) for steps in (short, long))
     found: Counter[str] = Counter()
     for code, count in many.items():

@@ -1,4 +1,4 @@
-"""Counts the Python functions that a run or a step calls: a measure of overhead that is the same on a busy machine."""
+"""Counts the Python functions that a run or a step calls: a measure of overhead that does not depend on load."""
 
 from __future__ import annotations
 

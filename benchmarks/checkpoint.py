@@ -1,4 +1,4 @@
-"""Saving and loading with AdamW: a GPT of 100 million parameters, against the disk and beside others; small tensors."""
+"""Saving and loading with AdamW: a GPT with 100 M parameters against the disk and other frameworks; small tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL_TARGETS = [
 
 
 class Scattered(nn.Module):
-    """A net of many parameters of 32 numbers each, which its loss sums."""
+    """A network of many parameters with 32 numbers each; its loss is their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def gpt() -> GPT:
 
 
 class Measured(Trained):
-    """A net that is measured once it has taken a step, and its optimizer has moments."""
+    """A network that is measured after its first step, when its optimizer has moments."""
 
     def __init__(self, measure: Callable[[Trained], Any], net: nn.Module) -> None:
         super().__init__(net)
@@ -70,24 +70,24 @@ class Measured(Trained):
 
 
 def measured(strategy: str, measure: Callable[[Trained], Any], net: Callable[[], nn.Module] = gpt) -> Any:
-    """On one rank: what ``measure`` finds."""
+    """Runs on one rank: return what ``measure`` returns."""
     module = Measured(measure, net())
     train_by_engine(strategy, 1, module)
     return module.found
 
 
 def peak_of_a_save(module: Trained) -> int:
-    """On one of several ranks: by how many bytes this process grows in a save."""
+    """Runs on one of several ranks: return by how many bytes this process grows during a save."""
     trainer, grown = module.trainer, 0
     folder = Path(trainer.strategy.control.from_rank_0(tempfile.mkdtemp()))
-    for name in ("first", "second"):  # what is imported on the way is none of it
+    for name in ("first", "second"):  # imports on the way must not be counted
         grown = growth(partial(trainer.save_checkpoint, folder / name))
     shutil.rmtree(folder, ignore_errors=True)
     return grown
 
 
 def table(rounds: int) -> list[str]:
-    """The tables' lines; processes of one thread each."""
+    """Return the lines of the tables; each process has one thread."""
     spread_out = max(run_distributed(measured, 2, "fsdp", peak_of_a_save, timeout=600.0))
     found = run_distributed(measured, 1, "single_device", partial(compare, rounds), timeout=7200.0)[0]
     small = run_distributed(measured, 1, "single_device", partial(compare_small, rounds), Scattered, timeout=7200.0)[0]

@@ -1,4 +1,4 @@
-"""The same net and optimizer, saved and loaded by others. Each needs its package, and says so where it is missing."""
+"""The same network and optimizer saved and loaded by other frameworks; a missing package is reported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Lightning:
         from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
         class Module(pl.LightningModule):
-            """Takes no step of its own: the optimizer has moments already."""
+            """Takes no step: the optimizer already has moments."""
 
             def __init__(self) -> None:
                 super().__init__()

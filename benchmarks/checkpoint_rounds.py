@@ -1,4 +1,4 @@
-"""Times all ways to save and load in turn, having proved that each brings everything back."""
+"""Times all ways to save and load in turn, after verifying that each restores everything."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COPY = "a copy in memory"
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """One of those who save and load.
+    """One of the compared ways to save and load.
 
     Attributes:
-        peak: bytes that a save takes besides.
+        peak: additional bytes that a save needs.
         syncs: see `Way`.
         checks: see `Way`.
     """
@@ -42,9 +42,9 @@ class Found:
 
     Attributes:
         nbytes: of the state.
-        missing: whose package is not installed.
-        savers: the others by name.
-        times: seconds in each round, by what was done and who did it.
+        missing: names whose package is not installed.
+        savers: the installed ones, by name.
+        times: seconds in each round, by operation and saver.
     """
 
     nbytes: int
@@ -53,7 +53,7 @@ class Found:
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def take(self, what: str, name: str, work: Callable[[], Any]) -> Any:
-        """Do it, and keep how long it took."""
+        """Run ``work`` and record how long it took."""
         warm(2 * self.nbytes)
         start = time.perf_counter()
         result = work()
@@ -62,7 +62,7 @@ class Found:
 
 
 def compare(rounds: int, module: Trained) -> Found:
-    """Measure everything, within a run that has taken a step with ``module``."""
+    """Measure everything, within a run that has taken one step with ``module``."""
     state = State(module.net, module.optimizer)
     ways: list[Way] = [Disk(state), Ours(module), Slower(module)]
     found = Found(sum(tensor.nbytes for tensor in state.tensors().values()))
@@ -76,7 +76,7 @@ def compare(rounds: int, module: Trained) -> Found:
 
 
 def compare_small(rounds: int, module: Trained) -> Found:
-    """The same for a net of many small tensors, against torch.save alone."""
+    """Measure a network of many small tensors, against torch.save alone."""
     state = State(module.net, module.optimizer)
     found = Found(sum(tensor.nbytes for tensor in state.tensors().values()))
     _take_turns(rounds, [Pickle(state), Ours(module)], state, found)
@@ -89,13 +89,13 @@ def _take_turns(rounds: int, ways: Sequence[Way], state: State, found: Found) ->
             found.savers[way.name] = Saver(_prove(way, state, Path(place)), way.syncs, way.checks)
         for number in range(rounds):
             found.take("stall", COPY, lambda: [tensor.clone() for tensor in state.tensors().values()])
-            # Each time in another order: who comes next finds the disk as the one before has left it.
+            # The order differs in each round: each way finds the disk as the previous one left it.
             for way in random.Random(number).sample(ways, len(ways)):
                 _time(way, state, found, Path(place) / "saved")
 
 
 def _prove(way: Way, state: State, place: Path) -> int:
-    """Save, lose everything and load it again; return by how many bytes this process grows in a further save."""
+    """Save, reset everything and load it again; return by how many bytes this process grows in a further save."""
     expected = state.checksums()
     way.save(place / "first")
     state.restart()
@@ -111,7 +111,7 @@ def _prove(way: Way, state: State, place: Path) -> int:
 def _time(way: Way, state: State, found: Found, folder: Path) -> None:
     def save() -> None:
         way.save(folder)
-        for file in _files(folder):  # costs next to nothing where it was done already
+        for file in _files(folder):  # almost free if the data is on the disk already
             os.fsync(file)
 
     os.sync()
@@ -132,7 +132,7 @@ def _time(way: Way, state: State, found: Found, folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[int]:
-    """Descriptors of all files of a folder, one after the other."""
+    """Yield descriptors of all files in a folder, one after the other."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Ways to save and load a net with its optimizer: plain safetensors, which is what the disk gives, and ours."""
+"""Ways to save and load a network with its optimizer: plain safetensors, which shows the disk speed, and ours."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class State:
         self.optimizer = optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name, as it is now: who loads puts other tensors into the optimizer."""
+        """Return everything by name, as it is now; loading puts other tensors into the optimizer."""
         found = dict(self.net.state_dict())
         for name, parameter in self.net.named_parameters():
             found.update({f"{name}/{key}": value for key, value in self.optimizer.state[parameter].items()})
         return found
 
     def restart(self) -> None:
-        """Leave what a run has before it loads: weights that are to be replaced, and an optimizer without moments."""
+        """Create the state before loading: weights that are to be replaced, and an optimizer without moments."""
         self.optimizer.state.clear()
         for tensor in self.net.state_dict().values():
             tensor.zero_()
@@ -56,7 +56,7 @@ class Way(Protocol):
 
     Attributes:
         name: for the tables.
-        syncs: whether what it has saved is on the disk, and not in the disk's cache alone.
+        syncs: whether a save is flushed to the disk, instead of only to its cache.
         checks: whether loading notices that a byte has changed.
     """
 
@@ -65,7 +65,7 @@ class Way(Protocol):
     checks: bool
 
     def save(self, folder: Path) -> None:
-        """Save into a folder that is not there yet."""
+        """Save into a folder that does not exist yet."""
 
     def load(self, folder: Path) -> None:
         """Load into the net and the optimizer."""
@@ -94,7 +94,7 @@ class Disk:
 
     def read(self, folder: Path) -> None:
         for tensor in load_file(folder / "all.safetensors").values():
-            tensor.sum()  # it is a map of the file until somebody looks
+            tensor.sum()  # memory-mapped: nothing is read until it is accessed
 
 
 class Pickle:
@@ -140,7 +140,7 @@ class Ours:
         checkpoint = load(folder)
         for part in checkpoint.manifest.parts():
             for source in checkpoint.tensors(part).values():
-                source.read()  # looked through, since its checksum is
+                source.read()  # read it all, since its checksum covers all of it
 
     def begin(self, folder: Path) -> Wait:
         self._trainer.write_checkpoint(str(folder), background=True)
@@ -150,7 +150,7 @@ class Ours:
 
 
 class Slower(Ours):
-    """The same where the extra `fast` is not installed."""
+    """The same without the extra `fast`."""
 
     name = "drivetrain without `fast`"
 

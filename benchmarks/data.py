@@ -1,4 +1,4 @@
-"""How long an epoch takes to begin, at its start and in its middle, and what its order holds in memory."""
+"""How long an epoch takes to begin, at its start and in its middle, and how much memory its order takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HAND_LIMIT = 10**7
 
 
 class Range(Dataset[int]):
-    """So many samples that cost nothing."""
+    """A data set of ``samples`` samples that cost nothing to read."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -37,7 +37,7 @@ class Range(Dataset[int]):
 
 
 class Begun(NamedTuple):
-    """What the first batch took: seconds by the clock and of the processor, and bytes by which the peak grew."""
+    """The cost of the first batch: wall-clock and processor seconds, and the growth of the peak memory in bytes."""
 
     wall: float
     busy: float
@@ -53,7 +53,7 @@ def by_torch(samples: int, first: int) -> Iterator[Any]:
     data = Range(samples)
     sampler: DistributedSampler[Any] = DistributedSampler(data, RANKS, RANK, shuffle=True)
     sampler.set_epoch(1)
-    # What is skipped is not read, as in the loaders that can resume: only its indices are gone through.
+    # Skipped samples are not read, as in other resumable loaders: only their indices are iterated.
     batches = islice(DataLoader(data, batch_size=BATCH, sampler=sampler).batch_sampler, first, None)  # type: ignore[arg-type]
     return (torch.tensor([data[index] for index in batch]) for batch in batches)
 
@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[int, int], Iterator[Any]]] = {"drivetrain": ours, "`Di
 
 
 def begin(way: str, samples: int, middle: bool) -> Begun:
-    """In a process of its own: the time to an epoch's first batch, another data set having gone before it."""
+    """Measure, in a process of its own, the time to an epoch's first batch, after a warm-up with another data set."""
     torch.set_num_threads(1)
     next(WAYS[way](1000, 1))
     first = samples // (BATCH * RANKS) // 2 if middle else 0
@@ -74,7 +74,7 @@ def begin(way: str, samples: int, middle: bool) -> Begun:
 
 
 def table(rounds: int) -> list[str]:
-    """The table's lines."""
+    """Return the lines of the table."""
     lines = [
         f"Rank {RANK} of {RANKS}, batches of {BATCH}, shuffled, no workers; {rounds} rounds; "
         "median (minimum to maximum).",

@@ -1,4 +1,4 @@
-"""ZeRO as a user of plain DeepSpeed writes it."""
+"""ZeRO as a user of plain DeepSpeed would write it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = {"deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3
 
 
 def zero(name: str) -> DeepSpeedStrategy:
-    """The strategy that does the same; stage 3 leaves no parameter whole, however small."""
+    """Return the equivalent strategy; stage 3 shards even the smallest parameters."""
     stage = STAGES[name]
     return DeepSpeedStrategy(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)
 
@@ -31,7 +31,7 @@ def train_by_deepspeed(
     import deepspeed
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it asks for a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise DeepSpeed requires a compiler
     os.environ.setdefault("LOCAL_RANK", str(rank))
     torch.manual_seed(0)
     net = make().to(device)

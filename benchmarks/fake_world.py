@@ -1,6 +1,6 @@
-"""One rank among many that are not there: torch's fake process group, and a store in which the others have answered.
+"""One rank of a simulated world: torch's fake process group, and a store in which all other ranks have answered.
 
-The one place that imports torch's fake process group, which is internal to its tests.
+This is the only module that imports torch's fake process group, which is internal to torch's tests.
 """
 
 # Annotations are evaluated here, unlike elsewhere: DDP compares those of a communication hook with classes.
@@ -20,7 +20,7 @@ from drivetrain_strategies import DDPStrategy
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Within it this process is the last of ``size`` ranks; collectives return at once, and move nothing."""
+    """Make this process the last of ``size`` ranks within the context; collectives return at once and move no data."""
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
     try:
         yield
@@ -29,9 +29,9 @@ def fake_world(size: int) -> Iterator[None]:
 
 
 class OthersAnswered:
-    """The run's store, as a rank meets it that comes after all others but the one that completes an agreement.
+    """The run's store as the last rank but one sees it, after all others except the one that completes an agreement.
 
-    Everybody raises the flags that this rank raises, and rank 0 has shared what this rank expects.
+    All other ranks raise the flags that this rank raises, and rank 0 has shared what this rank expects.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,13 +67,13 @@ class OthersAnswered:
 
 
 class _Control(GroupControl):
-    """The control plane of the distributed strategies, on that store."""
+    """The control plane of the distributed strategies, on the simulated store."""
 
     store: Any
 
     def from_rank_0(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
-        self.store.set(key, encode(value))  # what rank 0 has put there
+        self.store.set(key, encode(value))  # what rank 0 would have stored
         return super().from_rank_0(value)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -89,7 +89,7 @@ class FakeDDP(DDPStrategy):
 
 
 def keep(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """A communication hook that sends nothing: what the fake group's own all-reduce returns, DDP cannot take."""
+    """A communication hook that sends nothing, since DDP cannot use the result of the fake group's all-reduce."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -1,8 +1,8 @@
-"""What a step costs in instructions of the processor, which other work on the machine hardly changes.
+"""The cost of a step in processor instructions, which other work on the machine hardly changes.
 
-An instruction is no unit of time, but the same loop takes the same number of them in every run, to some parts in a
-thousand: a hundredth that the clock cannot tell is plain here. Valgrind runs a program some fifty times slower, and as
-on a processor with AVX2.
+An instruction is not a unit of time, but the same loop takes the same number of them in every run, to within a few
+thousandths; differences of one percent, which the clock cannot resolve, are visible. Valgrind runs a program about
+fifty times slower, and as on a processor with AVX2.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ def table() -> list[str]:
 
 
 def bytecodes_by_function() -> dict[str, float]:
-    """How many bytecodes our bare step of the smallest network adds to the raw loop, by function, and in all."""
+    """Return bytecodes that our bare step of the smallest network adds to the raw loop, by function and overall."""
     loops = loops_of(WORKS["linear"], [OURS])
     raw, ours = (bytecodes_a_step(loops[key]) for key in ((RAW, ""), (OURS, "bare")))
-    # The loop itself is another function here than there.
+    # The loop itself is a different function in each.
     more = {name: ours.get(name, 0.0) - raw.get(name, 0.0) for name in ours | raw}
     largest = dict(sorted(more.items(), key=lambda item: -item[1]))
     return {name: count for name, count in largest.items() if abs(count) >= 1} | {"in all": sum(more.values())}
 
 
-# What Valgrind runs
+# Functions that Valgrind runs
 
 STRATEGIES = [*WRAPS, *STAGES]
 
 
 def loops_of_a_net(net: str) -> dict[str, Loop]:
-    """In one process. Of a larger network only ours, bare and typical."""
+    """Return the loops in one process; for larger networks only the raw loop and ours, bare and typical."""
     found: dict[str, Loop] = {}
     for (name, way), loop in loops_of(WORKS[net], NAMES if net == "linear" else [OURS]).items():
         if way == "typical" and name == OURS:
@@ -87,13 +87,15 @@ def loops_of_a_net(net: str) -> dict[str, Loop]:
 
 
 def _with_a_still_bar(loop: Loop, steps: int) -> float:
-    """Draw the bar once: it goes by the clock, which runs fifty times too fast for what Valgrind slows down."""
+    """Draw the progress bar only once: it refreshes by the clock, too often for a program slowed down by Valgrind."""
     with patch.object(progress_bar, "_now", lambda: 0.0):
         return loop(steps)
 
 
 def loops_of_a_rank() -> dict[str, Loop]:
-    """In a process group of one: what a rank does besides waiting for others. The net is narrow, or it takes hours."""
+    """Return loops in a process group of one, which show a rank's work apart from waiting. The network is narrow to
+    save time.
+    """
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/meet", rank=0, world_size=1)
     found = {strategy: strategies.loops_of(strategy, lambda: GPT(width=16, heads=2)) for strategy in STRATEGIES}
     return {f"{strategy}: {name}": loop for strategy, loops in found.items() for name, loop in loops.items()}

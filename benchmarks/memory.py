@@ -1,4 +1,4 @@
-"""What a rank holds under each strategy, and what it sends in a step: counted, not timed."""
+"""The memory that a rank holds under each strategy, and the data that it sends in a step: counted, not timed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS: list[tuple[str, int, type[Strategy], dict[str, Any]]] = [
 
 
 class Weighed(Trained):
-    """Looks at what this rank holds once a step is done and its gradients are still there."""
+    """Records what this rank holds once a step is done, while its gradients still exist."""
 
     held: tuple[int, int, int]
 
@@ -49,12 +49,12 @@ class Weighed(Trained):
 
 
 class WeighedZero(Trained):
-    """Looks at what is alive after a backward: ZeRO keeps masters, gradients and buckets in tensors of its own."""
+    """Records the live tensors after a backward: ZeRO keeps masters, gradients and buckets in tensors of its own."""
 
     held: tuple[int, int, int]
 
     def on_after_backward(self) -> None:
-        state = self.optimizers().state  # by the masters
+        state = self.optimizers().state  # referenced by the masters
         parameters = [getattr(each, "ds_tensor", each) for each in self.parameters()]
         gradients = [each.grad for each in self.parameters() if each.grad is not None]
         moments = [value for values in state.values() for value in values.values() if value.dim()]
@@ -67,11 +67,12 @@ class WeighedZero(Trained):
 
 def _alive() -> list[Tensor]:
     gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]  # without asking each for its class
+    # without calling isinstance, which asks some objects for their class
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
 
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:
-    """Bytes by address; of floating-point numbers, as tokens are none."""
+    """Return bytes by address, of floating-point tensors only, which leaves out tokens."""
     storages = [each.untyped_storage() for each in tensors if each.is_floating_point() and not each.is_meta]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
@@ -81,14 +82,14 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def weighed(kind: type[Strategy], options: dict[str, Any]) -> tuple[tuple[int, int, int], dict[str, float], float]:
-    """On one rank: bytes of parameters, gradients and optimizer state; collectives and bytes sent a step."""
+    """On one rank: return bytes of parameters, gradients and optimizer state; collectives and bytes sent per step."""
     module = WeighedZero() if kind is DeepSpeedStrategy else Weighed()
     train_by_engine(kind(**options), 2, module)
     return module.held, *a_step(lambda steps: train_by_engine(kind(**options), steps))
 
 
 def table() -> list[str]:
-    """The table's lines; of several ranks the one that holds most."""
+    """Return the lines of the table; of several ranks the one that holds most is shown."""
     net = GPT()
     whole, block = (_bytes(list(part.parameters())) for part in (net, net.blocks[0]))
     lines = [
@@ -106,5 +107,5 @@ def table() -> list[str]:
 
 
 def kib(nbytes: float) -> str:
-    """Bytes in KiB, for a cell."""
+    """Format bytes as KiB for a table cell."""
     return f"{nbytes / 1024:,.1f}"

@@ -1,4 +1,4 @@
-"""The networks that are timed and weighed, and how trained ones are compared."""
+"""The networks that are measured, and the checksum by which trained ones are compared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 VOCABULARY, LENGTH = 256, 64
-BATCH = 4  # texts of one rank
+BATCH = 4  # sequences per rank
 
 Data = Callable[[Tensor], Dataset[Any]]
 """Makes of the texts a data set of 1-tuples, as `TensorDataset` does."""
 
 
 class GPT(nn.Module):
-    """A small GPT: tokens of shape (batch, time) to the mean loss of the next one."""
+    """A small GPT: maps tokens of shape (batch, time) to the mean next-token loss."""
 
     def __init__(self, width: int = 128, depth: int = 2, heads: int = 4, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class GPT(nn.Module):
 
 
 def texts(count: int) -> Tensor:
-    """Random tokens of shape (count, LENGTH + 1), the same on every call."""
+    """Return random tokens of shape (count, LENGTH + 1), the same on every call."""
     return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 
 
 def checksum(net: nn.Module) -> float:
-    """The sum of all parameters, whole ones and sharded ones alike."""
+    """Return the sum of all parameters, whether they are sharded or not."""
     parameters = (parameter.detach() for parameter in net.parameters())
     whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in parameters)
     return sum(float(value.double().sum()) for value in whole)

@@ -1,4 +1,4 @@
-"""Puts what was measured into the documentation."""
+"""Writes results into the documentation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def put(name: str, text: str, page: Path) -> None:
-    """Put a table into a page, between its marks."""
+    """Replace the text between a page's markers of ``name``."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(end)

@@ -19,10 +19,10 @@ RULES: list[tuple[str, str | None]] = [
     ("/torch/_tensor.py", "backward"),
     ("/torch/nn/parameter.py", None),
     ("/torch/nn/", "forward"),
-    ("/torch/_compile.py", "optimizer"),  # zero_grad goes through it
+    ("/torch/_compile.py", "optimizer"),  # called by zero_grad
     ("/torch/", None),
     ("/benchmarks/nets.py", "forward"),
-    ("/benchmarks/peers/", "forward"),  # training_step, which calls it
+    ("/benchmarks/peers/", "forward"),  # called by training_step
     ("/benchmarks/work.py", "forward"),
     ("/drivetrain/_metrics/", "logging"),
     ("/drivetrain/loggers/", "logging"),
@@ -73,7 +73,7 @@ _part_of_code: dict[CodeType, str | None] = {}
 
 
 def part_of(frame: FrameType | None) -> str | None:
-    """Return the part of the innermost frame that has one; None before and after the run."""
+    """Return the part of the innermost frame that belongs to one; None before and after the run."""
     while frame is not None:
         code = frame.f_code
         if code not in _part_of_code:

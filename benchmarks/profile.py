@@ -1,4 +1,4 @@
-"""Where a step's time goes, for us and for Lightning, as a table and as pictures."""
+"""Where a step spends its time, in drivetrain and in Lightning, as a table and as pictures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from benchmarks.work import WAYS, WORKS, Work, raw
 
 NETS = ("linear", "mlp")
 SHOWN = ("bare", "typical")
-SAMPLED = 3  # times as many steps are sampled as are timed
+SAMPLED = 3  # factor between sampled and timed steps
 
 
 class Parts(NamedTuple):
-    """Microseconds of a step: all of it, and each part's."""
+    """Microseconds of a step: the total, and each part."""
 
     whole: float
     parts: dict[str, float]

@@ -1,6 +1,6 @@
-"""Writes docs/benchmarks.md: one question at a time, a picture and a small table from the long tables beside it.
+"""Writes docs/benchmarks.md: for each question a picture and a small table, taken from the long tables next to it.
 
-python -m benchmarks.results
+Usage: python -m benchmarks.results
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, str]
 
 
 def page(docs: Path) -> tuple[str, dict[str, str]]:
-    """The page, and each picture's text by its file name, from the long tables below ``docs``."""
+    """Return the page, and each picture's text by its file name, from the long tables below ``docs``."""
     pictures: dict[str, str] = {}
     sections = [make(docs / "benchmarks", pictures) for make in QUESTIONS]
     return "\n".join([HEAD, *sections, METHOD]), pictures
@@ -220,9 +220,9 @@ def _section(question: str, long: str, *parts: str) -> str:
 
 
 def _rows(path: Path, column: str) -> list[Row]:
-    """The rows of a page's first table that has such a column, each by its columns.
+    """Return the rows of a page's first table that has the given column, each as a mapping from columns to cells.
 
-    A column without a name goes by its number, and the second of a name by the name and ", 2".
+    A column without a name is keyed by its number, and the second column of a name by the name and ", 2".
     """
     for lines in _blocks(path.read_text().splitlines()):
         names: list[str] = []
@@ -249,7 +249,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _first(cell: str) -> float:
-    """The median of ``median (minimum to maximum)``; 0 of an empty cell or of words."""
+    """Return the median of ``median (minimum to maximum)``; 0 for an empty cell or text."""
     found = re.match(r"-?[\d,]+(\.\d+)?", cell)
     return float(found[0].replace(",", "")) if found else 0.0
 

@@ -1,4 +1,4 @@
-"""What the engine costs one rank as the world grows, on torch's fake process group: collectives cost nothing."""
+"""What the engine costs one rank as the world grows, on torch's fake process group, where collectives cost nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = 8
 
 
 class Ones(Dataset[torch.Tensor]):
-    """So many equal samples: whatever the order, the work is the same."""
+    """A data set of equal samples: the work is the same in any order."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -37,7 +37,7 @@ class Ones(Dataset[torch.Tensor]):
 
 
 class Small(TrainModule):
-    """A linear layer, whose step is short beside what surrounds it."""
+    """A linear layer, whose step is short compared with the engine's overhead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def by_hand(size: int, steps: int) -> float:
     model = DistributedDataParallel(module.net)
     model.register_comm_hook(None, keep)
     optimizer = module.configure_optimizers()
-    # Its own part, as if somebody had dealt it: `DistributedSampler` would shuffle the whole on every rank.
+    # Only this rank's part: `DistributedSampler` would shuffle the whole data set on every rank.
     for batch in DataLoader(Ones(steps * BATCH), batch_size=BATCH):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -79,7 +79,7 @@ LOOPS: dict[str, Callable[[int, int], float]] = {"by hand": by_hand, "engine": b
 
 
 def table(rounds: int) -> list[str]:
-    """The table's lines; one thread. All sizes take their turn in each round."""
+    """Return the lines of the table, measured with one thread. All sizes take turns in each round."""
     torch.set_num_threads(1)
     starts: dict[tuple[int, str], list[float]] = defaultdict(list)
     steps: dict[tuple[int, str], list[float]] = defaultdict(list)

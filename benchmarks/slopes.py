@@ -1,4 +1,4 @@
-"""Times loops in turn, as the slope between two numbers of steps, so that start-up drops out."""
+"""Times loops in turn, as the slope between two numbers of steps, which removes start-up time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Loop = Callable[[int], float]
 
 @dataclass(slots=True)
 class Slopes:
-    """What a step costs, a value for each round.
+    """The cost of a step, with one value per round.
 
     Attributes:
-        wall: seconds by the clock.
-        busy: seconds of the processor that this process took; waiting for others is not in it.
+        wall: wall-clock seconds.
+        busy: processor seconds of this process, which do not include waiting for others.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -39,18 +39,18 @@ def time_loops(
 
     Args:
         loops: by name.
-        short: steps of the run whose time is taken off.
-        long: steps of the other, of all loops or of each.
-        rounds: how often.
+        short: steps of the run whose time is subtracted.
+        long: steps of the other run, for all loops or by loop.
+        rounds: number of rounds.
         meet: waits for the other ranks, before each run.
-        compare: instead of `refuse_different_work`, where weights cannot be equal to the last bit.
+        compare: used instead of `refuse_different_work` if weights cannot be equal to the last bit.
 
     Raises:
         SystemExit: the weights differ, so that the loops did different work.
     """
     slopes = {name: Slopes() for name in loops}
     gc.collect()
-    gc.freeze()  # what imports made takes 100 ms to look through, and would part what is to be compared
+    gc.freeze()  # collecting the objects that imports created takes 100 ms, and would distort the comparison
     for _ in range(rounds):
         checksums: dict[int, dict[Name, float]] = {}
         for name, loop in loops.items():
@@ -67,7 +67,7 @@ def time_loops(
 
 
 def refuse_different_work(steps: int, sums: Mapping[Name, float]) -> None:
-    """Compare the checksums of weights that loops have come to.
+    """Compare the checksums of the weights that the loops produced.
 
     Raises:
         SystemExit: they differ.
@@ -86,9 +86,9 @@ def _timed(loop: Loop, steps: int, meet: Callable[[], None] | None) -> tuple[flo
 
 
 def cells(slopes: Slopes, base: Slopes, unit: float, digits: int) -> list[str]:
-    """Four cells of a table: by the clock and by the processor, in units of so many seconds, each with its ratio.
+    """Return four table cells: wall-clock and processor time in units of ``unit`` seconds, each followed by its ratio.
 
-    Ratios are taken round by round: what ran one after the other is compared.
+    Ratios are taken round by round, between runs that followed each other.
     """
     row = []
     for values, others in ((slopes.wall, base.wall), (slopes.busy, base.busy)):
@@ -98,21 +98,21 @@ def cells(slopes: Slopes, base: Slopes, unit: float, digits: int) -> list[str]:
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """One over the other, round by round."""
+    """Return the ratios of ``values`` to ``others``, round by round."""
     return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def over(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """What the one takes more than the other, round by round."""
+    """Return the differences between ``values`` and ``others``, round by round."""
     return [value - other for value, other in zip(values, others, strict=True)]
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """``median (minimum to maximum)``."""
+    """Format values as ``median (minimum to maximum)``."""
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
 
 def row(*cells: str) -> str:
-    """A line of a table."""
+    """Format the cells as a line of a table."""
     return f"| {' | '.join(cells)} |"

@@ -1,4 +1,4 @@
-"""What it costs to begin: import, construct, first step; modules and memory. Each run is a process of its own."""
+"""What start-up costs: import, construction, first step; modules and memory. Each run has a process of its own."""
 
 from __future__ import annotations
 
@@ -123,15 +123,16 @@ NEEDS = {"Lightning, bare": "lightning", "Accelerate": "accelerate"}
 
 
 def begin(way: str) -> None:
-    """Begin once, in this fresh process, and print what it took."""
+    """Start once, in this fresh process, and print the cost."""
     torch.set_num_threads(1)
-    by_hand(lambda: None)  # torch imports a thousand modules in its first step, which are nobody else's
+    by_hand(lambda: None)  # torch imports a thousand modules in its first step, which no framework is charged for
     marks: list[tuple[float, float]] = []
 
     def mark() -> None:
         marks.append((time.perf_counter(), time.process_time()))
 
-    # A full collection of all that torch has imported takes longer than what is timed, and falls wherever it falls.
+    # A full collection of everything torch has imported takes longer than what is timed, and occurs at arbitrary
+    # points.
     gc.disable()
     modules, memory = len(sys.modules), peak()
     mark()
@@ -143,7 +144,7 @@ def begin(way: str) -> None:
 
 
 def _run(way: str, folder: str) -> dict[str, Any]:
-    # As where a package is installed: what was imported once is there as bytecode.
+    # As with an installed package: bytecode of earlier imports is cached.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPYCACHEPREFIX": str(Path(folder, "bytecode")), "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-m", "benchmarks.start", way]
@@ -154,11 +155,11 @@ def _run(way: str, folder: str) -> dict[str, Any]:
 
 
 def table(rounds: int) -> list[str]:
-    """The table's lines."""
+    """Return the lines of the table."""
     ways = [way for way in WAYS if find_spec(NEEDS.get(way, "torch")) is not None]
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(rounds + 1):  # the first leaves its bytecode, and does not count
+        for number in range(rounds + 1):  # the first run writes the bytecode cache and is not counted
             for way in ways:
                 told = _run(way, folder)
                 if number:

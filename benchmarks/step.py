@@ -1,4 +1,4 @@
-"""What a step costs in one process over the loop that its user would have written, for us and for others."""
+"""The cost of a step in one process, compared with the hand-written loop, for drivetrain and other frameworks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TIMES_AS_OFTEN = 3
 
 
 def loops_of(work: Work, names: Sequence[str] | None = None) -> dict[Key, Loop]:
-    """Every loop that does this work, or those of these names and the raw one."""
+    """Return all loops that do this work, or the named ones and the raw one."""
     frameworks = {name: train for name, train in installed().items() if names is None or name in names}
     found: dict[Key, Loop] = {(RAW, ""): partial(raw, work)}
-    # Ours come right after the raw loop, from which a few parts in a hundred are to be told.
+    # Ours come right after the raw loop, because their difference is a few percent.
     found |= {(name, way.name): partial(train, work, way) for name, train in frameworks.items() for way in WAYS}
     return found
 
@@ -47,7 +47,7 @@ def table(rounds: int, nets: Sequence[str] | None = None, names: Sequence[str] |
         names: which frameworks; None for all that are installed.
     """
     torch.set_num_threads(1)
-    # The smallest network's counts come first, so that what a process does once is in nobody's time.
+    # The smallest network's counts come first, so that one-time work of the process is not timed.
     calls = {key: python_calls_a_step(loop, 50, 150) for key, loop in loops_of(WORKS["linear"], names).items()}
     aimed: dict[str, dict[Key, Slopes]] = {}
     tables = []
@@ -65,9 +65,9 @@ def table(rounds: int, nets: Sequence[str] | None = None, names: Sequence[str] |
 
 
 def _is_aimed_at(net: str, name: str, way: str) -> bool:
-    """Whether what is aimed at is said of this loop."""
+    """Return whether the stated target applies to this loop."""
     if net == "linear" and (name == OURS or way == "bare"):
-        return name not in SLOW  # beside whose additions ours cannot be told anyway
+        return name not in SLOW  # its additions are so large that ours cannot be measured
     return name == RAW or (name == OURS and any((net, way) == target[1:3] for target in TARGETS))
 
 
@@ -89,7 +89,7 @@ def _of_a_net(slopes: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> list[
 
 
 def _targets(found: Mapping[str, Mapping[Key, Slopes]], calls: Mapping[Key, float]) -> list[str]:
-    """Where we stand, as far as it was measured."""
+    """Return how we compare with the targets, as far as it was measured."""
     lines = [row("", "aim", "on the clock", "in processor time", "Python calls"), "|---" * 5 + "|"]
     for label, net, way, aim in TARGETS:
         if (OURS, way) in found.get(net, {}):
@@ -107,7 +107,7 @@ def _targets(found: Mapping[str, Mapping[Key, Slopes]], calls: Mapping[Key, floa
 
 
 def _beside_others(linear: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> list[str]:
-    """What the least of the others adds to a bare step, and how many times ours that is, by medians."""
+    """Return what the fastest of the others adds to a bare step, and its multiple of ours, by medians."""
     base = linear[RAW, ""]
     bare = {name: slope for (name, way), slope in linear.items() if way == "bare"}
     if len(bare) == 1:

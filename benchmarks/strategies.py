@@ -1,4 +1,4 @@
-"""What a step costs on two ranks, over hand-written code on the same backend."""
+"""The cost of a step on two ranks, compared with hand-written code on the same backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AGAIN = "by hand, again"
 
 
 class Counts(NamedTuple):
-    """What of a step is the same in every run."""
+    """The counts of a step, which are the same in every run."""
 
     calls: float
     collectives: dict[str, float]
@@ -36,7 +36,7 @@ class Counts(NamedTuple):
 
 
 def loops_of(strategy: str, net: Callable[[], GPT] = GPT, data: Data = TensorDataset) -> dict[str, Loop]:
-    """What is compared, on one rank."""
+    """Return the compared loops, on one rank."""
     if strategy in STAGES:
         return {
             "by hand": lambda steps: train_by_deepspeed(STAGES[strategy], steps, net, data),
@@ -49,8 +49,8 @@ def loops_of(strategy: str, net: Callable[[], GPT] = GPT, data: Data = TensorDat
 
 
 def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, Counts]]:
-    """On one rank: what a step takes, and what it does."""
-    # These runs come first, so that what a process does once is in nobody's time.
+    """Runs on one rank: return the time and the counts of a step."""
+    # These runs come first, so that one-time work of the process is not timed.
     counts = {name: Counts(python_calls_a_step(loop), *a_step(loop)) for name, loop in loops_of(strategy).items()}
     counts[AGAIN] = counts["by hand"]
     turns = Turns(TURN, BATCH)
@@ -63,7 +63,7 @@ def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, C
 
 
 def table(rounds: int) -> list[str]:
-    """The table's lines; processes of one thread each, on gloo."""
+    """Return the lines of the table; each process has one thread and uses gloo."""
     lines = [
         f"{RANKS} processes; the loops take turns of {TURN} steps, {rounds * TURNS} each; median (minimum to maximum).",
         "",

@@ -1,4 +1,4 @@
-"""Memory as the system sees it (Linux): how much a piece of work needs, and that it begins alike for all."""
+"""Memory as the system reports it (Linux): how much a piece of work needs, from comparable starting conditions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SELF = Path("/proc/self")
 
 
 def trim() -> None:
-    """Give back what earlier work has left, so that nobody gains from who ran before."""
+    """Return memory freed by earlier work to the system, so that later work cannot benefit from it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def warm(nbytes: int) -> None:
-    """Have so many free bytes at hand.
+    """Make ``nbytes`` of free memory available.
 
-    A virtual machine gives free memory back to its host, and getting it anew costs about a second per GB: who writes
-    to a file or to fresh tensors just then would pay for all that come after.
+    A virtual machine returns free memory to its host, and getting it back takes about a second per GB, which would be
+    charged to whichever work writes to a file or to new tensors first.
     """
     trim()
     torch.ones(nbytes, dtype=torch.uint8)
@@ -31,14 +31,14 @@ def warm(nbytes: int) -> None:
 def growth(work: Callable[[], object]) -> int:
     """Return by how many bytes the resident memory of this process grows at most while ``work`` runs."""
     trim()
-    (_SELF / "clear_refs").write_text("5")  # forget the peak so far
+    (_SELF / "clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
     work()
     return peak() - before
 
 
 def peak() -> int:
-    """The most bytes that this process had resident, not counting what started it, which ``getrusage`` does."""
+    """Return the peak resident memory of this process, without its parent's, which ``getrusage`` includes."""
     return _status("VmHWM")
 
 

@@ -1,4 +1,4 @@
-"""Counts what a step sends to other ranks."""
+"""Counts the data that a step sends to other ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _NAMES = {
 
 
 class Traffic(TorchDispatchMode):
-    """Within it every collective of this process is counted.
+    """Counts every collective of this process within the context.
 
     Attributes:
         collectives: how many of each kind.
         sent: bytes that a ring algorithm sends from each rank: of n bytes over W ranks (W-1)/W * n for an all-gather or
-            a reduce-scatter, twice that for an all-reduce. Backends differ; what they have to carry does not.
+            a reduce-scatter, twice that for an all-reduce. Backends use other algorithms; the data to be exchanged is
+            the same.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Traffic(TorchDispatchMode):
 
 
 def a_step(run: Callable[[int], Any]) -> tuple[dict[str, float], float]:
-    """Collectives by kind, and bytes sent, of one step of ``run(steps)``, whatever it does before and after."""
+    """Return collectives by kind, and bytes sent, of one step of ``run(steps)``; start-up and end are removed."""
     counted = []
     for steps in (2, 6):
         with Traffic() as traffic:
@@ -68,5 +69,5 @@ def a_step(run: Callable[[int], Any]) -> tuple[dict[str, float], float]:
 
 
 def in_words(collectives: dict[str, float]) -> str:
-    """``3 all-gather, 1 reduce-scatter``."""
+    """Format as ``3 all-gather, 1 reduce-scatter``."""
     return ", ".join(f"{count:g} {kind}" for kind, count in collectives.items()) or "none"

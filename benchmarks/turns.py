@@ -1,4 +1,4 @@
-"""Times loops that run side by side and take turns, some steps each: what befalls the machine befalls them all."""
+"""Times loops that run side by side and take turns of several steps, so that machine noise affects all alike."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class _Seat:
     """One loop's place in the round.
 
     Attributes:
-        its_turn: set by whoever was before it.
-        read: samples so far.
-        since: when this turn began, by the clock and in seconds of the processor.
-        found: seconds a step, a value for each turn.
+        its_turn: set by the loop before it.
+        read: samples read so far.
+        since: start of this turn, in wall-clock and processor seconds.
+        found: seconds per step, one value for each turn.
     """
 
     its_turn: threading.Event = field(default_factory=threading.Event)
@@ -37,13 +37,13 @@ class _Seat:
 class Turns:
     """Lets one loop run at a time, each in a thread of its own, and passes the turn on when it reads its next batch.
 
-    Start-up and end of a loop are in no turn that counts, nor are its first steps. Every rank passes on at the same
+    Start-up, first steps and end of a loop are not timed. Every rank passes on at the same
     steps, so collectives stay in order.
 
     Args:
-        steps: of a turn.
-        batch: samples that a loop reads for a step.
-        settle: is called before the clock is read, for work that goes on elsewhere: `torch.cuda.synchronize`.
+        steps: steps of a turn.
+        batch: samples that a loop reads per step.
+        settle: called before the clock is read, to wait for asynchronous work: `torch.cuda.synchronize`.
     """
 
     def __init__(self, steps: int, batch: int, settle: Callable[[], None] | None = None) -> None:
@@ -53,17 +53,17 @@ class Turns:
         self._seats: dict[str, _Seat] = {}
 
     def data(self, tensor: Tensor) -> Dataset[tuple[Tensor]]:
-        """A `TensorDataset` of one tensor, at whose samples a loop waits for its turn."""
+        """Return a `TensorDataset` of one tensor, whose samples make a loop wait for its turn."""
         return _Samples(self, tensor)
 
     def run(
         self, loops: Mapping[str, Loop], compare: Callable[[int, Mapping[str, float]], None] | None = None
     ) -> dict[str, Slopes]:
-        """Run all loops; returns what a step of each takes.
+        """Run all loops; returns the cost of a step of each.
 
         Args:
             loops: by name.
-            compare: instead of `refuse_different_work`, where weights cannot be equal to the last bit.
+            compare: used instead of `refuse_different_work` if weights cannot be equal to the last bit.
 
         Raises:
             SystemExit: the weights differ, so that the loops did different work.
@@ -96,7 +96,7 @@ class Turns:
         return {name: Slopes(seat.found.wall[1:], seat.found.busy[1:]) for name, seat in self._seats.items()}
 
     def at_a_sample(self) -> None:
-        """Let the others run, where this thread's loop has had its steps."""
+        """Pass the turn on if this thread's loop has had its steps."""
         name = threading.current_thread().name
         seat = self._seats[name]
         if seat.read % self._samples == 0:

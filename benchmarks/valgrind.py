@@ -1,8 +1,7 @@
-"""Instructions of the processor that a step takes, counted by Valgrind in a process of its own.
+"""Processor instructions of a step, counted by Valgrind in a process of its own.
 
-    python -m benchmarks.valgrind NAMES SHORT LONG MODULE FUNCTION [ARGUMENT ...]
-
-is what Valgrind runs: each loop that the function gives, for both numbers of steps; the loops' names go into a file.
+Valgrind runs python -m benchmarks.valgrind NAMES SHORT LONG MODULE FUNCTION [ARGUMENT ...], which runs each loop that
+the function returns, for both numbers of steps, and writes the loops' names into a file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _RUNS = 2
 def instructions_a_step(
     loops: Callable[..., Mapping[str, Loop]], steps: tuple[int, int], *given: str
 ) -> dict[str, float]:
-    """What a step of each loop takes, all threads together; start and end drop out.
+    """Return the instructions per step of each loop, over all threads; start-up and end are removed.
 
     Args:
         loops: a function of a module; it is called with ``given`` in the other process.
@@ -54,7 +53,7 @@ def instructions_a_step(
 
 
 def version() -> str:
-    """Of Valgrind."""
+    """Return Valgrind's version."""
     return subprocess.run(["valgrind", "--version"], check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -65,7 +64,7 @@ def _total(file: Path) -> int:
 
 def _run(loops: Mapping[str, Loop], steps: tuple[int, int], names: Path) -> None:
     for loop in loops.values():
-        loop(steps[0])  # what is done and imported once
+        loop(steps[0])  # warm-up: one-time work and imports
         for count in steps:
             for _ in range(_RUNS):
                 gc.collect()

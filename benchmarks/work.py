@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.nets import BATCH, GPT, checksum, texts
 
-ROWS = 8  # samples of a batch, for the networks on numbers
+ROWS = 8  # batch size of the networks on numbers
 
 
 @dataclass(frozen=True)
 class Way:
-    """What is switched on besides the step itself.
+    """What is enabled in addition to the step itself.
 
     Attributes:
         name: as the table calls it.
@@ -31,12 +31,12 @@ class Way:
 
     @property
     def names(self) -> list[str]:
-        """Of the logged values."""
+        """Return the names of the logged values."""
         return [f"value_{number}" for number in range(self.values)]
 
 
 WAYS = [Way("bare", 0), Way("one value", 1), Way("five values", 5), Way("typical", 1, typical=True)]
-EVERY = 50  # steps between two rows of logged values, the default of those that have one
+EVERY = 50  # steps between two rows of logged values, the default of frameworks that have one
 NEVER = 10**9  # steps between two checkpoints
 
 
@@ -47,12 +47,12 @@ class Work:
     Attributes:
         name: as the table calls it.
         build: makes the network.
-        loss: of the network, or of what a framework wrapped it in, on a batch.
-        optimizer: for the network.
-        data: for so many batches.
-        batch: samples of one.
-        short: steps of the run whose time is taken off.
-        long: steps of the other: so many that the start-up of the two, which varies, is lost in them.
+        loss: the loss of the network, possibly wrapped by a framework, on a batch.
+        optimizer: builds the optimizer of the network.
+        data: makes the data for a number of batches.
+        batch: the batch size.
+        short: steps of the run whose time is subtracted.
+        long: steps of the other run: enough for variations of start-up to be negligible.
         fewer: the same for loops that take several times as long.
     """
 
@@ -67,17 +67,17 @@ class Work:
     fewer: int
 
     def net(self) -> nn.Module:
-        """The network, the same on every call."""
+        """Return the network, the same on every call."""
         torch.manual_seed(0)
         return self.build()
 
     def loader(self, steps: int) -> DataLoader[tuple[Tensor, ...]]:
-        """So many batches, the same on every call."""
+        """Return a loader of ``steps`` batches, the same on every call."""
         return DataLoader(self.data(steps), batch_size=self.batch)
 
 
 def raw(work: Work, steps: int) -> float:
-    """The loop without a framework; returns a checksum of the weights."""
+    """Run the loop without a framework; returns a checksum of the weights."""
     net = work.net()
     optimizer = work.optimizer(net)
     loss_of = work.loss
@@ -102,7 +102,7 @@ def _next_token(net: nn.Module, batch: list[Tensor]) -> Tensor:
     return loss
 
 
-@functools.cache  # made once, so that it is in nobody's time
+@functools.cache  # cached, so that creating it is not timed
 def _numbers(steps: int) -> TensorDataset:
     inputs = torch.randn(steps * ROWS, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Strategies of a third party: written with public names alone, they must pass what ours must (K-01)."""
+"""Third-party strategies that use only public names and must pass the same tests as the built-in ones (K-01)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.strategies import DistributedStrategy, StepRunner
 
 
 class Averaging(DistributedStrategy):
-    """Whole replicas. What must be written, and nothing else."""
+    """Replicates whole modules, with only the required method overridden."""
 
     name = "averaging"
 
@@ -24,7 +24,7 @@ class Averaging(DistributedStrategy):
 
 
 class AveragingInContext(Averaging):
-    """Exchanges gradients by itself, as a window's last micro-batch ends."""
+    """Exchanges gradients itself, at the end of a window's last micro-batch."""
 
     name = "averaging_in_context"
 
@@ -38,4 +38,4 @@ class AveragingInContext(Averaging):
                     parameter.grad = self.reduce(own, "mean")
 
     def exchange_gradients(self) -> None:
-        """It is done when the context is left."""
+        """Do nothing: gradients were exchanged when the context was left."""

@@ -1,4 +1,4 @@
-"""What the engine says while something runs."""
+"""Captures what the engine logs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def captured_warnings(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Collect the lines that the logger "drivetrain" is given at ``level`` or above."""
+    """Collect the lines that the logger "drivetrain" receives at ``level`` or above."""
     lines: list[str] = []
 
     class Listening(logging.Handler):

@@ -1,4 +1,4 @@
-"""What every test starts from, and what none may leave behind."""
+"""Settings for every test, and checks for what tests leave behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported, and for the processes that tests start: few cores are shared by several ranks.
+# Set before torch is imported, and for subprocesses of tests: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Settings of the machine that runs the tests are not part of them.
+# The machine's own settings must not affect the tests.
 for _name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
     del os.environ[_name]
-# For processes that tests start, which may keep the packages that they compile. Those that set PYTHONPATH set it to
-# what this process searches.
+# Subprocesses of tests may keep the bytecode that they compile. Tests that set PYTHONPATH set it to this process's
+# search path.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _INTERPRETERS = str(Path(__file__).parent / "interpreters")
 if _INTERPRETERS not in sys.path:
@@ -31,8 +31,7 @@ from drivetrain.testing._leak_checks import ProcessSnapshot  # noqa: E402
 from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
 torch.set_num_threads(1)
-# Weights may be others in each session. Still somebody has seeded the process, or some test's run would say (I-18) that
-# nobody has.
+# Weights may differ between sessions. The seed prevents the warning about an unseeded process (I-18) in tests' runs.
 torch.manual_seed(torch.seed() % 2**32)
 
 
@@ -48,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal a file's tests to one process, and those of a strategy in the parity matrix: they read the same runs."""
+    """Assign a file's tests to one process, and likewise those of a strategy in the parity matrix: they share runs."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByRuns(LoadFileScheduling):
@@ -58,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return super()._split_scope(nodeid)
             return f"tests/parity/{strategy[1].replace(' ', '_')}"
 
-    config.option.loadscopereorder = False  # files keep the order above, instead of the number of their tests
+    config.option.loadscopereorder = False  # keep the order above instead of ordering files by their number of tests
     return ByRuns(config, log)
 
 
@@ -66,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process group, an environment variable or a default dtype behind (A-02, A-03).
 
-    The same is looked for on the ranks of a `World` after each call.
+    The ranks of a `World` perform the same check after each call.
     """
     surroundings = ProcessSnapshot()
     yield
@@ -77,8 +76,8 @@ def _nothing_left_behind() -> Iterator[None]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("deepspeed" in item.nodeid for item in session.items) and importlib.util.find_spec("deepspeed"):
         preload(*DEEPSPEED)
-    gc.freeze()  # None of what is imported by now is garbage: collections need not look at it.
-    gc.set_threshold(700, 10, 10)  # Python's own, for what runs in this process.
+    gc.freeze()  # Nothing imported so far is garbage, so collections need not examine it.
+    gc.set_threshold(700, 10, 10)  # Python's defaults, for code in this process.
 
 
 def pytest_sessionfinish() -> None:

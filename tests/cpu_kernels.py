@@ -1,8 +1,8 @@
-"""What this machine's processor can do, where a test's outcome depends on it."""
+"""Properties of this machine's processor on which test results depend."""
 
 from __future__ import annotations
 
 import torch
 
-# DeepSpeed asks the same before it keeps parameters in fp16: so, ZeRO refuses 16-mixed on most processors only.
+# DeepSpeed performs the same check before it keeps parameters in fp16, so ZeRO refuses 16-mixed on most processors.
 FP16: bool = torch.ops.mkldnn._is_mkldnn_fp16_supported()

@@ -1,4 +1,4 @@
-"""A metric object whose state is of its own kind, and which says how two of it become one."""
+"""A metric with a state of its own kind that can be merged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torchmetrics
 
 
 class MergeablePearson(torchmetrics.PearsonCorrCoef):
-    """torchmetrics' own has states without a reduction, and no ``merge_state``."""
+    """Adds ``merge_state`` to the torchmetrics class, whose states have no reduction."""
 
     def merge_state(self, incoming_state: Any) -> None:
         n, m = self.n_total, incoming_state["n_total"]
@@ -18,6 +18,6 @@ class MergeablePearson(torchmetrics.PearsonCorrCoef):
         self.var_y = self.var_y + incoming_state["var_y"] + y**2 * n * m / (n + m)
         self.corr_xy = self.corr_xy + incoming_state["corr_xy"] + x * y * n * m / (n + m)
         self.mean_x, self.mean_y = self.mean_x + x * m / (n + m), self.mean_y + y * m / (n + m)
-        for name in self._defaults.keys() & {"max_abs_dev_x", "max_abs_dev_y"}:  # not in torchmetrics 1.6
+        for name in self._defaults.keys() & {"max_abs_dev_x", "max_abs_dev_y"}:  # absent from torchmetrics 1.6
             setattr(self, name, torch.maximum(getattr(self, name), incoming_state[name]))
         self.n_total = n + m

@@ -1,6 +1,6 @@
-"""Runs a script in a process that has imported torch already: three seconds less than `python script.py`.
+"""Runs a script in a process that has already imported torch, which saves three seconds over `python script.py`.
 
-For scripts whose own processes are not what is tested: one that starts itself again for further ranks, or ends in an
+For scripts whose own processes are not under test. A script that starts itself again for other ranks, or ends with an
 error, is run by Python itself.
 """
 
@@ -20,7 +20,7 @@ _LIMIT = 150.0  # seconds
 
 
 def run_script(path: Path, *arguments: str, folder: Path) -> tuple[int, str]:
-    """Run a script in ``folder`` as ``python path *arguments`` would; its exit code, and all that it printed."""
+    """Run a script in ``folder`` as ``python path *arguments`` would; return its exit code and all output."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*TORCH, *preloaded()])
     printed = folder / f"{path.stem}.printed"
@@ -37,7 +37,8 @@ def _main(path: str, arguments: Sequence[str], folder: str, printed: str, variab
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    multiprocessing.set_start_method(None, force=True)  # as in a new process: else data-loading workers import torch
+    # as in a new process; otherwise data-loading workers import torch
+    multiprocessing.set_start_method(None, force=True)
     sys.argv = [path, *arguments]
     sys.path[0] = str(Path(path).parent)
     with open(printed, "w") as file:

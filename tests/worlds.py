@@ -1,4 +1,4 @@
-"""Ranks that tests share: started once in each of pytest's processes, and closed at its end."""
+"""Ranks that tests share: started once per pytest process, and ended with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.testing import (
     emulated_cuda,
 )
 
-# What most functions of the tests import, once for all ranks: the fork server has it, and they inherit it.
+# Imports of most test functions, done once in the fork server and inherited by all ranks.
 PRELOAD = (
     "pytest",
     "torchmetrics.classification",
@@ -27,11 +27,11 @@ PRELOAD = (
     "drivetrain_strategies.fsdp.strategy",
 )
 
-# It decorates a function with torch.compile, which imports all of that: three seconds on each rank that trains by ZeRO.
-# And where ZeRO 3 collects garbage, which it does once a run, none of this has to be looked at.
+# It decorates a function with torch.compile, which imports all of these modules: three seconds on each rank that trains
+# with ZeRO. When they are frozen here, ZeRO 3's garbage collection need not examine them either.
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
-DEVICES = 2  # of the emulated CUDA: autograd keeps to the number that it first saw
+DEVICES = 2  # of the emulated CUDA: autograd keeps the number of devices that it first saw
 
 _preload = [*PRELOAD]
 _emulating: list[World] = []
@@ -39,12 +39,14 @@ _worlds: dict[int, World] = {}
 
 
 def preload(*modules: str) -> None:
-    """Have all ranks inherit these modules, too. Comes before the first `on_ranks`."""
+    """Let all ranks inherit these modules too. Must be called before the first `on_ranks`."""
     _preload.extend(modules)
 
 
 def preloaded() -> list[str]:
-    """What ranks, and scripts that tests run, inherit. One fork server starts both, and the first to ask fills it."""
+    """Return the modules inherited by ranks and by scripts that tests run: both use the fork server started by the
+    first.
+    """
     return [*_preload]
 
 
@@ -56,9 +58,9 @@ def on_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Do as `run_distributed`, on ranks that have run other tests' functions before.
+    """Call a function as `run_distributed` does, on ranks that have run other tests' functions before.
 
-    For functions that leave no mark on their process: one that does so takes `run_distributed`.
+    The function must not change its process permanently; use `run_distributed` for those that do.
     """
     if rehearsed := os.environ.get("REHEARSED_DEVICES"):
         fn, args = _rehearsed, (int(rehearsed), fn, args)
@@ -67,14 +69,14 @@ def on_ranks(
 
 
 def _rehearsed(devices: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`make cuda REHEARSE=1`: what needs a device finds emulated ones."""
+    """Provide emulated devices to functions that need a device (`make cuda REHEARSE=1`)."""
     with emulated_cuda(devices):
         return fn(*args)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a function returned on emulated CUDA, and what was seen there."""
+    """What a function returned on emulated CUDA, and what the emulation recorded."""
 
     returned: Any
     races: list[Race]
@@ -91,7 +93,7 @@ class Seen:
 def on_emulated_cuda(fn: Callable[..., Any], *args: Any, timeout: float = 160.0) -> Seen:
     """Call ``fn(gpu, *args)`` with emulated devices, in a process that has run other such functions before.
 
-    The first call of all compiles the emulation, for which there is time.
+    The very first call compiles the emulation; the timeout allows for that.
     """
     if not _emulating:
         _emulating.append(World(1, preload=_preload))

@@ -1,4 +1,4 @@
-"""Data that say another length than they have."""
+"""Data whose length is wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Batches:
-    """A batch sampler that is wrong about how many batches of two there are."""
+    """A batch sampler that states a wrong number of batches."""
 
     def __init__(self, samples: int, said: int) -> None:
         self.samples, self.said = samples, said

@@ -1,5 +1,5 @@
-"""`make cuda`: everything that needs a GPU, in parts that are run one by one, and one report of them all.
+"""`make cuda`: everything that needs a GPU, in parts that can be run separately, and one report of all of them.
 
-What runs with the machine's own Python and torch is in the files named after the parts. `__main__` and what it imports
-need Python alone, so that they can say what is missing.
+Code that uses the machine's own Python and torch is in the files named after the parts. `__main__` and its imports need
+only Python, so that they can report what is missing.
 """

@@ -1,6 +1,7 @@
-"""`make cuda`: run the parts that need a GPU, one by one, and write one report of all that was run so far.
+"""`make cuda`: run the parts that need a GPU, one by one, and write one report of everything run so far.
 
-What was run is not run again: a run that was stopped goes on. `--fresh` runs it again, `--fresh failed` what failed.
+Finished pieces are not run again, so an interrupted run continues where it stopped. `--fresh` runs everything again,
+`--fresh failed` only what failed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.cuda.parts import ALL, MOST, ROOT, Part, Piece, chosen, parts
 from benchmarks.cuda.processes import run
 
 REHEARSED_DEVICES = 2
-_LEAST = 5.0  # seconds in which no piece comes to anything
+_LEAST = 5.0  # seconds; with less time left no piece can finish
 
 
 def main(arguments: list[str]) -> int:
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_part(part: Part, folder: Path, about: dict[str, Any], options: argparse.Namespace) -> None:
-    """Run those pieces of a part that are still to be run, as far as its time goes."""
+    """Run the remaining pieces of a part until its time limit."""
     until = time.monotonic() + min(options.limit, MOST if options.rehearse else part.seconds)
     print(f"{part.name}: {part.title}, {len(part.pieces)} pieces, {until - time.monotonic():.0f} s at most", flush=True)
     for number, piece in enumerate(part.pieces, 1):
@@ -87,7 +88,7 @@ def _run_part(part: Part, folder: Path, about: dict[str, Any], options: argparse
             print(f"{label}: not begun, the part's time is over; the same command goes on with it", flush=True)
             continue
         print(f"{label} ...", flush=True)
-        # A rehearsal runs on however slow a machine: it is no matter of time there.
+        # A rehearsal may run on a slow machine, so it has no time limit.
         record = _run_piece(piece, path, left if options.rehearse else min(piece.seconds, left), about, options)
         write_json(path, record)
         reason = record.get("reason", "").strip().splitlines()
@@ -125,7 +126,7 @@ def folder_of_logs(path: Path) -> Path:
 
 
 def _stands(before: dict[str, Any], about: dict[str, Any], fresh: str | None) -> bool:
-    """Whether what was found before is not to be found again: by the same torch, on the same devices."""
+    """Return whether an earlier result is still valid: it had the same torch on the same devices."""
     if fresh == "all" or (fresh == "failed" and before["status"] not in (OK, NOT_SHOWN)):
         return False
     return before["status"] in ENDED and all(before.get(name) == about.get(name) for name in ("torch", "devices"))

@@ -1,4 +1,4 @@
-"""The devices that a piece runs on: the machine's, or in a rehearsal emulated ones; in this process and on ranks."""
+"""The devices that a piece runs on: the machine's, or emulated ones in a rehearsal; in this process and on ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMULATED = "Emulated H100"  # so that its peak is known
 
 @contextlib.contextmanager
 def devices(count: int, rehearse: bool) -> Iterator[EmulatedCuda | None]:
-    """Within it there are so many; yields what the emulated ones see."""
+    """Provide ``count`` devices within the context; yields the emulation in a rehearsal."""
     if not rehearse:
         yield None
         return
@@ -31,7 +31,7 @@ def devices(count: int, rehearse: bool) -> Iterator[EmulatedCuda | None]:
 
 
 def emulated() -> EmulatedCuda | None:
-    """The emulated devices of this process, where there are any."""
+    """Return the emulated devices of this process, if there are any."""
     return _emulated[0] if _emulated else None
 
 
@@ -39,7 +39,7 @@ _emulated: list[EmulatedCuda] = []
 
 
 def on_ranks(fn: Callable[..., Any], ranks: int, rehearse: bool, *args: Any, timeout: float = 400.0) -> list[Any]:
-    """Call ``fn(*args)`` on ranks of a device each, in a group on NCCL, and return what each returned."""
+    """Call ``fn(*args)`` on ranks with one device each, in an NCCL group, and return all results."""
     return run_distributed(_on_rank, ranks, fn, rehearse, args, process_group=None, timeout=timeout)
 
 
@@ -56,6 +56,6 @@ def _on_rank(fn: Callable[..., Any], rehearse: bool, args: tuple[Any, ...]) -> A
 
 
 def full_precision() -> None:
-    """Multiply float32 matrices as float32, here and on ranks: what is compared is compared to a few last bits."""
+    """Multiply float32 matrices in float32, here and on ranks: results are compared to the last few bits."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

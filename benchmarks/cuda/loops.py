@@ -1,4 +1,4 @@
-"""The same work on devices, as a user of plain PyTorch writes it and as the engine does it."""
+"""The same work on devices, as a user of plain PyTorch would write it and with the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Data = Callable[[Tensor], Dataset[Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how.
+    """A network and the way in which it is trained.
 
     Attributes:
         work: the network, its data and its optimizer.
@@ -54,7 +54,7 @@ class Job:
         return compiled
 
     def loader(self, steps: int, data: Data | None, whole: bool) -> DataLoader[Any]:
-        """Batches of this rank, or of all, from the host's pinned memory."""
+        """Return the batches of this rank, or of all ranks, in pinned memory."""
         ranks = _ranks()
         made = self.work.data(steps * ranks)
         assert isinstance(made, TensorDataset)
@@ -68,7 +68,7 @@ class Job:
 
 
 def by_hand(job: Job, steps: int, data: Data | None = None) -> float:
-    """The loop without a framework; returns a checksum of the weights."""
+    """Run the loop without a framework; returns a checksum of the weights."""
     net = job.net().to(DEVICE)
     model = _wrapped(net, job.strategy)
     optimizer = job.work.optimizer(net)
@@ -94,7 +94,7 @@ def by_hand(job: Job, steps: int, data: Data | None = None) -> float:
 def by_engine(
     job: Job, steps: int, data: Data | None = None, kind: type[Trained] | None = None, **settings: Any
 ) -> float:
-    """The same, under `Fit` with further settings."""
+    """Run the same training under `Fit`, with further settings."""
     module = (kind or Trained)(job)
     strategy: str | Strategy = job.strategy
     if strategy == "fsdp-bf16":
@@ -122,7 +122,7 @@ class Trained(TrainModule):
 
 
 def gpt(shape: Shape = GPT_124M, short: int = 5, long: int = 35) -> Work:
-    """A GPT of that shape with AdamW, as it is trained on a device."""
+    """Return a GPT of the given shape with AdamW, as it is trained on a device."""
     return Work(
         "gpt-124m",
         lambda: copy.deepcopy(_prototype(shape)),
@@ -136,7 +136,7 @@ def gpt(shape: Shape = GPT_124M, short: int = 5, long: int = 35) -> Work:
     )
 
 
-@functools.cache  # its numbers are drawn once: that takes seconds, and every loop begins with the same
+@functools.cache  # Initialization takes seconds, so it is done once; every loop starts with the same weights.
 def _prototype(shape: Shape) -> GPT2:
     return GPT2(shape)
 
@@ -150,7 +150,7 @@ def plain_adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def small(name: str, rehearse: bool) -> Work:
-    """One of `benchmarks.work`, in a rehearsal with a few steps of it."""
+    """Return a work of `benchmarks.work`; a rehearsal has only a few steps."""
     work = WORKS[name]
     if not rehearse:
         return work

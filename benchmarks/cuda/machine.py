@@ -1,4 +1,4 @@
-"""What the machine has: `python -m benchmarks.cuda.machine` prints it as JSON. Runs in a process of its own."""
+"""Describes the machine: `python -m benchmarks.cuda.machine` prints it as JSON. Runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("deepspeed", "numpy", "triton", "torchmetrics", "safetensors", "fssp
 
 
 def described(rehearsed_devices: int = 0) -> dict[str, Any]:
-    """Device, driver, versions. ``lacks`` says in a few words why nothing can run here, or is None."""
+    """Return device, driver and versions. ``lacks`` says in a few words why nothing can run here, or is None."""
     found: dict[str, Any] = {
         "lacks": None,
         "devices": [],
@@ -62,7 +62,7 @@ def described(rehearsed_devices: int = 0) -> dict[str, Any]:
 
 
 def commit(root: Path) -> str:
-    """Of the working tree; with a sign where files differ from it."""
+    """Return the commit of the working tree, with a mark if files differ from it."""
     try:
         name = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
         changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The most memory that a step takes of a device under FSDP, ZeRO and DDP, by hand and by the engine."""
+"""The peak device memory of a step under FSDP, ZeRO and DDP, by hand and with the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
     ranks = count if piece.ranks == 0 else piece.ranks
     found: dict[str, tuple[float, float, float]] = {}
     loops = ["by hand", "engine", *(AUTOCAST if piece.name == "fsdp-bf16" else ())]
-    for loop in loops:  # each in processes of its own: what one leaves in the allocator's pools is not the other's
+    # each in processes of its own: memory that one leaves in the allocator's pools must not affect the next
+    for loop in loops:
         by_rank = on_ranks(_weighed, ranks, rehearse, piece.name, loop, rehearse, timeout=piece.seconds)
         found[loop] = max(by_rank)
         most, reserved, left = found[loop]
@@ -51,12 +52,12 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
 
 
 def _weighed(strategy: str, loop: str, rehearse: bool) -> tuple[float, float, float]:
-    """On one rank: MiB at the peak of a run of several steps."""
+    """Runs on one rank: return the peak in MiB of a run of several steps."""
     full_precision()
     make = partial(GPT, 64, 2, 4) if rehearse else partial(GPT, 1024, 12, 16)
     run = _loop(strategy, loop, make)
     if strategy in STAGES:
-        os.environ["DS_ACCELERATOR"] = DEVICE  # as it chooses by itself where there is a device
+        os.environ["DS_ACCELERATOR"] = DEVICE  # the default of the engine on a device
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     run(2 if rehearse else STEPS)
@@ -87,7 +88,7 @@ def _loop(strategy: str, loop: str, make: Callable[[], GPT]) -> Callable[[int], 
 
 
 def _fsdp(net: GPT, policy: MixedPrecisionPolicy) -> nn.Module:
-    """Without the sum that gloo wants, which `benchmarks.by_hand` asks for."""
+    """Wrap without the plain sum that `benchmarks.by_hand` needs for gloo."""
     for block in net.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(net, mp_policy=policy)

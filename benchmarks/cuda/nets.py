@@ -1,4 +1,4 @@
-"""The network that is timed on a GPU beside those of `benchmarks.work`: GPT-2, with 124 million parameters."""
+"""The network that is timed on a GPU in addition to those of `benchmarks.work`: GPT-2 with 124 million parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a GPT. ``vocabulary`` is GPT-2's 50,257, rounded up to what multiplies well."""
+    """Shape of a GPT. ``vocabulary`` is GPT-2's 50,257, rounded up to a multiple that multiplies fast."""
 
     width: int = 768
     depth: int = 12
@@ -27,7 +27,7 @@ TINY = Shape(width=32, depth=2, heads=2, vocabulary=64, length=16, batch=2)
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each with a norm before and a sum after."""
+    """Attention and an MLP, each with a norm before and a residual sum after it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens of shape (batch, time + 1) to the mean loss of the next one; embedding and head are one parameter."""
+    """Maps tokens of shape (batch, time + 1) to the mean next-token loss; embedding and head share one parameter."""
 
     def __init__(self, shape: Shape = GPT_124M) -> None:
         super().__init__()
@@ -74,6 +74,6 @@ def tokens(count: int, shape: Shape) -> Tensor:
 
 
 def flops_a_token(net: nn.Module, shape: Shape) -> float:
-    """Of forward and backward: 6 N, and 12 L d T for attention (Chowdhery et al., PaLM, appendix B)."""
+    """Return FLOPs of forward and backward: 6 N, and 12 L d T for attention (Chowdhery et al., PaLM, appendix B)."""
     count = sum(parameter.numel() for parameter in net.parameters())
     return 6 * count + 12 * shape.depth * shape.width * shape.length

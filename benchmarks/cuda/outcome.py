@@ -1,4 +1,4 @@
-"""What a piece found, as it goes from the process that ran it into the report."""
+"""The result of a piece, as it is passed from the process that ran it into the report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ENDED = {OK, FAILED, NOT_SHOWN, LACKING, "crashed", "out of time"}
 
 @dataclass
 class Outcome:
-    """Rows of the part's table, and what is to be said besides.
+    """Rows of the part's table, and further information.
 
     Attributes:
         columns: of the part's table, the same for all of its pieces.
         rows: cells as text.
-        figures: the numbers that they were made from, by name.
-        failures: what did not hold; the piece has failed where there is any.
+        figures: the numbers behind the cells, by name.
+        failures: checks that failed; the piece has failed if there are any.
         not_shown: what could not be shown on this machine, and why.
         notes: further lines.
     """
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """All of it or nothing: who is ended midway leaves the file as it was."""
+    """Write atomically: a process that is killed midway leaves the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
@@ -53,7 +53,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for what is not a number: it stands there as text."""
+    """Replace non-finite numbers by text, since JSON has no form for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

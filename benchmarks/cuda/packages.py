@@ -1,7 +1,7 @@
-"""The few packages that a machine with torch may lack: found missing, brought into a folder beside what is installed.
+"""Finds the few packages that a machine with torch may lack, and installs them into a folder of their own.
 
-Nothing is installed into the machine's Python, and never torch: `pip install --target` puts what is missing into a
-folder that PYTHONPATH names. Whatever is there already, and new enough, is used as it is.
+Nothing is installed into the machine's Python, and torch is never installed: `pip install --target` puts missing
+packages into a folder on PYTHONPATH. Packages that are present in a sufficient version are used as they are.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WHEELS = ROOT / "cuda-wheels"
 
 @dataclass(frozen=True)
 class Needed:
-    """A distribution, and from which version on it will do."""
+    """A distribution, and the minimum version that is needed."""
 
     name: str
     least: str = "0"
-    wanted_by: str = ""  # the optional package that it belongs to
+    wanted_by: str = ""  # the optional package that needs it
 
     def is_there(self) -> bool:
         try:
@@ -73,20 +73,20 @@ FOR_DEEPSPEED = tuple(
 
 
 def missing() -> list[Needed]:
-    """What this Python, with the folder of packages, has not."""
+    """Return what this Python, including the folder of packages, does not have."""
     _search_site()
     return [each for each in (*ALWAYS, *FOR_DEEPSPEED) if not each.is_there()]
 
 
 def provide(wheels: str | None) -> list[str]:
-    """Bring what is missing, from wheels or from the package index; returns lines that say what came of it.
+    """Install what is missing, from wheels or the package index; returns lines that describe the result.
 
     Args:
-        wheels: a folder of wheels or its archive; None for ``cuda-wheels`` or ``cuda-wheels.tar`` beside the Makefile,
-            where one is there, and for the index else.
+        wheels: a folder of wheels or its archive; None for ``cuda-wheels`` or ``cuda-wheels.tar`` next to the Makefile
+            if one exists, otherwise for the index.
 
     Raises:
-        RuntimeError: something is missing without which nothing runs.
+        RuntimeError: a required package is missing.
     """
     _describe_drivetrain()
     lacking = missing()
@@ -105,7 +105,8 @@ def provide(wheels: str | None) -> list[str]:
     else:
         command += ["--no-build-isolation", "-c", str(ROOT / "constraints.txt"), "--retries", "0", "--timeout", "15"]
     errors = ""
-    # All at once, or else one by one: what does not fit this Python, or cannot be built, costs nothing of the rest.
+    # All at once, otherwise one by one: a package that does not fit this Python, or cannot be built, does not affect
+    # the rest.
     for group in ([names], [[name] for name in names]):
         done = [_pip([*command, *some]) for some in group if some]
         errors = "\n".join(filter(None, done))
@@ -125,7 +126,7 @@ def provide(wheels: str | None) -> list[str]:
 
 
 def python_path() -> str:
-    """For processes that are started: this repository, and after it the folder of packages."""
+    """Return PYTHONPATH for subprocesses: this repository, then the folder of packages."""
     folders = [str(ROOT), str(ROOT / "framework"), str(ROOT / "strategies"), str(SITE)]
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -158,7 +159,9 @@ def _folder_of(wheels: str | None) -> Path | None:
 
 
 def _describe_drivetrain() -> None:
-    """Let strategies be found by name, as an editable install does: by a folder with the entry points alone."""
+    """Make strategies discoverable by name, as an editable install does, with a folder that contains only the entry
+    points.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = SITE / f"{project['name']}-{project['version']}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The parity suite on devices: each strategy on NCCL against the loop written by hand on the same device."""
+"""The parity suite on devices: each strategy on NCCL against the hand-written loop on the same device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of `make cuda` in order of worth, and the pieces of each: what runs in a process of its own."""
+"""The parts of `make cuda` in order of importance, and their pieces, each of which runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ALL = 1500  # seconds of all of them on one H100
 
 @dataclass(frozen=True)
 class Piece:
-    """What runs in a process of its own, so that its end, however bad, costs nothing but itself.
+    """A unit of work that runs in a process of its own, so that a crash affects nothing else.
 
     Attributes:
         part: the part's name; ``benchmarks/cuda/<part>_part.py`` has the code.
         name: its own.
-        seconds: it is ended after so many.
+        seconds: its time limit.
         ranks: how many processes of a device each it trains on; 0: as many as there are devices.
-        needs: distributions that it cannot do without, besides those that all need.
+        needs: distributions that it requires, in addition to those that all pieces need.
     """
 
     part: str
@@ -30,7 +30,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """As it is asked for: ``steps/gpt``."""
+        """Return the name by which it is requested: ``steps/gpt``."""
         return f"{self.part}/{self.name}"
 
 
@@ -41,7 +41,7 @@ class Part:
     Attributes:
         name: as ``PART=`` takes it.
         title: in the report.
-        seconds: the part stops after so many, and goes on when it is asked for again.
+        seconds: the part stops after this time, and continues when it is run again.
         pieces: in order.
     """
 
@@ -56,7 +56,7 @@ STRATEGIES = ("ddp", "fsdp", *ZERO)
 
 
 def parts(devices: int) -> list[Part]:
-    """All of them, for a machine with so many devices."""
+    """Return all parts for a machine with ``devices`` devices."""
     several = (0,) if devices > 1 else ()
     return [
         Part("tests", "Tests that need a device", 390, _tests(devices)),
@@ -108,10 +108,10 @@ def parts(devices: int) -> list[Part]:
 
 
 def chosen(names: list[str], devices: int) -> list[Part]:
-    """The parts, or single pieces as ``steps/gpt``, that are asked for; all where nothing is.
+    """Return the requested parts, or single pieces such as ``steps/gpt``; all if nothing is requested.
 
     Raises:
-        ValueError: says which name there is not, and which there are.
+        ValueError: a name is unknown; the message lists the known ones.
     """
     every = parts(devices)
     if not names:
@@ -135,6 +135,6 @@ def _needs(name: str) -> tuple[str, ...]:
 
 
 def _tests(devices: int) -> tuple[Piece, ...]:
-    """A piece for each file with tests that are marked ``cuda``: after an illegal access its process can do no more."""
+    """Return a piece for each file with tests marked ``cuda``: after an illegal access its process cannot continue."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text()]
     return tuple(Piece("tests", path.stem.removeprefix("test_"), 150, devices) for path in files)

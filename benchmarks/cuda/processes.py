@@ -1,4 +1,4 @@
-"""Runs a command for so many seconds at most, and leaves nothing of it behind."""
+"""Runs a command with a time limit, and ends everything that it leaves behind."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_HEARTBEAT = 30.0  # seconds between two signs of life
+_HEARTBEAT = 30.0  # seconds between two progress messages
 
 
 @dataclass(frozen=True)
-class EpochEnd:
+class CommandEnd:
     """How a command ended.
 
     Attributes:
-        code: its exit code, negative for a signal; None where its time was over.
-        seconds: it took.
+        code: its exit code, negative for a signal; None if it reached the time limit.
+        seconds: how long it took.
         tail: the last lines that it printed.
     """
 
@@ -31,7 +31,7 @@ class EpochEnd:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """Describe the end in words."""
         if self.code is None:
             return f"its time was over after {self.seconds:.0f} s"
         if self.code < 0:
@@ -39,8 +39,8 @@ class EpochEnd:
         return f"it ended with code {self.code}"
 
 
-def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[str, str], name: str) -> EpochEnd:
-    """Run a command in a session of its own, its output going to a file; print that it lives."""
+def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[str, str], name: str) -> CommandEnd:
+    """Run a command in a session of its own, with its output in a file; print progress messages."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     next_sign = began + _HEARTBEAT
@@ -67,12 +67,12 @@ def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[st
             _end_session(process.pid)
             process.wait()
     text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return EpochEnd(code, time.monotonic() - began, "\n".join(text[-25:]))
+    return CommandEnd(code, time.monotonic() - began, "\n".join(text[-25:]))
 
 
 def _end_session(session: int) -> None:
-    """End what is left of a command: its ranks may have groups of their own, but they are of its session."""
-    for _ in range(3):  # what was being started when we looked
+    """End the remaining processes of a command: its ranks may have their own process groups, but share its session."""
+    for _ in range(3):  # repeated, for processes that were being started during the first look
         members = _members(session)
         for pid in members:
             with contextlib.suppress(ProcessLookupError):

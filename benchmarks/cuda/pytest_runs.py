@@ -1,4 +1,4 @@
-"""Runs a part of the test suite in a process of its own, and reads what came of it."""
+"""Runs a part of the test suite in a process of its own, and reads the results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.cuda.parts import ROOT
 
 @dataclass(frozen=True)
 class Ran:
-    """How tests came out.
+    """The results of a test run.
 
     Attributes:
         names: of those that passed.
-        skipped: what was skipped, and why.
-        failed: what failed, and what it said.
-        code: pytest's.
+        skipped: skipped tests, with the reason.
+        failed: failed tests, with the message.
+        code: pytest's exit code.
     """
 
     names: list[str]
@@ -33,13 +33,13 @@ class Ran:
 
     @property
     def passed(self) -> int:
-        """How many."""
+        """Return the number of passed tests."""
         return len(self.names)
 
 
 def run_tests(arguments: Sequence[str], rehearsed_devices: int, variables: dict[str, str] | None = None) -> Ran:
-    """Run pytest with these arguments, on so many emulated devices or, for 0, on the machine's."""
-    # No settings of the user's, no plugins that come with other packages: theirs know nothing of ranks and devices.
+    """Run pytest with these arguments, on emulated devices, or on the machine's for 0."""
+    # No user settings and no third-party plugins, which do not handle ranks and devices.
     environment = {**os.environ, **(variables or {}), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     # For tests of deterministic runs: cuBLAS reads it once, before the first of them.
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,4 +1,4 @@
-"""A plugin of pytest: tests that need a device find emulated ones, here and (tests/worlds.py) on ranks."""
+"""A pytest plugin that provides emulated devices to tests that need one, here and (tests/worlds.py) on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges what the pieces found into one page and one JSON file."""
+"""Merges the results of the pieces into one page and one JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def path_of(folder: Path, piece: Piece) -> Path:
 
 
 def known(path: Path) -> dict[str, Any] | None:
-    """What the file says; None where there is none, or none that can be read."""
+    """Return the contents of the file; None if it does not exist or cannot be read."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -29,7 +29,7 @@ def known(path: Path) -> dict[str, Any] | None:
 
 
 def write(folder: Path, about: dict[str, Any], devices: int) -> str:
-    """Write the page and the JSON file of all that was run so far; returns the page's text."""
+    """Write the page and the JSON file of everything run so far; returns the page's text."""
     merged: list[dict[str, Any]] = []
     lines = [conditions(about), ""]
     if about.get("rehearsed"):
@@ -62,7 +62,7 @@ def put_into_docs(text: str) -> None:
 
 
 def conditions(about: dict[str, Any]) -> str:
-    """Device, driver, versions, commit and command, in a line or two."""
+    """Return device, driver, versions, commit and command, in a line or two."""
     names = [device["name"] for device in about["devices"]]
     each = {name: names.count(name) for name in names}
     devices = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in each.items())

@@ -1,6 +1,6 @@
-"""Runs under `TORCH_CUDA_SANITIZER=1`, which raises where two streams touch the same memory and nothing orders them.
+"""Runs under `TORCH_CUDA_SANITIZER=1`, which raises an error if two streams access the same memory unordered.
 
-In a rehearsal the emulation's own detector looks instead.
+In a rehearsal the emulation's own race detector is used instead.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STEPS = 6
 
 
 class Augmented(Trained):
-    """Works on batches after they were copied."""
+    """Modifies batches after they were copied to the device."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0].clone()]
 
 
 class Evaluated(Trained):
-    """Validates, and logs what it sees."""
+    """Validates, and logs values."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -63,7 +63,7 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
 
 
 def _looked_at(strategy: str) -> dict[str, str]:
-    """On one rank: what was found in each run, or ""."""
+    """Runs on one rank: return the error found in each run, or ""."""
     job = Job(gpt(TINY), strategy=strategy)
     runs: dict[str, Callable[[], Any]] = {
         BY_HAND: lambda: by_hand(job, STEPS),
@@ -94,7 +94,7 @@ def _found_in(run: Callable[[], Any]) -> str:
 
 
 def _race() -> None:
-    """Read on one stream what another writes."""
+    """Read on one stream while another stream writes."""
     written = torch.ones(4, device=DEVICE)
     with torch.cuda.stream(torch.cuda.Stream()):
         read = written + 1

@@ -1,4 +1,4 @@
-"""What a step costs on a device, over the loop written by hand. The loops take turns."""
+"""The cost of a step on a device, compared with the hand-written loop. The loops take turns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _job(name: str, rehearse: bool, strategy: str = "single_device") -> Job:
 def _alone(job: Job, rounds: int) -> tuple[dict[str, Slopes], dict[str, float], float]:
     full_precision()
     loops = {"by hand": partial(by_hand, job), "engine": partial(by_engine, job), AGAIN: partial(by_hand, job)}
-    # The first run of each, whose start-up is in nobody's time.
+    # The first run of each is not timed, because it includes start-up.
     peaks = {name: _peak(partial(loop, job.work.short)) for name, loop in loops.items()}
     seen: list[float] = []
     slopes = time_loops(loops, job.work.short, job.work.long, rounds, compare=partial(_compare, seen))
@@ -59,7 +59,7 @@ def _alone(job: Job, rounds: int) -> tuple[dict[str, Slopes], dict[str, float], 
 
 
 def _peak(run: Callable[[], float]) -> float:
-    """The most MiB that the run has of the device at once."""
+    """Return the peak device memory of the run, in MiB."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -68,13 +68,13 @@ def _peak(run: Callable[[], float]) -> float:
 
 
 def _compare(seen: list[float], steps: int, sums: dict[str, float]) -> None:
-    """Note how far, relatively, the weights' checksums lie apart."""
+    """Record the relative difference between the weights' checksums."""
     base = sums["by hand"]
     seen.append(max(abs(value - base) for value in sums.values()) / max(abs(base), 1e-9))
 
 
 def _rate(job: Job, rehearse: bool) -> tuple[int, float | None]:
-    """Tokens of a step, and the share of the device's peak that one token a second takes."""
+    """Return the tokens of a step, and the share of the device's peak at one token per second."""
     shape = TINY if rehearse else GPT_124M
     peak = known_peak_flops(torch.device(DEVICE), torch.bfloat16)
     share = None if peak is None else flops_a_token(job.work.net(), shape) / peak
@@ -82,7 +82,7 @@ def _rate(job: Job, rehearse: bool) -> tuple[int, float | None]:
 
 
 def _of_ranks(strategy: str, rehearse: bool) -> tuple[Any, ...]:
-    """On one rank: loops side by side, which take turns within one run."""
+    """Runs on one rank: loops side by side that take turns within one run."""
     job = _job("gpt-124m", rehearse, strategy)
     turn, number = (1, 2) if rehearse else (TURN, TURNS)
     turns = Turns(turn, job.work.batch, settle=torch.cuda.synchronize)
@@ -90,7 +90,7 @@ def _of_ranks(strategy: str, rehearse: bool) -> tuple[Any, ...]:
     device = torch.cuda.current_device()
 
     def on_device(loop: Callable[..., float]) -> float:
-        torch.cuda.set_device(device)  # a thread begins with the first one
+        torch.cuda.set_device(device)  # a new thread starts with device 0
         return loop(job, steps, turns.data)
 
     loops = {name: partial(on_device, loop) for name, loop in _LOOPS.items()}

@@ -1,6 +1,6 @@
-"""How often the host waits for the device in steady-state steps, as `torch.cuda.set_sync_debug_mode` counts it.
+"""How often the host waits for the device in steady-state steps, as counted by `torch.cuda.set_sync_debug_mode`.
 
-It does not count what torch does not know of: what a library does, an event that is waited for, pages that are pinned.
+Waits that torch does not see are not counted: those in libraries, waits for events, and pinning of pages.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ STEADY = LAST - FIRST
 
 
 class Way(NamedTuple):
-    """What is switched on, and how often it may wait in the steps that are counted, with the reason."""
+    """A configuration, and how often it may wait in the counted steps, with the reason."""
 
     name: str
     settings: dict[str, Any]
     may: int = 0
     why: str = ""
-    by_hand: bool = False  # the loop by hand has the same
+    by_hand: bool = False  # the hand-written loop waits too
 
 
 class LoggingEachStep(Trained):
@@ -102,7 +102,9 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
 
 
 def _counted(strategy: str) -> list[tuple[str, Counter[str] | None, Counter[str]]]:
-    """On one rank: for each way, by name, where the loop by hand waits, if there is one, and where the engine does."""
+    """Runs on one rank: for each configuration, where the hand-written loop waits, if there is one, and where the
+    engine does.
+    """
     found: list[tuple[str, Counter[str] | None, Counter[str]]] = []
     hand: Counter[str] | None
     if strategy in STAGES:
@@ -132,7 +134,7 @@ def _by_engine(job: Job, data: Callable[[Tensor], Dataset[Any]], settings: dict[
 
 
 def _waits(run: Callable[[Any], float], batch: int) -> Counter[str]:
-    """Where the host waits between the batches, by lines of code."""
+    """Return the lines of code at which the host waits between the batches."""
     places: Counter[str] = Counter()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
@@ -150,7 +152,7 @@ def _waits(run: Callable[[Any], float], batch: int) -> Counter[str]:
 
 
 class _Watched(Dataset[tuple[Tensor]]):
-    """Switches the count on and off as two of its samples are read."""
+    """Switches counting on and off when two given samples are read."""
 
     def __init__(self, tensor: Tensor, first: int, last: int) -> None:
         self._tensor, self._modes = tensor, {first: "warn", last: "default"}
@@ -165,7 +167,7 @@ class _Watched(Dataset[tuple[Tensor]]):
 
 
 def _place() -> str:
-    """The innermost line that is neither torch's nor ours here."""
+    """Return the innermost line that is neither in torch nor in this file."""
     frames = [frame for frame in traceback.extract_stack()[:-2] if "/torch/" not in frame.filename]
     inner = [frame for frame in frames if not frame.filename.endswith(("syncs_part.py", "warnings.py"))]
     chosen = (inner or frames)[-1]

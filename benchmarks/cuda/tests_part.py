@@ -1,4 +1,4 @@
-"""Tests that are marked ``cuda``, a file in a process of its own."""
+"""Tests that are marked ``cuda``, each file in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""fp16, fused optimizers, `torch.compile` and CUDA graphs: the same weights as by hand, and what a step takes."""
+"""fp16, fused optimizers, `torch.compile` and CUDA graphs: weights equal to the hand-written loop, and the cost of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def _compiled(options: dict[str, Any], rehearse: bool) -> Job:
 
 
 def _timed(job: Job, rounds: int) -> tuple[dict[str, Slopes], float]:
-    """Slopes of both loops, and how far apart their weights' checksums came."""
+    """Return the slopes of both loops, and the difference of their weights' checksums."""
     seen: list[float] = []
 
     def note(steps: int, sums: Mapping[str, float]) -> None:
@@ -85,13 +87,13 @@ def _timed(job: Job, rounds: int) -> tuple[dict[str, Slopes], float]:
 
     loops = {"by hand": partial(by_hand, job), "engine": partial(by_engine, job)}
     for loop in loops.values():
-        loop(job.work.short)  # compiled by then
+        loop(job.work.short)  # already compiled
     gc.collect()
     return time_loops(loops, job.work.short, job.work.long, rounds, compare=note), max(seen)
 
 
 def _timed_compiled(job: Job, rehearse: bool) -> tuple[dict[str, Slopes], float]:
-    """The same of loops that compile in each run: the clock is read within it, from the step `short` to the last."""
+    """Return the same for loops that compile in each run: the clock is read from step `short` to the last step."""
     slopes, apart = {"by hand": Slopes(), "engine": Slopes()}, 0.0
     for _ in range(1 if rehearse else 2):
         sums = {}
@@ -107,13 +109,13 @@ def _timed_compiled(job: Job, rehearse: bool) -> tuple[dict[str, Slopes], float]
 
 
 def _forget_graphs(rehearse: bool) -> None:
-    """Compile anew what comes, and give back what CUDA graphs hold: else a loop's limit of compilations is soon met."""
-    if not rehearse:  # it asks for the allocator of a build for CUDA
+    """Reset the compiler and free memory that CUDA graphs hold; otherwise its recompile limit is soon reached."""
+    if not rehearse:  # it requires the allocator of a CUDA build
         torch._dynamo.reset()
 
 
 class _Clock:
-    """Notes when two samples of a data set are read, once the device has done what it was given by then."""
+    """Reads the clock when two given samples are read, after synchronizing the device."""
 
     def __init__(self, *samples: int) -> None:
         self.samples = samples
@@ -138,7 +140,7 @@ class _Watched(Dataset[tuple[Tensor]]):
 
 
 class Logging(Trained):
-    """Logs its loss, whose tensor a CUDA graph writes over at its next replay, and keeps what it was."""
+    """Logs its loss, whose tensor a CUDA graph overwrites at its next replay, and keeps its value."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -152,7 +154,7 @@ class Logging(Trained):
 
 
 def _epoch_mean(rehearse: bool, outcome: Outcome) -> None:
-    """What is logged and read at the epoch's end is each step's loss, not the last one's many times."""
+    """Check that the epoch's mean is over each step's loss, rather than the last one repeated."""
     _forget_graphs(rehearse)
     job = _compiled({"mode": "reduce-overhead"}, rehearse)
     module = Logging(job)

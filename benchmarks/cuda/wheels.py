@@ -1,4 +1,4 @@
-"""`make cuda-wheels`: packs what a machine with torch, without a network, lacks for `make cuda`; never torch."""
+"""`make cuda-wheels`: packs what a machine with torch, but without a network, lacks for `make cuda`; never torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.cuda.packages import ALWAYS, FOR_DEEPSPEED, ROOT, WHEELS
 
 PYTHONS = ("3.11", "3.12")
-LARGEST = 60_000_000  # bytes of the archive
-BUILT = ("deepspeed",)  # there is no wheel of it: without its operators it is Python alone
+LARGEST = 60_000_000  # bytes that an archive may have
+BUILT = ("deepspeed",)  # published only as source; without its operators it is pure Python
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
 """Of manylinux: what machines with torch 2.11 have, and older."""
 
@@ -37,7 +37,7 @@ def main() -> None:
                 _download(pins[name], python)
         print(f"  {name}", flush=True)
     archive = WHEELS.with_suffix(".tar")
-    with tarfile.open(archive, "w") as tar:  # wheels are compressed already
+    with tarfile.open(archive, "w") as tar:  # wheels are already compressed
         tar.add(WHEELS, WHEELS.name)
     size = archive.stat().st_size
     wheels = sorted(WHEELS.glob("*.whl"))
@@ -63,7 +63,7 @@ def _download(requirement: str, python: str) -> None:
 
 
 def _build(requirement: str) -> None:
-    """From its source, in an environment of its own: what it is built with is not what it runs with."""
+    """Build from source in an isolated environment: its build requirements are not packed."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "wheel", "-qq", "--disable-pip-version-check", "--no-deps"]
         _run([*command, "--no-build-isolation", "-w", folder, requirement])
@@ -81,7 +81,7 @@ def _run(command: list[str]) -> None:
 
 
 def _pins() -> dict[str, str]:
-    """By plain name, as `name==version`; what is not pinned comes as it is."""
+    """Return the pins by plain name, as `name==version`; unpinned packages are left unpinned."""
     found = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")

@@ -1,7 +1,7 @@
-"""The same work, driven by us and by others: one framework a file, each as its users would write it.
+"""The same work with drivetrain and other frameworks: one framework per file, written as its users would write it.
 
-Each file has ``train(work, way, steps)``, which returns a checksum of the trained weights. What is off when a loop is
-bare, and how logging, bar, logger and checkpoint callback are switched on, is said where it is done.
+Each file has ``train(work, way, steps)``, which returns a checksum of the trained weights. The files' docstrings state
+what a bare loop switches off, and how logging, progress bar, logger and checkpoint callback are switched on.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Train = Callable[[Work, Way, int], float]
 
 
 class Peer(NamedTuple):
-    """Where a framework's loop stands.
+    """Describes where a framework's loop is defined.
 
     Attributes:
-        file: of this folder.
-        function: in it.
-        package: what it needs.
+        file: its module in this folder.
+        function: the training function in it.
+        package: the package that it needs.
         slow: a small step takes several times the raw loop's, so that fewer of them are enough to tell.
     """
 
@@ -51,19 +51,19 @@ PEERS = {
 
 
 def installed() -> dict[str, Train]:
-    """By name, those whose package is installed."""
+    """Return, by name, those whose package is installed."""
     return {name: getattr(_load(peer.file), peer.function) for name, peer in PEERS.items() if _version(peer.package)}
 
 
 def versions() -> str:
-    """Of every package, in words."""
+    """Return the versions of all packages as text."""
     packages = dict.fromkeys(peer.package for name, peer in PEERS.items() if name != OURS)
     return ", ".join(f"{package} {_version(package) or 'not installed'}" for package in packages)
 
 
 @contextmanager
 def on_a_terminal() -> Iterator[str]:
-    """Within it output goes to a terminal that nobody sees, as a typical run's does; yields a folder for files."""
+    """Redirect output to a hidden terminal within the context, as in a typical run; yields a folder for files."""
     before = sys.stdout, sys.stderr
     sys.stdout = sys.stderr = _Terminal()
     try:
@@ -74,7 +74,7 @@ def on_a_terminal() -> Iterator[str]:
 
 
 class _Terminal(io.TextIOBase):
-    """Takes text as a terminal does, into /dev/null."""
+    """Behaves like a terminal whose text goes to /dev/null."""
 
     encoding = "utf-8"
 

@@ -1,7 +1,7 @@
-"""Accelerate: the user's own loop, over what ``accelerator.prepare`` wrapped.
+"""Accelerate: the user's own loop, over objects returned by ``accelerator.prepare``.
 
-It leaves it to the loop when to log: every so many steps, where others do by default. Typical adds a CSV file (it has
-no tracker of that kind), its tqdm bar that shows the value at the same steps, and the question whether to save.
+The loop itself decides when to log: at the interval that other frameworks have by default. Typical adds a CSV file
+(Accelerate has no CSV tracker), its tqdm bar showing the value at the same steps, and a check whether to save.
 """
 
 from __future__ import annotations

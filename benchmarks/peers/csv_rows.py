@@ -1,4 +1,4 @@
-"""A CSV file, as users write one for the frameworks that have no logger of that kind."""
+"""A CSV file, as users write one for frameworks without a CSV logger."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lightning's Fabric: the user's own loop, over what ``fabric.setup`` wrapped.
+"""Lightning's Fabric: the user's own loop, over objects returned by ``fabric.setup``.
 
-It leaves it to the loop when to log: every so many steps, where others do by default. Typical adds Fabric's CSV logger,
-a tqdm bar that shows the value at the same steps, and the question whether to save.
+The loop itself decides when to log: at the interval that other frameworks have by default. Typical adds Fabric's CSV
+logger, a tqdm bar showing the value at the same steps, and a check whether to save.
 """
 
 from __future__ import annotations

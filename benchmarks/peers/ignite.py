@@ -1,7 +1,7 @@
 """Ignite: the user's own step, run by an `Engine`.
 
-A step returns its values, and a handler takes them every so many steps, where others do by default. Typical adds
-Ignite's progress bar, a CSV file (it has no logger of that kind), and a `Checkpoint` whose turn never comes.
+A step returns its values, and a handler records them at the interval that other frameworks have by default. Typical
+adds Ignite's progress bar, a CSV file (Ignite has no CSV logger), and a `Checkpoint` that is never due.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Lightning: a `LightningModule` and a `Trainer`.
 
-Bare is ``barebones=True``. That switches ``self.log`` off, so the loop that logs has every other switch off by name.
-Typical is the defaults with a CSV logger and the tqdm bar, which is the default where rich is not installed, and a
-checkpoint callback whose turn never comes.
+Bare is ``barebones=True``. That disables ``self.log``, so the loop that logs disables everything else by name. Typical
+is the defaults with a CSV logger, the tqdm bar (the default without rich), and a checkpoint callback that is never due.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_
 
 
 class Module(Trained, pl.LightningModule):
-    """`Trained` as Lightning takes it."""
+    """`Trained` as a Lightning module."""
 
 
 def train(work: Work, way: Way, steps: int) -> float:

@@ -1,6 +1,6 @@
 """drivetrain: a `TrainModule` and a `Fit`.
 
-Bare is ``barebones=True``. Typical is the defaults with a CSV logger, and a checkpoint callback whose turn never comes.
+Bare is ``barebones=True``. Typical is the defaults with a CSV logger, and a checkpoint callback that is never due.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Module(Trained, TrainModule):
-    """`Trained` as drivetrain takes it."""
+    """`Trained` as a drivetrain module."""
 
 
 def train(work: Work, way: Way, steps: int) -> float:

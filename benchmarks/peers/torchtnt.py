@@ -1,7 +1,7 @@
 """torchtnt: a `TrainUnit`, whose step is the user's own, and an `AutoUnit`, whose step is torchtnt's.
 
-Values go to one of its loggers every so many steps, where others do by default: one that keeps them in memory, or in
-the typical run the CSV logger. Typical adds its tqdm bar and its checkpoint callback, whose turn never comes.
+Values go to one of its loggers at the interval that other frameworks have by default: to one that keeps them in memory,
+or in the typical run to the CSV logger. Typical adds its tqdm bar and its checkpoint callback, which is never due.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.nets import checksum
 from benchmarks.peers import on_a_terminal
 from benchmarks.work import EVERY, NEVER, Way, Work
 
-# It imports this module, which setuptools no longer has, for a torch without a version, and never uses it.
+# torchtnt imports this module, which current setuptools lacks, for a torch without a version, and never uses it.
 sys.modules.setdefault("pkg_resources", ModuleType("pkg_resources"))
 
 from torchtnt.framework.auto_unit import AutoUnit  # noqa: E402

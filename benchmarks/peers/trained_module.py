@@ -1,4 +1,4 @@
-"""What a user writes once for drivetrain and for Lightning: they take the same module."""
+"""The module code that drivetrain and Lightning share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.work import Way, Work
 
 
 class Trained:
-    """A step that logs as many values as the way wants. Stands before the framework's own class of modules."""
+    """A step that logs as many values as configured; a mixin placed before the framework's module class."""
 
     def __init__(self, work: Work, way: Way) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""transformers: its `Trainer`, with a loss of the user's own.
+"""transformers: its `Trainer`, with a user-defined loss.
 
-Bare has logging, saving, bar, clipping and the search for NaN in each loss off, and takes the loader as it is. The
-trainer logs the loss by itself, here every so many steps as others do by default; further values are added where it
-does so. Typical is its progress bar, a CSV file written by a callback (it has none), and saving whose turn never comes.
+Bare disables logging, saving, the progress bar, clipping and the NaN check of each loss, and uses the loader as it is.
+The trainer logs the loss itself, here at the interval that other frameworks have by default; further values are added
+to its logs. Typical adds its progress bar, a CSV file written by a callback (it has no CSV logger), and saving that is
+never due.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from benchmarks.work import EVERY, NEVER, Way, Work
 
 transformers.logging.set_verbosity(logging.ERROR)
 
-NOWHERE = tempfile.gettempdir()  # it asks for a folder, and writes nothing there
+NOWHERE = tempfile.gettempdir()  # it requires a folder, but writes nothing there
 
 
 class Ours(Trainer):
-    """With the loss and the loader of the work."""
+    """Uses the loss and the loader of the work."""
 
     def __init__(self, work: Work, way: Way, steps: int, **options: Any) -> None:
         self._work, self._names, self._loader = work, way.names, work.loader(steps)

@@ -1,4 +1,4 @@
-"""What the tests on a device train: small, and with what devices do in their own way."""
+"""What the tests on a device train: small modules that use the specific features of devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REHEARSED = "REHEARSED_DEVICES" in os.environ
 
 
 class Net(TrainModule):
-    """Two layers, with dropout between where that is asked for."""
+    """Two layers, with optional dropout between them."""
 
     def __init__(self, dropout: float = 0.0, width: int = 16, fused: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def rows(batches: int = 8, **settings: Any) -> DataLoader[Any]:
 
 
 def trained(module: Net, loader: DataLoader[Any] | None = None, **settings: Any) -> Fit:
-    """Train on a device without a word, and validate; returns the `Fit`."""
+    """Train on a device without output, and validate; returns the `Fit`."""
     ckpt_path = settings.pop("ckpt_path", None)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
     fit = Fit(**{"accelerator": "cuda", "devices": 1, "enable_checkpointing": False, **quiet, **settings})

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cuda, requires_cuda()]
 
 @pytest.fixture(autouse=True)
 def full_precision() -> Any:
-    """Products of float32 matrices in float32, whatever the machine's default."""
+    """Multiply float32 matrices in float32, whatever the machine's default."""
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -37,7 +37,7 @@ def full_precision() -> Any:
     ("precision", "near"), [("32-true", 1e-4), ("64-true", 1e-9), ("bf16-mixed", 2e-2), ("16-mixed", 2e-2)]
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_run_comes_to_the_cpus_weights(precision: str, near: float, fused: bool) -> None:
+def test_a_run_gives_the_weights_of_the_cpu(precision: str, near: float, fused: bool) -> None:
     # O-05
     found = []
     for accelerator in ("cuda", "cpu"):
@@ -49,7 +49,7 @@ def test_a_run_comes_to_the_cpus_weights(precision: str, near: float, fused: boo
     assert not torch.equal(found[0], weights(Net()))
 
 
-def test_the_device_that_was_asked_for_is_used_and_put_back() -> None:
+def test_the_requested_device_is_used_and_the_current_one_restored() -> None:
     # O-05, O-02
     last, seen = torch.cuda.device_count() - 1, []
     looks = LambdaCallback(on_train_batch_end=lambda *_: seen.append(torch.cuda.current_device()))
@@ -58,8 +58,8 @@ def test_the_device_that_was_asked_for_is_used_and_put_back() -> None:
     assert torch.cuda.current_device() == 0
 
 
-def test_an_asynchronous_save_is_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
-    # O-05, O-02: large enough for the copy to be under way while the next steps write
+def test_an_asynchronous_save_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    # O-05, O-02: large enough for the copy to be still running while the next steps write
     width = 1 << (12 if REHEARSED else 20)
     kept = []
 
@@ -76,7 +76,7 @@ def test_an_asynchronous_save_is_of_its_step_though_training_goes_on(tmp_path: P
     assert torch.equal(torch.cat([saved[name].flatten() for name in names]), kept[0].cpu())
 
 
-def test_a_resumed_run_goes_on_to_the_last_bit_dropout_included(tmp_path: Path) -> None:
+def test_a_resumed_run_with_dropout_is_bit_for_bit_equal(tmp_path: Path) -> None:
     # O-05: the device's generator is saved
     whole = Net(dropout=0.3)
     trained(whole, deterministic=True, seed=3)
@@ -89,7 +89,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit_dropout_included(tmp_path: Path) 
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_a_checkpoint_of_the_device_goes_on_in_the_hosts_memory(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_device_resumes_on_the_cpu(tmp_path: Path) -> None:
     # O-05
     saves = Checkpoint(tmp_path, every_n_train_steps=4)
     trained(Net(), max_steps=4, callbacks=[saves], enable_checkpointing=True)
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_the_device_goes_on_in_the_hosts_memory(tmp_path: Path) 
 
 @pytest.mark.parametrize("profiler", [None, "simple"])
 def test_no_step_waits_for_the_device(tmp_path: Path, profiler: str | None) -> None:
-    # O-05, O-04: torch raises where one does
+    # O-05, O-04: torch raises an error if one does
     def switch(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         torch.cuda.set_sync_debug_mode({4: "error", 12: "default"}.get(batch_idx, torch.cuda.get_sync_debug_mode()))
 
@@ -148,7 +148,7 @@ def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
     assert torch.equal(weight.grad, torch.full((4,), 2.0))
 
 
-def test_throughput_is_told_and_its_peak_can_be_asked_for() -> None:
+def test_throughput_is_logged_and_peak_flops_are_known() -> None:
     # O-05
     fit = trained(Net(), rows(16), callbacks=[ThroughputMonitor()], log_every_n_steps=4)
     assert fit.global_step == 16
@@ -185,8 +185,8 @@ print("it has trained")
 """
 
 
-def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path) -> None:
-    # O-05, O-03: nothing has asked the driver before the fork
+def test_processes_forked_by_a_notebook_can_use_their_devices(tmp_path: Path) -> None:
+    # O-05, O-03: nothing has queried the driver before the fork
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK.replace("DEVICES,", f"{min(2, torch.cuda.device_count())},"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -196,7 +196,7 @@ def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path) -
     assert "it has trained" in done.stdout, done.stderr[-3000:]
 
 
-def test_a_profile_tells_of_the_device(tmp_path: Path) -> None:
+def test_a_profile_includes_the_device(tmp_path: Path) -> None:
     # O-05, L-05
     simple = SimpleProfiler()
     trained(Net(), profiler=simple, default_root_dir=tmp_path)
@@ -208,7 +208,7 @@ def test_a_profile_tells_of_the_device(tmp_path: Path) -> None:
     (trace,) = (tmp_path / "traced").glob("*.trace.json")
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer", "ProfilerStep#2"} <= {one["name"] for one in events}
-    if not REHEARSED:  # the emulation has neither kernels nor an allocator of CUDA's
+    if not REHEARSED:  # the emulation has neither kernels nor CUDA's allocator
         assert any(one.get("cat") == "kernel" and one["dur"] > 0 for one in events)
         (snapshot,) = (tmp_path / "traced").glob("*.memory.pickle")
         assert snapshot.stat().st_size > 1000

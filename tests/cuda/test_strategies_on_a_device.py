@@ -1,4 +1,4 @@
-"""O-05: strategies on NCCL with a group that the run makes, on one device and on as many as there are."""
+"""O-05: strategies with an NCCL group created by the run, on one device and on all available ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("precision", list(NEAR))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_rank_comes_to_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:
+def test_every_rank_has_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:
     # O-05, B-01
     args = strategy, ranks, precision
     found = on_ranks(_trained, ranks, *args, process_group=None, timeout=150)
@@ -57,7 +57,7 @@ def _saved(folder: str, strategy: str, ranks: int) -> Tensor:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_checkpoint_of_a_strategy_goes_on_in_one_process(strategy: str, ranks: int) -> None:
+def test_a_checkpoint_of_a_strategy_resumes_in_one_process(strategy: str, ranks: int) -> None:
     # O-05
     with tempfile.TemporaryDirectory() as folder:
         found = on_ranks(_saved, ranks, folder, strategy, ranks, process_group=None, timeout=150)

@@ -1,4 +1,4 @@
-"""Networks for the tests of sharded runs: blocks that repeat, ties across them, experts, single numbers."""
+"""Networks for tests of sharded runs: repeated blocks, ties across blocks, experts, scalar parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Deep(nn.Module):
 
 
 class DeepRegression(Regression):
-    """`Deep` on mean squared error; AdamW."""
+    """`Deep` with mean squared error and AdamW."""
 
     def __init__(self, net: nn.Module | None = None, lr: float = 0.01) -> None:
         super().__init__(lr)
@@ -52,7 +52,7 @@ class DeepRegression(Regression):
 
 
 class Tied(Deep):
-    """Two blocks share a matrix, and the root has a parameter list and a single number."""
+    """Two blocks share a matrix, and the root has a parameter list and a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Tied(Deep):
 
 
 class Experts(nn.Module):
-    """Routes each sample by the sign of its first feature; an expert that gets none does not run."""
+    """Routes each sample by the sign of its first feature; an expert without samples does not run."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counts the bytes of all tensors that are alive at once: what a rank needs, without what an allocator keeps."""
+"""Counts the bytes of all tensors that are alive at the same time: a rank's need, without the allocator's reserves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_flatten
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it every storage is counted that an operation made or was given, for as long as it lives.
+    """Counts every storage that an operation created or received within the context, for as long as it lives.
 
     Attributes:
-        peak: the most that were alive after any operation since `restart`.
+        peak: the largest number of live bytes after any operation since `restart`.
     """
 
     def __init__(self) -> None:
@@ -24,18 +24,18 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def now(self) -> int:
-        """What is alive; storage that was resized, as FSDP does with what it gathers, counts as it is."""
+        """Return the live bytes; resized storages, as in FSDP's gathered parameters, count with their current size."""
         alive = {key: storage for key, one in self._storages.items() if (storage := one()) is not None}
         self._storages = {key: self._storages[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
 
     def restart(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with what the shards are made of
+            return NotImplemented  # it is called again with the local shards
         result = func(*args, **(kwargs or {}))
         for leaf in tree_flatten((args, kwargs, result))[0]:
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:

@@ -1,6 +1,6 @@
-"""Programs in manual optimization and with closures, each beside the loop that one would write by hand.
+"""Programs in manual optimization and with closures, each with an equivalent hand-written loop.
 
-The hand-written loops know nothing of the engine: each rank's part of a batch runs forward in an autocast context of
+The hand-written loops are independent of the engine: each rank's part of a batch runs forward in an autocast context of
 its own, gradients are averaged over the parts, and fp16's scale is a number.
 """
 
@@ -19,14 +19,14 @@ from drivetrain import TrainModule
 
 SAMPLES = 24
 BATCH = 8
-SCALE = 1024.0  # of fp16's losses: nothing overflows
+SCALE = 1024.0  # small enough for fp16: nothing overflows
 
 Parts = list[tuple[Tensor, Tensor]]
 """One global batch, as the ranks share it."""
 
 
 def parts(ranks: int) -> Iterator[Parts]:
-    """The global batches in order, dealt to ``ranks``."""
+    """Return the global batches in order, dealt to ``ranks``."""
     x, y = data(SAMPLES).tensors
     for start in range(0, SAMPLES, BATCH):
         rows = [slice(start + r * BATCH // ranks, start + (r + 1) * BATCH // ranks) for r in range(ranks)]
@@ -41,7 +41,7 @@ def autocast(precision: str) -> AbstractContextManager[Any]:
 def mean_backward(
     optimizer: Optimizer, batch: Parts, loss: Callable[[Tensor, Tensor], Tensor], precision: str
 ) -> Tensor:
-    """Add the mean gradient over the parts to ``optimizer``'s parameters, at its true magnitude; returns the loss."""
+    """Add the mean gradient over the parts to ``optimizer``'s parameters, unscaled; returns the loss."""
     scale = SCALE if precision == "16-mixed" else 1.0
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = []
@@ -59,7 +59,7 @@ def mean_backward(
 
 
 class Gan(TrainModule):
-    """Two networks that take turns; the second sees what the first has just become."""
+    """Two networks that take turns; the second uses the first one's updated weights."""
 
     automatic_optimization = False
     critic_steps = 1
@@ -118,13 +118,13 @@ class Gan(TrainModule):
 
 
 class Untoggled(Gan):
-    """Its generator's backward leaves gradients in the critic, which are forgotten before the critic's own."""
+    """The generator's backward leaves gradients in the critic, which are cleared before the critic's own backward."""
 
     toggles = False
 
 
 class Wasserstein(Gan):
-    """Its critic steps several times for one step of the other, and its gradients are clipped twice each time."""
+    """The critic steps several times per generator step, and its gradients are clipped twice each time."""
 
     critic_steps = 3
     clips = (0.05, 0.04)
@@ -137,14 +137,14 @@ class Wasserstein(Gan):
 
 
 class Adding(Gan):
-    """Its critic's later backwards add to gradients that it has stepped on."""
+    """The critic's later backwards add to gradients that were already used for a step."""
 
     critic_steps = 2
     adds = True
 
 
 class Fitted(TrainModule):
-    """A regression; what its optimizer is, a subclass says."""
+    """A regression whose optimizer is chosen by a subclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Fitted(TrainModule):
 
 
 class Quasi(Fitted):
-    """LBFGS, given a closure by hand."""
+    """LBFGS with an explicit closure."""
 
     automatic_optimization = False
 
@@ -194,10 +194,10 @@ class Quasi(Fitted):
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimisation: takes the gradients that are there, climbs, and descends from what it finds there.
+    """Sharpness-aware minimisation: ascends along the given gradients, and descends along those found there.
 
-    (Foret et al. 2021, https://arxiv.org/abs/2010.01412; its signature, and how it puts weights back, are those of the
-    implementation in common use.)
+    (Foret et al. 2021, https://arxiv.org/abs/2010.01412; its signature, and the way it restores weights, are those of
+    the commonly used implementation.)
     """
 
     def __init__(self, params: Any, lr: float = 0.3, rho: float = 0.5) -> None:
@@ -232,7 +232,7 @@ class Sam(Optimizer):
 
 
 class Searching(Sam):
-    """The same, evaluating for itself where it stands before it climbs."""
+    """SAM that evaluates the closure itself before it ascends."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

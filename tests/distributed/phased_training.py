@@ -1,4 +1,6 @@
-"""A module whose layers are frozen, unfrozen and given to the optimizer in mid-run, with the loop by hand beside it."""
+"""A module whose layers are frozen, unfrozen and added to the optimizer during the run, with the equivalent manual
+loop.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ class Stack(nn.Module):
 
 
 class Phased(TrainModule):
-    """Regression in phases.
+    """A regression in phases.
 
     Args:
-        turns: what changes, where.
+        turns: what changes, by place.
         frozen: the layers that are frozen at the start.
         held: the layers that the optimizer gets; None for all.
-        only_on: the rank on which the turns are taken; None for all.
+        only_on: the only rank on which changes are made; None for all.
         split: layers are split by hand (tensor parallelism).
         manual: backward and step by hand.
         adam: AdamW with decay rather than SGD with momentum.
@@ -74,7 +76,7 @@ class Phased(TrainModule):
         layers = [self.net] if self.held is None else [self.net.get_submodule(name) for name in self.held.split()]
         parameters = [one for layer in layers for one in layer.parameters()]
         if self.adam:
-            # Fused: half the time under FSDP. It does not take whole parameters and shards together.
+            # Fused: half the time under FSDP. It does not support whole parameters and shards together.
             fused = len({isinstance(one, DTensor) for one in parameters}) == 1
             return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5, weight_decay=0.1, fused=fused)
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
@@ -93,7 +95,7 @@ class Phased(TrainModule):
             optimizer.step()
         return loss
 
-    # Where turns are taken
+    # Places at which changes are made
 
     def take(self, place: str, step: int, optimizer: Any = None) -> None:
         if self.only_on is not None and self.global_rank != self.only_on:
@@ -149,7 +151,7 @@ class Phased(TrainModule):
 
 
 def by_hand(module: Phased, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
-    """The same in plain PyTorch, on the whole batches."""
+    """Train the same in plain PyTorch, on the whole batches."""
     optimizer = module.configure_optimizers()
     batches = global_batches(SAMPLES, GLOBAL)
     step = 0
@@ -180,7 +182,7 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def dealt(options: dict[str, Any]) -> int:
-    """Among how many ranks a strategy with these options deals the data."""
+    """Return the number of ranks among which a strategy with these options deals the data."""
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     return ranks // int(options.get("tensor_parallel", 1))
 

@@ -1,4 +1,4 @@
-"""Runs a script as its user would, and reads what its ranks said."""
+"""Runs a script as a user would, and reads the output of its ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model(Regression):
 """
 
 
-# A rank of torchrun, or of a script that starts itself again, is forked once for each case: torch is imported once.
+# A rank of torchrun, or of a script that starts itself again, forks once per case, so that torch is imported once.
 CASES = """
 import os, sys
 import torch, torch._dynamo
@@ -66,7 +66,7 @@ if CASE is None:
 
 @dataclass
 class Run:
-    """How a script ended."""
+    """The result of a script."""
 
     code: int
     out: str
@@ -76,9 +76,9 @@ class Run:
 
 
 def run_script(folder: Path, body: str, *command: str, starter: Sequence[str] = (), limit: float = 90) -> Run:
-    """Run ``body`` under Python, or ``python *command``, in ``folder``; what it says comes back sorted.
+    """Run ``body`` under Python, or ``python *command``, in ``folder``; its output lines are sorted.
 
-    A ``starter``, such as mpirun with its options, stands before ``python``.
+    A ``starter``, such as mpirun with its options, is put before ``python``.
     """
     script, said = folder / "script.py", folder / "said"
     script.write_text(HEAD + textwrap.dedent(body))
@@ -92,9 +92,9 @@ def run_script(folder: Path, body: str, *command: str, starter: Sequence[str] = 
 def run_cases(
     folder: Path, body: str, cases: Sequence[str], *command: str, head: str = HEAD, limit: float = 90
 ) -> dict[str, Run]:
-    """Run ``body`` as `run_script` does, once for each case, which it finds in ``CASE``.
+    """Run ``body`` as `run_script` does, once for each case, which it reads from ``CASE``.
 
-    The code is that of the process which was started, under torchrun the largest of the ranks'.
+    The code is that of the started process; under torchrun the largest of the ranks' codes.
     """
     script = folder / "script.py"
     script.write_text(CASES.format(cases=tuple(cases)) + head + textwrap.dedent(body))
@@ -117,7 +117,7 @@ def _case(folder: Path, seconds: float) -> Run:
 def _run(
     script: Path, *command: str, limit: float, starter: Sequence[str] = (), said: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    # Unbuffered, Python writes an error's traceback in pieces of lines, and those of several ranks mix.
+    # Unbuffered Python writes tracebacks in fragments of lines, and those of several ranks would mix.
     kept_out = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     variables = {name: value for name, value in os.environ.items() if name not in kept_out}
     variables["PYTHONPATH"] = os.pathsep.join([HERE, *sys.path])

@@ -1,4 +1,4 @@
-"""What the tests of a run on several ranks are made of: small modules, small data, a `Fit` that says nothing."""
+"""Components for tests of runs on several ranks: small modules, small data, a `Fit` without output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIGHT: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def quiet(**settings: Any) -> Fit:
-    """A `Fit` on the CPU without anything but the loop, for as many ranks as there are."""
+    """Return a `Fit` on the CPU with nothing but the loop, for as many ranks as there are."""
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,
@@ -36,19 +36,19 @@ def quiet(**settings: Any) -> Fit:
 
 
 def about(what: object) -> Callable[[str], str]:
-    """A message of `torch.testing.assert_close` that begins with what is compared."""
+    """Return a function that puts ``what`` before a message of `torch.testing.assert_close`."""
     return lambda text: f"{what}: {text}"
 
 
 def assert_near(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], rtol: float = 1e-6) -> None:
-    """Hold weights against others by name; says which are off."""
+    """Compare weights by name; the message names those that differ."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=rtol, msg=about(name))
 
 
 def data(samples: int) -> TensorDataset:
-    """Inputs of shape (samples, 4), targets of shape (samples, 1); the same on every call."""
+    """Return inputs of shape (samples, 4) and targets of shape (samples, 1); the same on every call."""
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(
         torch.randn(samples, FEATURES, generator=generator), torch.randn(samples, 1, generator=generator)
@@ -60,14 +60,14 @@ def loader(samples: int, batch_size: int, **options: Any) -> DataLoader[Any]:
 
 
 def seeded(build: Callable[[], Any]) -> Any:
-    """Build a module with the same weights everywhere, the process's generator left alone."""
+    """Build a module with the same weights everywhere, without changing the process's generator."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build()
 
 
 class Regression(TrainModule):
-    """A two-layer network on mean squared error, trained by SGD."""
+    """A two-layer network with mean squared error, trained with SGD."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Regression(TrainModule):
 
 
 class Counting(Callback):
-    """Has state that a checkpoint would keep."""
+    """Has state that checkpoints contain."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -113,12 +113,12 @@ class Saver(Callback):
 
 
 def weights(module: nn.Module) -> torch.Tensor:
-    """All parameters in one vector."""
+    """Return all parameters in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def train_by_hand(module: Any, batches: list[Any], window: int = 1, step: Callable[..., Any] | None = None) -> Any:
-    """The reference: one process, plain PyTorch, windows weighted by samples; returns the module."""
+    """Train the reference: one process, plain PyTorch, windows weighted by samples; returns the module."""
     optimizer = module.configure_optimizers()
     for start in range(0, len(batches), window):
         parts = batches[start : start + window]
@@ -132,18 +132,18 @@ def train_by_hand(module: Any, batches: list[Any], window: int = 1, step: Callab
 
 
 def global_batches(samples: int, size: int) -> list[Any]:
-    """The batches that one process would see in the data's order."""
+    """Yield the batches that one process would use in the data's order."""
     x, y = data(samples).tensors
     return [(x[start : start + size], y[start : start + size]) for start in range(0, samples, size)]
 
 
 def each(run: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
-    """What ``run`` returns for each case, in one start of the processes."""
+    """Return what ``run`` returns for each case, in one start of the processes."""
     return [run(*case) for case in cases]
 
 
 def same_on_two_ranks(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What ``run`` returns on each of two ranks, which must not differ by a bit."""
+    """Return what ``run`` returns on two ranks, after checking that both are bit for bit equal."""
     first, second = on_ranks(run, 2, timeout=150)
     assert all(torch.equal(first[name], second[name]) for name in first)
     return first
@@ -151,7 +151,7 @@ def same_on_two_ranks(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, t
 
 @contextlib.contextmanager
 def failing() -> Iterator[dict[str, str]]:
-    """Catch an error and keep what it is; the process goes on, as a notebook's would."""
+    """Catch an error and record it; the process continues, as in a notebook."""
     caught: dict[str, str] = {"type": "nothing was raised", "text": ""}
     try:
         yield caught
@@ -161,7 +161,7 @@ def failing() -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def counting_collectives() -> Iterator[Counter[str]]:
-    """Count every collective of this process, those that DDP's reducer issues in C++ included."""
+    """Count every collective of this process, including those that DDP's reducer issues in C++."""
     counts: Counter[str] = Counter()
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         yield counts

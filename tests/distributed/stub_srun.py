@@ -1,9 +1,9 @@
-"""What `srun` does to the processes it starts, on a machine without SLURM: their variables, their output, their end.
+"""Imitates `srun` on a machine without SLURM: the environment, output and termination of its tasks.
 
 python stub_srun.py --nodes 2 --ntasks 2 command ...
 
-All tasks run here, whatever node they are told to be on. As with `srun --kill-on-bad-exit=0`, SLURM's default, a task
-that fails leaves the others alone: they have to notice by themselves.
+All tasks run on this machine, whichever node their variables name. As with `srun --kill-on-bad-exit=0`, SLURM's
+default, a task that fails does not end the others: they have to detect it themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PEFT's LoRA on a Llama of Hugging Face's, trained and saved without the model that it adapts. Row L-08."""
+"""PEFT's LoRA on a Llama of Hugging Face, trained and saved without its base model. Row L-08."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_adapter_is_saved_alone_and_fits_its_base(strategy: str, tmp_path: Pa
     ],
     ids=str,
 )
-def test_a_run_goes_on_from_it_under_another_strategy(
+def test_a_run_resumes_from_it_under_another_strategy(
     first: tuple[str, int], second: tuple[str, int], tmp_path: Path
 ) -> None:  # L-08
     on_ranks(_run, first[1], *first, tmp_path, 1, process_group=None, timeout=120)

@@ -1,4 +1,4 @@
-"""Steps that leave parameters out which others use, under DDP that waits for them: told before a step goes wrong."""
+"""Steps that omit parameters which other steps use, under DDP: reported before a wrong step is made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT_OUT: dict[str, tuple[int, tuple[int, ...], int]] = {
 
 
 class Branching(Regression):
-    """A layer stands aside in one micro-batch, on some ranks."""
+    """A layer is skipped in one micro-batch, on some ranks."""
 
     def __init__(self, at: int, ranks: tuple[int, ...]) -> None:
         super().__init__()
@@ -57,8 +57,10 @@ def _left_out() -> dict[tuple[str, str], tuple[dict[str, str], int, float, torch
     return found
 
 
-def test_a_step_that_leaves_a_parameter_out_is_told_before_it_is_made() -> None:  # C-01, C-04
-    """At an epoch's end on one rank, both waited until the timeout; at a static run's end, replicas parted unsaid."""
+def test_a_step_that_omits_a_parameter_is_refused_before_it_is_made() -> None:  # C-01, C-04
+    """Previously both ranks waited for the timeout if it happened at an epoch's end; replicas of a static run
+    diverged silently.
+    """
     ranks = on_ranks(_left_out, 2, process_group=None, timeout=120)
     for kind, name in ranks[0]:
         at, on, window = LEFT_OUT[name]
@@ -69,6 +71,6 @@ def test_a_step_that_leaves_a_parameter_out_is_told_before_it_is_made() -> None:
             assert steps == at // window, (kind, name)
             assert seconds < 10, (kind, name)
             assert torch.equal(left, ranks[0][kind, name][3]), (kind, name)
-            # What is advised helps: the other kind does not.
+            # Only the fix for this kind of run is suggested.
             assert "find_unused_parameters=True" in error["text"]
             assert ("use DDPStrategy(static_graph=True)" in error["text"]) == (kind == "plain"), (kind, error)

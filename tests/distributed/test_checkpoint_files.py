@@ -1,4 +1,4 @@
-"""A checkpoint that several ranks write together: whoever holds what, it is whole, or nobody has it."""
+"""A checkpoint that several ranks write together is complete for every layout, or does not exist at all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def truth() -> dict[str, torch.Tensor]:
 
 
 def chunk(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """How DTensor cuts: equal parts, the last ones short or empty."""
+    """Return a rank's part as DTensor cuts it: equal parts, the last ones short or empty."""
     size = -(-length // world_size)
     start = min(rank * size, length)
     return start, min(size, length - start)
@@ -87,7 +87,7 @@ def columns(shape: torch.Size, rank: int, world_size: int) -> Region:
 
 
 def flat(shape: torch.Size, rank: int, world_size: int) -> Region:
-    # Uneven on purpose, as a partition that goes through several parameters cuts them.
+    # Uneven on purpose, as a partition that spans several parameters cuts them.
     edges = [round(shape.numel() * (rank / world_size) ** 2) for rank in range(world_size + 1)]
     return Span(edges[rank], edges[rank + 1])
 
@@ -134,8 +134,8 @@ def _save(path: str, layout: str) -> None:
     ("layout", "ranks"),
     [("rows", 2), ("rows", 4), ("columns", 3), ("flat", 3), ("mixed", 2), ("replicated twice", 4), ("whole", 2)],
 )
-def test_the_parts_of_all_ranks_make_a_whole(tmp_path: Path, layout: str, ranks: int) -> None:
-    # F-01: the files are the same whoever held what; F-13: a piece at a time
+def test_the_parts_of_all_ranks_are_a_complete_checkpoint(tmp_path: Path, layout: str, ranks: int) -> None:
+    # F-01: the files are the same for all layouts; F-13: in pieces
     path = tmp_path / "c"
     on_ranks(_save, ranks, str(path), layout)
     assert verify(path) == []
@@ -161,7 +161,7 @@ def test_the_parts_of_all_ranks_make_a_whole(tmp_path: Path, layout: str, ranks:
 def _save_digested(path: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = sharded("rows", rank, world_size)
-    mine.digest = "sha256" if rank == 0 else None  # rank 0's choice counts, or some files would have none
+    mine.digest = "sha256" if rank == 0 else None  # rank 0's choice applies, or some files would have none
     save(path, mine, control(), sizes=SMALL)
 
 
@@ -201,7 +201,7 @@ def test_each_rank_reads_its_part(tmp_path: Path, layout: str, ranks: int) -> No
     on_ranks(_read, ranks, str(tmp_path / "c"), layout)
 
 
-# What goes wrong on one rank
+# Errors on one rank
 
 
 def _refused(path: str, harm: str) -> str:
@@ -242,8 +242,8 @@ def _refused(path: str, harm: str) -> str:
         ("value", "'generator', a object"),
     ],
 )
-def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path, harm: str, said: str) -> None:
-    # F-05: what was there is whole, and nothing is left beside it
+def test_all_ranks_refuse_state_that_one_cannot_save(tmp_path: Path, harm: str, said: str) -> None:
+    # F-05: the previous checkpoint is complete, and no other files are left
     import re
 
     errors = on_ranks(_refused, 2, str(tmp_path / "c"), harm)
@@ -256,7 +256,7 @@ def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path, harm: str, said: 
 
 
 def _on_disks_of_their_own(folder: str) -> str:
-    """Each rank sees another disk where the path leads, as on nodes that share none."""
+    """Give each rank a different disk at the path, as on nodes without shared storage."""
     rank = dist.get_rank()
     os.makedirs(f"{folder}/{rank}")
     with contextlib.chdir(f"{folder}/{rank}"):
@@ -283,14 +283,14 @@ def _in_memory() -> str:
 
 
 class Odd(Callback):
-    """What rank 1 would save has no form."""
+    """The state that rank 1 would save cannot be stored."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1} if os.environ["RANK"] == "1" else [1]}
 
 
 def _train_with_odd_state(path: Path) -> tuple[str, int]:
-    ones: Any = torch.ones(8, 2)  # a tensor is a dataset, too
+    ones: Any = torch.ones(8, 2)  # a tensor is also a dataset
     module, data = TinyModule(), torch.utils.data.DataLoader(ones, batch_size=2)
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, callbacks=[Checkpoint(path), Odd()], **options)
@@ -301,14 +301,14 @@ def _train_with_odd_state(path: Path) -> tuple[str, int]:
     return "", fit.global_step
 
 
-def test_what_one_rank_cannot_save_is_found_before_the_first_step(tmp_path: Path) -> None:  # J-08
+def test_state_that_one_rank_cannot_save_is_refused_before_the_first_step(tmp_path: Path) -> None:  # J-08
     for said, steps in on_ranks(_train_with_odd_state, 2, tmp_path / "c", process_group=None):
         assert "callbacks/Odd/state/seen', a set" in said
         assert steps == 0
     assert not (tmp_path / "c").exists()
 
 
-def test_what_lives_in_one_process_is_for_one_rank(tmp_path: Path) -> None:
+def test_a_memory_store_is_refused_on_several_ranks(tmp_path: Path) -> None:
     # F-09
     for error in on_ranks(_in_memory, 2):
         assert "and rank 0 sees nothing" in error
@@ -320,7 +320,7 @@ def _damaged_for_one(path: str) -> str:
     checkpoint = load(path)
     region = {"embedding.weight": rows(truth()["embedding.weight"].shape, rank, 2)}
     try:
-        # Rank 0 reads a file that is whole, rank 1 one that is not.
+        # Rank 0 reads an intact file, rank 1 a damaged one.
         name = "embedding.weight" if rank == 0 else "buffer"
         run_collectively(talk, "The checkpoint cannot be loaded", lambda: checkpoint.weights().sources()[name].read())
     except CheckpointError as error:
@@ -328,7 +328,7 @@ def _damaged_for_one(path: str) -> str:
     return f"loaded {region}"
 
 
-def test_all_ranks_refuse_what_one_finds_damaged(tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> None:
     # F-06
     path = tmp_path / "c"
     on_ranks(_save, 2, str(path), "rows")
@@ -341,7 +341,7 @@ def test_all_ranks_refuse_what_one_finds_damaged(tmp_path: Path) -> None:
         assert f"{index['buffer']} was altered" in error
 
 
-# Beside training
+# In the background
 
 
 def _in_the_background(folder: str) -> None:
@@ -354,14 +354,14 @@ def _in_the_background(folder: str) -> None:
         (value.local if isinstance(value, ParameterShard) else value).zero_()
     thread = threading.Thread(target=commit, args=(f"{folder}/c", staged, beside))
     thread.start()
-    for number in range(200):  # meanwhile the ranks talk on, and in another order than the thread's
+    for number in range(200):  # meanwhile the ranks communicate, in another order than the thread
         assert talk.all_gather(torch.tensor([number * world_size + rank])).shape == (world_size, 1)
     thread.join()
     talk.detach()
 
 
-def test_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
-    # F-08: what is saved is the state at the call
+def test_saving_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
+    # F-08: the saved state is that at the time of the call
     on_ranks(_in_the_background, 3, str(tmp_path))
     assert verify(tmp_path / "c") == []
     weights = load(tmp_path / "c").weights()
@@ -372,7 +372,7 @@ def test_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
 
 
 def _peak(path: str) -> int:
-    """Save a tensor of 192 MiB that lies on two ranks; return the bytes by which this one grew at most."""
+    """Save a tensor of 192 MiB that is spread over two ranks; return the peak growth of this process in bytes."""
     rank = dist.get_rank()
     talk = control()
     half = torch.full((24, 2**20), float(rank))
@@ -383,15 +383,15 @@ def _peak(path: str) -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
 
-    save(f"{path}-small", sharded("rows", rank, 2), talk)  # what is imported on the way is none of it
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    save(f"{path}-small", sharded("rows", rank, 2), talk)  # imports on the way must not be counted
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = field("VmRSS")
     save(path, contents, talk, sizes=Sizes(piece=4 * 2**20))
     return field("VmHWM") - before
 
 
 @requires_linux()
-def test_a_save_holds_a_few_pieces_and_no_tensor(tmp_path: Path) -> None:
+def test_a_save_holds_a_few_pieces_instead_of_whole_tensors(tmp_path: Path) -> None:
     # F-13
     for grown in on_ranks(_peak, 2, str(tmp_path / "c")):
         assert grown < 40 * 2**20

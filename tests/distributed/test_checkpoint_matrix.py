@@ -1,4 +1,4 @@
-"""One checkpoint: written under any strategy and world size, a run goes on from it under any other: F-01."""
+"""A checkpoint written under any strategy and world size can be resumed under any other: F-01."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from drivetrain.checkpoint import load, verify
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from worlds import on_ranks
 
-SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; in the middle it stops
+SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; the run is saved in the middle
 
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDeviceStrategy),
     "ddp 2": (2, lambda: DDPStrategy(find_unused_parameters=True)),
-    "averaging 2": (2, Averaging),  # K-01: a third party's
+    "averaging 2": (2, Averaging),  # K-01: third-party
     "fsdp 2": (2, FSDPStrategy),
     "fsdp 4": (4, lambda: FSDPStrategy(wrap=[])),
     "hsdp 2x2": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2, wrap=[])),
@@ -35,12 +35,12 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
 
 def _net() -> Tied:
     net = Tied()
-    net.temperature = nn.Parameter(torch.ones(1))  # DeepSpeed takes no parameter without a dimension
+    net.temperature = nn.Parameter(torch.ones(1))  # DeepSpeed does not support parameters without a dimension
     return net
 
 
 class Model(Regression):
-    """Ties, a frozen layer, a parameter nobody uses, a buffer, two groups; a scheduler in the middle of its way."""
+    """Has ties, a frozen layer, an unused parameter, a buffer, two groups, and a scheduler in mid-schedule."""
 
     steps: torch.Tensor
 
@@ -49,7 +49,8 @@ class Model(Regression):
         self.net = seeded(_net)
         self.net.stem.requires_grad_(False)
         self.register_buffer("steps", torch.zeros(()))
-        self.unused = nn.Parameter(torch.ones(3))  # without weight decay: where ZeRO counts it as zero nothing moves
+        # without weight decay: ZeRO's zero gradients must not change the parameter
+        self.unused = nn.Parameter(torch.ones(3))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
@@ -108,7 +109,7 @@ def reference() -> Any:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
-    """A checkpoint of each strategy; the runs that wrote them went on undisturbed."""
+    """A checkpoint of each strategy; the runs that wrote them continued undisturbed."""
     folder = tmp_path_factory.mktemp("matrix")
     runs = _write(_names(1), 1, folder)
     runs += on_ranks(_write, 2, _names(2), 2, folder, timeout=150)[0]
@@ -120,7 +121,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_run_goes_on_under_any_strategy_as_the_reference_does(ranks: int, written: Path, reference: Any) -> None:
+def test_a_run_resumed_under_any_strategy_equals_the_reference(ranks: int, written: Path, reference: Any) -> None:
     # F-01: weights and optimizer state; B-07, B-08
     if ranks == 1:
         runs = [_read(_names(1), 1, written)]
@@ -134,7 +135,7 @@ def test_a_run_goes_on_under_any_strategy_as_the_reference_does(ranks: int, writ
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_weights_open_without_us(name: str, written: Path) -> None:
+def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:
     # F-10, F-04, F-06
     path = written / name
     assert verify(path) == []

@@ -1,4 +1,4 @@
-"""Clipping and loss scaling over gradients that are spread over real processes."""
+"""Clipping and loss scaling with gradients that are sharded over real processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from drivetrain.precision import FullPrecision, MixedPrecision, Precision
 from worlds import on_ranks
 
-# Nothing here divides by the number of ranks, and one parameter has fewer rows than there are ranks.
+# No size is divisible by the number of ranks, and one parameter has fewer rows than there are ranks.
 SHAPES = {"a": (7, 6), "b": (5,), "c": (3, 4), "d": (6, 3), "e": (2, 2)}
 
 
 class Case(NamedTuple):
-    """How many ranks, and how each parameter is spread: None for plain, else mesh name and placements by dimension.
+    """The number of ranks, and how each parameter is spread: None for plain, otherwise mesh name and placements by
+    dimension.
 
     A letter and a digit is a shard of that dimension, "r" a replica.
     """
@@ -107,13 +108,13 @@ def overflow_on_a_rank(case: Case, bad: str | None) -> dict[str, Any]:
     precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     parameters = spread_parameters(case)
     optimizers = split_optimizers(parameters)
-    # One scaled loss, as any run has: it brings the scale into being.
+    # Scaling a loss, as any run does, initializes the scale.
     precision.backward(nn.Parameter(torch.ones(())) * 1.0)
     for name, parameter in parameters.items():
         assert parameter.grad is not None
         parameter.grad.mul_(1024.0)
         local: Tensor = getattr(parameter.grad, "_local_tensor", parameter.grad)
-        # One shard of all; where there are replicas, in each of them, as the reduction over them leaves it.
+        # One of all shards; with replicas, the same one in each of them, as the reduction over them leaves it.
         poisoned = dist.get_rank() % 2 == 1 if case == CASES["hybrid"] else dist.get_rank() == dist.get_world_size() - 1
         if name == bad and poisoned:
             local.view(-1)[-1] = float("inf")
@@ -129,7 +130,7 @@ def overflow_on_a_rank(case: Case, bad: str | None) -> dict[str, Any]:
 @pytest.mark.parametrize("bad", [None, "a", "d"], ids=["finite", "first optimizer", "second optimizer"])
 @pytest.mark.parametrize("case", ["sharded", "plain and sharded", "hybrid", "two meshes"])
 def test_an_overflow_in_one_shard_skips_every_rank(case: str, bad: str | None) -> None:
-    # B-06, B-15. In "plain and sharded" the infinity sits in "a" and not in "d", whose plain gradient would be alike on
+    # B-06, B-15. In "plain and sharded" the infinity is in "a" and not in "d", whose plain gradient would be equal on
     # all ranks in a real run.
     if case == "plain and sharded" and bad == "d":
         bad = "c"
@@ -142,7 +143,7 @@ def test_an_overflow_in_one_shard_skips_every_rank(case: str, bad: str | None) -
         assert bool(result["norm"].isfinite()) is (bad is None)
 
 
-def overflow_of_one_ranks_own(reduces: bool) -> tuple[bool, float]:
+def overflow_on_one_rank(reduces: bool) -> tuple[bool, float]:
     precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     if reduces:
         precision.found_inf_reducer = lambda found: dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -154,10 +155,10 @@ def overflow_of_one_ranks_own(reduces: bool) -> tuple[bool, float]:
     return stepped, precision.state_dict()["scale"]
 
 
-def test_the_reducer_makes_an_overflow_known() -> None:
+def test_the_reducer_shares_an_overflow() -> None:
     # B-06: gradients that no wrapper averages
-    assert on_ranks(overflow_of_one_ranks_own, 2, True) == [(False, 512.0), (False, 512.0)]
-    assert on_ranks(overflow_of_one_ranks_own, 2, False) == [(True, 1024.0), (False, 512.0)]
+    assert on_ranks(overflow_on_one_rank, 2, True) == [(False, 512.0), (False, 512.0)]
+    assert on_ranks(overflow_on_one_rank, 2, False) == [(True, 1024.0), (False, 512.0)]
 
 
 def ddp_run(poisoned: int | None) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def ddp_run(poisoned: int | None) -> dict[str, Any]:
     return {"stepped": stepped, "norms": norms, "scale": precision.state_dict()["scale"], "weights": weights}
 
 
-def test_ddp_skips_on_every_rank_what_overflowed_on_one() -> None:
+def test_ddp_skips_an_overflow_of_one_rank_on_every_rank() -> None:
     # B-06: fp16 under DDP, where averaging carries the infinity to all
     first, second = on_ranks(ddp_run, 2, 1)
     assert first["stepped"] == second["stepped"] == [True, False, True]
@@ -197,14 +198,14 @@ def fsdp_run(precision: Precision) -> tuple[list[Tensor], list[Tensor]]:
     if dist.is_initialized():
         from torch.distributed.fsdp import fully_shard
 
-        ignored: Any = {module.embedding.weight}  # a plain gradient beside the shards, averaged by hand
+        ignored: Any = {module.embedding.weight}  # a plain gradient in addition to the shards, averaged by hand
         fully_shard(module.body)
         fully_shard(module, ignored_params=ignored)
         shards: Any = (module.body, module)
         for unit in shards:
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM (D-06)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo does not support PREMUL_SUM (D-06)
         x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, y))
-    # One optimizer for the shards and one for the rest: foreach and fused updates take either kind, not both.
+    # One optimizer for the shards and one for the rest: foreach and fused updates do not support both kinds together.
     embedding = [module.embedding.weight]
     rest = [p for p in module.parameters() if p is not module.embedding.weight]
     optimizers = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), torch.optim.SGD(embedding, lr=0.1, momentum=0.9)]

@@ -1,4 +1,4 @@
-"""Processes that a cluster's own program starts: they train as one, and end together. Rows A-06, B-01, G-01, G-02."""
+"""Processes started by a cluster's own program train together, and end together. Rows A-06, B-01, G-01, G-02."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTERS = [
     pytest.param(SRUN, id="srun"),
 ]
 
-# A rank is asked who it is in a Fit, as nothing but the cluster's variables tells.
+# A rank creates a Fit to learn its place, which only the cluster's variables define.
 _SCRIPT = """
 module = Model()
 fit = quiet(strategy="ddp")
@@ -56,7 +56,7 @@ def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(  # A-06, 
     assert run.code != 0
     assert "ValueError: boom on 1" in run.errors
     assert "1 ended True" in run.said
-    if starter is SRUN:  # mpirun ends the others as soon as one has failed, whatever they are about to say
+    if starter is SRUN:  # mpirun ends the others as soon as one has failed, possibly before they print anything
         assert "0 ended True" in run.said
         assert "Rank 1 failed with ValueError: boom on 1" in run.errors
 

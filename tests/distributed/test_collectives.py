@@ -1,4 +1,4 @@
-"""Communication between ranks: its amount, and agreements. Rows A-08, A-10, B-02, B-19, H-01."""
+"""Communication between ranks: its amount, and agreements between them. Rows A-08, A-10, B-02, B-19, H-01."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def _counted() -> dict[str, Any]:
     return found
 
 
-def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, B-12
+def test_a_bare_fit_issues_only_ddps_collectives() -> None:  # H-01, B-02, B-12
     for found in on_ranks(_counted, 2):
         by_hand = found["by hand"]
         assert by_hand["allreduce"] == 10
         for name in ("bare", "logged"):
-            # From the second epoch on, without what DDP sets up in its first steps.
+            # From the second epoch on, to exclude DDP's setup in its first steps.
             assert found[name][0]["allreduce"] == 10
             assert found[name][1] - Counter(broadcast=10) == Counter(allreduce=10), name
             assert sum(found[name][0].values()) <= sum(by_hand.values()) + found[name][0]["broadcast"]
@@ -117,7 +117,7 @@ def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, 
         assert found["accumulated"][0]["allreduce"] == found["accumulated"][1]["allreduce"] == 3
         assert found["static"][0]["allreduce"] == 3 + found["static by hand"]["allreduce"] - 10
         assert found["static"][1]["allreduce"] == 3
-        # A whole run, which is only set-up and steps.
+        # A whole run, which consists of set-up and steps.
         extra = found["whole run"] - found["set-up by hand"] - by_hand - Counter(allreduce=10)
         assert not extra, extra
         # Two keys, two epochs: one packed collective each.
@@ -127,8 +127,8 @@ def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, 
 # B-19, H-01: stopping
 
 
-class Wishing(Callback):
-    """Requests a stop at a step, on some ranks."""
+class Stopping(Callback):
+    """Requests a stop at a given step, on some ranks."""
 
     def __init__(self, step: int, ranks: tuple[int, ...]) -> None:
         self.step = step
@@ -156,7 +156,7 @@ def _stopping() -> dict[str, Any]:
         ),
         ("end of the epoch", 100, (1,), {"max_epochs": 3}),
     ):
-        trainer = quiet(**{"strategy": "ddp", "callbacks": Wishing(step, ranks), **settings})
+        trainer = quiet(**{"strategy": "ddp", "callbacks": Stopping(step, ranks), **settings})
         module = Regression()
         with failing() as error:
             trainer.fit(module, loader(400, 2))
@@ -164,7 +164,7 @@ def _stopping() -> dict[str, Any]:
     return found
 
 
-def test_a_stop_asked_on_one_rank_stops_all_after_the_same_step() -> None:  # B-19, H-01
+def test_a_stop_requested_on_one_rank_stops_all_after_the_same_step() -> None:  # B-19, H-01
     first, second = on_ranks(_stopping, 2)
     for name, (steps, epochs, trained, error) in first.items():
         assert error == "", name
@@ -177,7 +177,7 @@ def test_a_stop_asked_on_one_rank_stops_all_after_the_same_step() -> None:  # B-
     assert first["end of the epoch"][:2] == (100, 1)
 
 
-class _Place(LocalControl):
+class _SimulatedRank(LocalControl):
     """One rank, run by a thread."""
 
     def __init__(self, rank: int, world_size: int, store: Any) -> None:
@@ -186,7 +186,7 @@ class _Place(LocalControl):
         self.store = store
 
 
-def test_ranks_that_run_apart_stop_after_the_same_step() -> None:  # B-19
+def test_ranks_at_different_steps_stop_after_the_same_step() -> None:  # B-19
     draw = random.Random(0)
     for _ in range(15):
         store, size = dist.HashStore(), 3  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def test_ranks_that_run_apart_stop_after_the_same_step() -> None:  # B-19
             pauses: list[float] = pauses,
             stopped: dict[int, int] = stopped,
         ) -> None:
-            stop = StopRequest(_Place(rank, 3, store), None, None, None)
+            stop = StopRequest(_SimulatedRank(rank, 3, store), None, None, None)
             for step in range(1, 100_000):
                 time.sleep(pauses[rank])
                 if wishes.get(rank) == step:
@@ -228,7 +228,7 @@ class Monitored(Regression):
 
     @property
     def value(self) -> float:
-        # It gets worse on rank 0 and better on rank 1, and their mean gets worse.
+        # Worse on rank 0 and better on rank 1, with a mean that gets worse.
         step = float(self.current_epoch + 1)
         return 3.0 * step if self.global_rank == 0 else -step
 
@@ -264,7 +264,7 @@ def _monitored() -> dict[str, Any]:
     return found
 
 
-def test_a_value_decides_alike_on_all_ranks() -> None:  # B-19
+def test_a_monitored_value_is_the_same_on_all_ranks() -> None:  # B-19
     first, second = on_ranks(_monitored, 2)
     assert first == second
     for how, (error, epochs, rates) in first.items():
@@ -282,7 +282,7 @@ def _stopping_on_rank_0() -> dict[str, Any]:
     return {"text": error["text"], "seconds": time.monotonic() - began}
 
 
-def test_a_callback_that_decides_on_one_rank_only_is_named_and_never_hangs() -> None:  # B-19
+def test_a_callback_that_stops_one_rank_only_is_named_without_a_hang() -> None:  # B-19
     for found in on_ranks(_stopping_on_rank_0, 2):
         assert "rank(s) [0] reached the value of 'value'" in found["text"]
         assert found["seconds"] < 20
@@ -316,7 +316,7 @@ def _skipping(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_minus_one_on_one_rank_is_named_and_never_hangs(tmp_path: Path) -> None:  # B-19, G-04
+def test_minus_one_on_one_rank_is_named_without_a_hang(tmp_path: Path) -> None:  # B-19, G-04
     for found in on_ranks(_skipping, 2, str(tmp_path), process_group=None):
         error, steps, _ = found["both"]
         assert error["text"] == ""
@@ -326,20 +326,20 @@ def test_minus_one_on_one_rank_is_named_and_never_hangs(tmp_path: Path) -> None:
             assert error["type"] in ("AbsentRanksError", "RankFailedError"), error
             assert "on_train_batch_start returned -1" in error["text"], error
             assert seconds < 10
-            # Both ranks have dumped their flight records, and the error gives the path.
+            # Both ranks have dumped their flight records, and the error names the path.
             logs = tmp_path / name / "logs"
             assert f"The last collectives of each rank: {logs}/flight-rank-*.txt" in error["text"], error
             for rank in (0, 1):
                 assert "all_reduce" in (logs / f"flight-rank-{rank}.txt").read_text()
                 assert pickle.loads((logs / f"flight_rank_{rank}").read_bytes())["entries"]
-    assert not (tmp_path / "both").exists()  # nothing is dumped without a problem
+    assert not (tmp_path / "both").exists()  # nothing is dumped if there is no problem
 
 
 # A-08: collective calls by one rank only
 
 
 class Alone(Regression):
-    """Makes a collective call under `if is_global_zero`."""
+    """Makes a collective call inside ``if is_global_zero``."""
 
     def __init__(self, call: str, folder: str) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ def _different() -> dict[str, Any]:
             quiet(strategy="ddp").validate(module, loader(16, 4))
         else:
             quiet(strategy="ddp").fit(module, loader(16, 4))
-    # Equally many micro-batches, but not samples.
+    # Equal numbers of micro-batches, but not of samples.
     part, _ = random_split(data(64), [48 - 8 * rank, 16 + 8 * rank])
     with failing() as found["training samples"]:
         quiet(strategy="ddp").fit(Shaped("", rank), DataLoader(part, batch_size=8))
@@ -465,7 +465,7 @@ def _different() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("process_group", ["gloo", None])
-def test_what_differs_between_ranks_is_named_before_the_first_step(process_group: str | None) -> None:  # A-10, G-07
+def test_differences_between_ranks_are_named_before_the_first_step(process_group: str | None) -> None:  # A-10, G-07
     ranks = on_ranks(_different, 2, process_group=process_group)
     afterwards = [found.pop("afterwards") for found in ranks]
     assert torch.equal(*afterwards)

@@ -1,4 +1,4 @@
-"""Ranks that go through different orders, or read the same where each should have a part of its own. Row I-08."""
+"""Ranks that use different orders, or read the same data where each should have its own part. Row I-08."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worlds import on_ranks
 
 
 class Shuffled(Sampler[int]):
-    """Draws from a generator of its own."""
+    """Shuffles with a generator of its own."""
 
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
@@ -33,14 +33,14 @@ class Shuffled(Sampler[int]):
 
 
 class Lines(IterableDataset[Any]):
-    """The data set as a stream, which every rank reads whole."""
+    """The data set as a stream that every rank reads completely."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(data(24))
 
 
 class Recording(Regression):
-    """Keeps the first number of every sample that it has seen."""
+    """Records the first number of every sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _runs() -> dict[str, Any]:
     return found
 
 
-def test_ranks_that_read_the_same_data_wrongly_are_told_so() -> None:  # I-08
+def test_ranks_that_wrongly_read_the_same_data_are_warned() -> None:  # I-08
     ranks = on_ranks(_runs, 2, process_group=None)
     numbers = sorted(data(24).tensors[0][:, 0].tolist())
     for found in ranks:
@@ -112,7 +112,7 @@ def test_ranks_that_read_the_same_data_wrongly_are_told_so() -> None:  # I-08
         assert sorted(seen) == sorted(numbers * epochs), (name, stage)
     said, silent = (found["whole, said"] for found in ranks)
     assert silent == []
-    assert len(said) == 2  # once for each loader, whatever number of epochs
+    assert len(said) == 2  # once for each loader, whatever the number of epochs
     for line, whose in zip(said, ("training", "validation"), strict=True):
         assert line.startswith(f"The first batch of the {whose} loader is the same on all ranks.")
         assert "split_by_rank(Lines(...))" in line

@@ -43,7 +43,7 @@ TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 
 
 class WithSpare(Regression):
-    """Has a layer that the loss never uses, or only where `uses_spare` says so."""
+    """Has a layer that the loss uses only if `uses_spare` returns True."""
 
     def __init__(self, uses: str = "never") -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _unused() -> dict[str, Any]:
     for uses in ("at first", "on rank 0", "but for the last"):
         with failing() as found[uses]:
             quiet(strategy="ddp").fit(WithSpare(uses), loader(32, 4))
-    # Used in the first micro-batch of the window and not in the one that synchronises.
+    # Used in the first micro-batch of the window, but not in the one that synchronises.
     with failing() as found["at first, accumulated"]:
         quiet(strategy="ddp", accumulate_grad_batches=2).fit(WithSpare("at first"), loader(32, 4))
     for name, strategy in {
@@ -112,7 +112,7 @@ def test_unused_parameters_are_named_on_step_1() -> None:  # C-01
             assert "2 trainable parameter(s) got no gradient: 'spare.weight', 'spare.bias'." in found[name]["text"]
         for name in ("static", "find", "alias", "static alias", "frozen"):
             torch.testing.assert_close(found[name], reference, **TIGHT)
-    # What is unused on one rank only: that rank says so, and the other one says what that rank said.
+    # A parameter that is unused on one rank: that rank names it, and the other one reports that rank's error.
     assert ranks[1]["on rank 0"]["type"] == "ConfigurationError"
     assert ranks[0]["on rank 0"]["type"] == "RankFailedError"
     for found in ranks:
@@ -125,7 +125,7 @@ def test_unused_parameters_are_named_on_step_1() -> None:  # C-01
 
 
 class Recorder(Callback):
-    """Counts the optimizer steps by the micro-batch they came after."""
+    """Records the optimizer steps by the micro-batch that they followed."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -163,8 +163,8 @@ def test_static_graph_accumulates_from_the_first_step_and_notices_a_changed_grap
             assert "changed" in error["text"], (uses, error)
 
 
-class Counted(Regression):
-    """Its forward counts itself in a buffer, differently on each rank, and the loss hangs on the count."""
+class CountsForwards(Regression):
+    """The forward counts itself in a buffer, differently on each rank, and the loss depends on the count."""
 
     count: torch.Tensor
 
@@ -185,7 +185,7 @@ def _windows_of_a_static_graph(folder: Path) -> dict[str, Any]:
         ("static", "ddp_static_graph", None),
         ("resumed", "ddp_static_graph", folder / "static"),
     ):
-        module = Counted()
+        module = CountsForwards()
         fit = quiet(
             strategy=strategy, accumulate_grad_batches=3, max_epochs=2, seed=1, callbacks=Saver(str(folder / name))
         )
@@ -194,8 +194,8 @@ def _windows_of_a_static_graph(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_first_window_of_a_static_graph_is_like_the_others(tmp_path: Path) -> None:  # C-02, F-02
-    # It was reduced, and buffers given out, after every micro-batch: in a resumed run once more.
+def test_the_first_window_of_a_static_graph_synchronises_once(tmp_path: Path) -> None:  # C-02, F-02
+    # It was reduced, and buffers were broadcast, after every micro-batch; in a resumed run once more.
     for found in on_ranks(_windows_of_a_static_graph, 2, tmp_path, process_group=None):
         for name in ("static", "resumed"):
             for key, value in found["plain"].items():
@@ -213,8 +213,8 @@ class _RecordingDDP(DistributedDataParallel):
         super().__init__(module, **options)
 
 
-class _Look(Callback):
-    """Reads what DDP says of itself after the last step."""
+class _Description(Callback):
+    """Reads DDP's own description after the last step."""
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
@@ -224,7 +224,7 @@ class _Look(Callback):
         self.data = {**ddp._get_ddp_logging_data(), "static_graph": ddp.static_graph}
 
 
-def _knobs() -> dict[str, Any]:
+def _arguments() -> dict[str, Any]:
     ddp_module.DistributedDataParallel = _RecordingDDP  # type: ignore[assignment, attr-defined]
     found: dict[str, Any] = {}
     knobs: dict[str, dict[str, Any]] = {
@@ -241,7 +241,7 @@ def _knobs() -> dict[str, Any]:
         "own": {"comm_hook": (2.0, _doubled)},
     }
     for name, options in knobs.items():
-        look, module = _Look(), Regression()
+        look, module = _Description(), Regression()
         with failing() as error, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             quiet(strategy=DDPStrategy(**options), callbacks=look, precision="32-true").fit(module, loader(64, 4))
@@ -260,8 +260,8 @@ def _doubled(factor, bucket):  # torch refuses annotations that are strings
     return work.then(lambda future: future.value()[0] * (factor / 4.0))
 
 
-def test_every_knob_reaches_torch_as_given() -> None:  # C-03, C-07
-    ranks = on_ranks(_knobs, 2, process_group=None)
+def test_every_argument_reaches_torch() -> None:  # C-03, C-07
+    ranks = on_ranks(_arguments, 2, process_group=None)
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for found in ranks:
         plain = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
@@ -271,7 +271,7 @@ def test_every_knob_reaches_torch_as_given() -> None:  # C-03, C-07
         assert found["buffers"]["given"] == {**plain, "broadcast_buffers": False}
         assert found["view"]["given"] == {**plain, "gradient_as_bucket_view": False}
         for name in ("unset", "static None", "static True", "find", "bucket", "buffers", "view", "own"):
-            # DDP is told at the first forward whose backward synchronises.
+            # DDP is configured at the first forward whose backward synchronises.
             assert found[name]["ddp"]["static_graph"] is (name == "static True")
             assert found[name]["error"]["text"] == "", name
             torch.testing.assert_close(found[name]["weights"], reference, **TIGHT)
@@ -280,11 +280,11 @@ def test_every_knob_reaches_torch_as_given() -> None:  # C-03, C-07
         assert "powerSGD_hook" in found["powersgd"]["ddp"]["comm_hook"]
         torch.testing.assert_close(found["fp16"]["weights"], reference, atol=2e-3, rtol=0)
         assert not torch.equal(found["fp16"]["weights"], reference)
-        # PowerSGD begins to compress after 1000 steps; until then it is the plain average.
+        # PowerSGD starts to compress after 1000 steps; until then it is the plain average.
         torch.testing.assert_close(found["powersgd"]["weights"], reference, **TIGHT)
         assert "Did you mean 'fp16'" in found["typo"]["text"]
         assert "GroupNorm" in found["sync_batchnorm"]["text"]
-        # torch lets bf16 through where it was built with NCCL, and then on gloo too.
+        # torch accepts bf16 if it was built with NCCL, even on gloo.
         if torch.distributed.is_nccl_available():
             torch.testing.assert_close(found["bf16"]["weights"], reference, atol=2e-2, rtol=0)
             assert not torch.equal(found["bf16"]["weights"], reference)
@@ -323,7 +323,7 @@ def test_powersgd_compresses_and_still_trains() -> None:  # C-07
     assert loss < before
 
 
-def test_contradicting_knobs_are_refused_at_once() -> None:  # C-03
+def test_contradicting_arguments_are_refused_at_once() -> None:  # C-03
     with pytest.raises(ConfigurationError, match="find_unused_parameters=True"):
         DDPStrategy(static_graph=True, find_unused_parameters=True)
 
@@ -388,7 +388,7 @@ def test_reentrant_checkpointing() -> None:  # C-03, C-04
         assert "use_reentrant" in error["text"]
 
 
-# C-05: ways through the module
+# C-05: ways to call the module
 
 
 @dataclass
@@ -398,7 +398,7 @@ class Output:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """Like the one that Hugging Face models return: a dict whose keys are attributes too."""
+    """Like Hugging Face's class: a dict whose keys are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -407,8 +407,8 @@ class ModelOutput(OrderedDict[str, Any]):
             raise AttributeError(name) from None
 
 
-class Ways(Regression):
-    """Uses a layer twice, calls submodules rather than `forward`, and returns in the form that it is told to."""
+class Forms(Regression):
+    """Uses a layer twice, calls submodules instead of `forward`, and returns outputs in the given form."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -427,11 +427,11 @@ class Ways(Regression):
         return output if self.form in ("dict", "whole ModelOutput") else output.loss
 
 
-def _ways() -> dict[str, Any]:
+def _forms() -> dict[str, Any]:
     found = {}
     for form in ("dataclass", "ModelOutput", "dict", "whole ModelOutput"):
         for name, strategy in (("plain", "ddp"), ("static", "ddp_static_graph"), ("find", FIND)):
-            module = Ways(form)
+            module = Forms(form)
             quiet(strategy=strategy).fit(module, loader(48, 4))
             found[f"{form}, {name}"] = weights(module)
     return found
@@ -440,17 +440,18 @@ def _ways() -> dict[str, Any]:
 FIND = "ddp_find_unused_parameters_true"
 
 
-def test_every_way_through_the_module_synchronises() -> None:  # C-05
-    ranks = on_ranks(_ways, 2, process_group=None)
+def test_every_way_to_call_the_module_synchronises() -> None:  # C-05
+    ranks = on_ranks(_forms, 2, process_group=None)
     reference = weights(
-        train_by_hand(Ways("dataclass"), global_batches(48, 8))  # the hand-written loop needs no DDP to be right
+        # the hand-written loop gives the correct result without DDP
+        train_by_hand(Forms("dataclass"), global_batches(48, 8))
     )
     for found in ranks:
         for name, trained in found.items():
             torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
 
 
-# C-06, B-20: what is refused before it is wrapped
+# C-06, B-20: refused before it is wrapped
 
 
 class Embedded(Regression):
@@ -467,7 +468,7 @@ class Embedded(Regression):
 
 
 class Drifting(Regression):
-    """Writes into a weight on one rank, as code that forgot the others does."""
+    """Changes a weight on one rank, as code that forgot the other ranks does."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 1 and batch_idx == 2:
@@ -492,7 +493,7 @@ def _refused() -> dict[str, Any]:
     return found
 
 
-def test_what_ddp_cannot_train_is_refused_by_name() -> None:  # C-04, C-06, B-20
+def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C-06, B-20
     ranks = on_ranks(_refused, 2, process_group=None)
     reference = weights(train_by_hand(Embedded(), global_batches(68, 8), window=3))
     for found in ranks:
@@ -505,7 +506,7 @@ def test_what_ddp_cannot_train_is_refused_by_name() -> None:  # C-04, C-06, B-20
         assert "after step 4: parameter 'net.0.bias'" in found["drift"]["text"]
 
 
-def test_a_batch_norm_used_twice_is_swapped_and_comes_back() -> None:  # C-05, C-07
+def test_a_batch_norm_used_twice_is_converted_and_restored() -> None:  # C-05, C-07
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -529,12 +530,12 @@ def test_a_batch_norm_used_twice_is_swapped_and_comes_back() -> None:  # C-05, C
     assert not module.first.training
 
 
-def test_a_timeout_is_taken() -> None:
+def test_a_timeout_is_accepted() -> None:
     assert DDPStrategy(timeout=timedelta(seconds=5))._group.timeout == timedelta(seconds=5)
 
 
 class NoneNow(Regression):
-    """A step without a loss in some micro-batches, where `none_at` says so."""
+    """A step without a loss in the micro-batches for which `none_at` returns True."""
 
     none_at: tuple[int, ...] = ()
 
@@ -544,7 +545,7 @@ class NoneNow(Regression):
 
 @pytest.mark.parametrize("none_at", [(1,), (0, 1), (3,)])
 def test_a_step_without_a_loss_on_one_process_that_looks_for_unused_parameters(none_at: tuple[int, ...]) -> None:
-    # C-01: on one rank a step may return None.
+    # C-01: on a single rank a step may return None.
     found = []
     for strategy in (DDPStrategy(find_unused_parameters=True), "single_device"):
         module = NoneNow()

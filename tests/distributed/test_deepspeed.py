@@ -31,14 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Plain(DeepRegression):
-    """By SGD without momentum, which hides nothing: Adam takes a gradient that is N times too small for the same."""
+    """Uses SGD without momentum, which shows wrong gradient scales: Adam would compensate for them."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
 
 
 class Weighted(Plain):
-    """Samples count once or twice, unevenly over micro-batches and ranks."""
+    """Weights samples one or two, unevenly over micro-batches and ranks."""
 
     def batch_weight(self, batch: Any) -> int:
         return int(self.counts(batch[0]).sum())
@@ -84,21 +84,21 @@ def trained() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_setting_gives_the_same_numbers(name: str, trained: dict[str, torch.Tensor]) -> None:
+def test_every_setting_gives_the_same_results(name: str, trained: dict[str, torch.Tensor]) -> None:
     # E-01, E-05, E-13, B-02: 5 micro-batches in windows of two, the last one short
     torch.testing.assert_close(trained[name], _by_hand(DeepRegression(), 2), **TIGHT)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("window", [1, 2, 4])
-def test_one_owner_of_the_division(stage: int, window: int, trained: dict[str, torch.Tensor]) -> None:
-    # E-01, E-09, B-02: short last windows but for windows of one
+def test_gradients_are_divided_once(stage: int, window: int, trained: dict[str, torch.Tensor]) -> None:
+    # E-01, E-09, B-02: short last windows, except for windows of one
     found = trained[f"SGD, stage {stage}, windows of {window}"]
     torch.testing.assert_close(found, _by_hand(Plain(), window), **TIGHT)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_owner_of_the_weights(stage: int, trained: dict[str, torch.Tensor]) -> None:
+def test_sample_weights_are_applied_once(stage: int, trained: dict[str, torch.Tensor]) -> None:
     # E-01, B-03: windows of two, the last one short, each as one batch
     module = train_by_hand(Weighted(), global_batches(40, 16))
     torch.testing.assert_close(trained[f"SGD, stage {stage}, weighted"], weights(module), **TIGHT)

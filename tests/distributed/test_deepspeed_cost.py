@@ -1,4 +1,4 @@
-"""What a step under ZeRO sends and calls, beside a loop written by hand on the same engine: H-01."""
+"""What a step under ZeRO sends and calls, compared with a hand-written loop on the same engine: H-01."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _counted(strategy: str) -> Any:
 
 
 def test_a_step_sends_no_more_than_deepspeed_by_hand() -> None:
-    # DeepSpeed by hand leaves its groups behind: these ranks are for nobody after it.
+    # Hand-written DeepSpeed code leaves its process groups behind, so these ranks cannot be shared with other tests.
     for found in run_distributed(each, 2, _counted, *((strategy,) for strategy in STAGES), timeout=120):
         for strategy, (by_hand, by_engine) in zip(STAGES, found, strict=True):
             weights, collectives, nbytes, calls = by_engine

@@ -1,4 +1,4 @@
-"""State and parameters on a drive, at stage 3: row E-05, where libaio can be built."""
+"""State and parameters on a drive, at stage 3: row E-05, if libaio can be built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 @cache
 def _why_not() -> str:
-    """Why nothing can be on a drive here; empty where it can. Compiling takes minutes: that is not for a test."""
+    """Return why nothing can be offloaded to a drive here, or "". The operator must be compiled already, which takes
+    minutes.
+    """
     missing = [command for command in ("g++", "ninja") if shutil.which(command) is None]
     import_library()
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -42,10 +44,10 @@ def _why_not() -> str:
     if not missing and not AsyncIOBuilder().is_compatible():
         missing = ["libaio"]
     if missing:
-        return f"DeepSpeed's way to a drive needs {', '.join(missing)}"
+        return f"DeepSpeed's offload to a drive needs {', '.join(missing)}"
     if not Path(_get_build_directory("async_io", False), "async_io.so").exists():
         build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
-        return f"DeepSpeed's way to a drive is not compiled; in some minutes it is, by python -c '{build}'"
+        return f"DeepSpeed's offload to a drive is not compiled; compile it (some minutes) with python -c '{build}'"
     return ""
 
 
@@ -63,7 +65,7 @@ class Wide(Regression):
 
 
 class Look(Callback):
-    """Saves after the first epoch; notes at the end what is in memory, and what is given by name."""
+    """Saves after the first epoch; records at the end what is in memory, and what is available by name."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -118,8 +120,8 @@ def _runs(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_what_is_on_a_drive_changes_no_number(tmp_path: Path) -> None:
-    # E-05, E-08: weights, moments and checkpoints by name, there and back, as with the host's memory
+def test_offload_to_a_drive_changes_no_number(tmp_path: Path) -> None:
+    # E-05, E-08: weights, moments and checkpoints by name, in both directions, as with the host's memory
     if reason := _why_not():
         pytest.skip(reason)
     numels = [one.numel() for one in Wide().parameters()]
@@ -129,7 +131,7 @@ def test_what_is_on_a_drive_changes_no_number(tmp_path: Path) -> None:
             assert torch.equal(report["module"], expected["module"]), name
             assert_close_states(report["weights"], expected["weights"], atol=0, rtol=0)
             assert_close_states(report["moments"], expected["moments"], atol=0, rtol=0)
-            # What is large enough is not in memory: that is what this is about.
+            # Large values are not in memory, which is the purpose of the offload.
             parameters, flats = report["in memory"]
             assert (max(parameters) < max(numels) / 4) == ("both" in name.split()[-2]), name
             assert (0 in flats) == ("host" not in name.split()[-2]), name

@@ -1,4 +1,4 @@
-"""Whole runs under DeepSpeed: what is refused, what is left behind, optimizers of every origin: rows E-02 to E-12."""
+"""Whole runs under DeepSpeed: refusals, cleanup, optimizers of every kind: rows E-02 to E-12."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  
 
 @pytest.fixture(scope="module")
 def together() -> dict[str, list[Any]]:
-    """What each of these returned, by rank, in one start of the processes."""
+    """Return what each of these functions returned, by rank, in one start of the processes."""
     runs = _own, _part, _clipped, _left_over, _manual, _again, _asking, _nothing_trains, _odd
     ranks = on_ranks(_in_turn, 2, runs)
     return {run.__name__: [found[number] for found in ranks] for number, run in enumerate(runs)}
@@ -48,7 +48,7 @@ def _in_turn(runs: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _with(build: Callable[[Any], Any], **attributes: Any) -> DeepRegression:
-    """A module whose configure_optimizers is ``build``."""
+    """Return a module whose configure_optimizers is ``build``."""
     module = DeepRegression()
     module.configure_optimizers = lambda: build(module)  # type: ignore[method-assign]
     for name, value in attributes.items():
@@ -57,7 +57,7 @@ def _with(build: Callable[[Any], Any], **attributes: Any) -> DeepRegression:
 
 
 class Own(torch.optim.AdamW):
-    """An optimizer of the user's."""
+    """A user-defined optimizer."""
 
 
 # Refused before anything is wrapped
@@ -133,7 +133,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
     # B-20
     ({}, {}, lambda: Sparse(sparse=True), "'table' is an Embedding with sparse=True"),
     ({}, {}, lambda: Sparse(max_norm=1.0), "'table' is an Embedding with max_norm"),
-    # what only DeepSpeed knows: its text is told
+    # known only to DeepSpeed: its text is part of the message
     ({"config": {"zero_optimization": {"reduce_bukcet_size": 5}}}, {}, DeepRegression, "reduce_bukcet_size"),
     ({"activation_checkpointing": [nn.Conv2d]}, {}, DeepRegression, "no module of class Conv2d"),
 ]
@@ -156,14 +156,14 @@ def _refusals(stage: int) -> list[str]:
         with failing() as caught:
             quiet(strategy=DeepSpeedStrategy(stage=stage, **options), **settings).fit(module, loader(16, 4))
         texts.append(f"{caught['type']}: {caught['text']}")
-        # Nothing was wrapped: the weights are where they were.
+        # Nothing was wrapped: the weights are at their original location.
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     quiet(strategy=DeepSpeedStrategy(stage=stage)).fit(DeepRegression(), loader(16, 4))  # G-07
     return texts
 
 
-def test_what_cannot_be_trained_is_refused_by_name() -> None:
+def test_unsupported_training_is_refused_by_name() -> None:
     # E-02, E-03, E-04, E-06, E-09, B-05, B-13, B-17, B-20
     for found in on_ranks(each, 2, _refusals, (2,), (3,)):
         for stage, texts in zip((2, 3), found, strict=True):
@@ -172,7 +172,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
                 assert part in text
 
 
-def test_an_optimizer_of_ones_own_may_pass(together: dict[str, Any]) -> None:
+def test_a_user_defined_optimizer_is_allowed(together: dict[str, Any]) -> None:
     # B-17
     for found in together["_own"]:
         torch.testing.assert_close(found, _by_hand(DeepRegression()), **TIGHT)
@@ -189,7 +189,7 @@ def _by_hand(module: Any, window: int = 1) -> torch.Tensor:
 
 
 def test_an_optimizer_over_some_of_the_parameters(together: dict[str, Any]) -> None:
-    # E-11: the others stay, in whatever part of them a rank has, and may train again afterwards
+    # E-11: the others stay unchanged, whichever part of them a rank holds, and may be trained again afterwards
     module = _with(_head)
     train_by_hand(module, global_batches(40, 8))
     for found in together["_part"]:
@@ -236,7 +236,7 @@ def _from_config(stage: int) -> Any:
 
 
 def test_optimizer_and_scheduler_from_the_config() -> None:
-    # E-02, B-09: the scheduler steps once a step, and not once a micro-batch
+    # E-02, B-09: the scheduler steps once per step, not per micro-batch
     import_library()
     from deepspeed.runtime.lr_schedules import WarmupLR
 
@@ -276,8 +276,8 @@ def _clipped() -> Any:
     return found
 
 
-def test_clipping_by_its_engine(together: dict[str, Any]) -> None:
-    # B-05, E-09: from Fit and from the config alike, with the norm before clipping
+def test_clipping_by_the_deepspeed_engine(together: dict[str, Any]) -> None:
+    # B-05, E-09: the same from Fit and from the config, with the norm before clipping
     module = DeepRegression()
     optimizer = module.configure_optimizers()
     norms = []
@@ -327,8 +327,8 @@ def _bare(drive: str) -> Any:
     return found, texts
 
 
-def test_no_compiler_is_needed_where_only_torch_optimizers_are_used(tmp_path: Path) -> None:
-    # E-10; E-07: and where one is needed, it is said what to install
+def test_torch_optimizers_need_no_compiler(tmp_path: Path) -> None:
+    # E-10; E-07: if a compiler is needed, the message states what to install
     bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     for found, texts in on_ranks(_bare, 2, str(tmp_path), env=bare):
         for actual in found.values():
@@ -338,17 +338,17 @@ def test_no_compiler_is_needed_where_only_torch_optimizers_are_used(tmp_path: Pa
             assert "install g++ and ninja" in text
 
 
-# Ownership (A-02, A-03, E-12)
+# Cleanup (A-02, A-03, E-12)
 
 
-def _traces() -> Any:
+def _state_left_behind() -> Any:
     report: list[Any] = []
     for options in ({"stage": 1}, {"stage": 2}, SPREAD, {**SPREAD, "offload_optimizer": "cpu"}):
         for fails in (False, True):
             module = DeepRegression(seeded(Deep))
             module.net.note = "the user's"
             parameters = list(module.parameters())
-            state = _seen(module)
+            state = _attributes(module)
             linear, environment = nn.functional.linear, dict(os.environ)
             groups = set(dist.distributed_c10d._world.pg_map)
 
@@ -362,9 +362,9 @@ def _traces() -> Any:
                     module, loader(16, 4)
                 )
             assert caught["type"] == ("ValueError" if fails else "nothing was raised"), caught
-            assert module.mine  # the user's own attributes stay
+            assert module.mine  # attributes of the user are kept
             del module.mine
-            assert _seen(module) == state
+            assert _attributes(module) == state
             assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
             assert nn.functional.linear is linear
             assert dict(os.environ) == environment
@@ -373,10 +373,10 @@ def _traces() -> Any:
             assert dist.get_world_size() == 2
             copy.deepcopy(module)
             report.append(bool(torch.isfinite(weights(module)).all()))
-            # Whatever comes next in the process finds nothing of it: another strategy, and the same again.
+            # Later work in the process is not affected: another strategy, and the same one again.
             if fails and options["stage"] == 3:
                 assert not report[-1]
-                quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(16, 4))  # goes on from the parts
+                quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(16, 4))  # resumes from the shards
                 assert torch.isfinite(weights(module)).all()
             after = DeepRegression()
             quiet(strategy="fsdp" if fails else "ddp").fit(after, loader(40, 4))
@@ -384,8 +384,8 @@ def _traces() -> Any:
     return report
 
 
-def _seen(module: nn.Module) -> Any:
-    """All that can be told of a module but its weights."""
+def _attributes(module: nn.Module) -> Any:
+    """Return everything about a module except its weights."""
     hooks = [name for name in module.__dict__ if name.endswith(("_hooks", "_with_kwargs"))]
     return [
         (
@@ -401,9 +401,9 @@ def _seen(module: nn.Module) -> Any:
 
 
 def test_nothing_is_left_behind() -> None:
-    # E-12, A-02, A-03, G-07: after success and after failure, in a process group of the user's
+    # E-12, A-02, A-03, G-07: after success and after failure, in the user's process group
     expected = _by_hand(DeepRegression())
-    for report in on_ranks(_traces, 2, timeout=150):
+    for report in on_ranks(_state_left_behind, 2, timeout=150):
         for entry in report:
             if isinstance(entry, torch.Tensor):
                 torch.testing.assert_close(entry, expected, **TIGHT)
@@ -441,8 +441,8 @@ def _left_over() -> list[str]:
     return [*texts, weights(module)]  # type: ignore[list-item]
 
 
-def test_what_is_above_the_limit_stays_in_parts(together: dict[str, Any]) -> None:
-    # api.md: above gather_limit it stays sharded, and one log line says how to gather
+def test_a_module_above_the_gather_limit_stays_sharded(together: dict[str, Any]) -> None:
+    # api.md: above gather_limit it stays sharded, and one log line explains how to gather it
     module = DeepRegression()
     for _ in range(2):
         train_by_hand(module, global_batches(16, 8))
@@ -452,10 +452,10 @@ def test_what_is_above_the_limit_stays_in_parts(together: dict[str, Any]) -> Non
         torch.testing.assert_close(found, weights(module), **TIGHT)
 
 
-# Quiet
+# Console output
 
 
-def _heard() -> Any:
+def _log_messages() -> Any:
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             kept.append((record.levelno, record.getMessage()))
@@ -469,9 +469,9 @@ def _heard() -> Any:
     return kept
 
 
-def test_its_banner_is_there_for_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
-    # E-12: its bf16 optimizer prints a memory report whatever it was told
-    kept, _ = on_ranks(_heard, 2)
+def test_deepspeeds_banner_appears_on_request(capfd: pytest.CaptureFixture[str]) -> None:
+    # E-12: its bf16 optimizer prints a memory report at every log level
+    kept, _ = on_ranks(_log_messages, 2)
     assert any("DeepSpeed info: version" in text for _, text in kept)
     assert any("CPU Virtual Memory" in text for _, text in kept)
     assert {level for level, _ in kept} == {logging.DEBUG}
@@ -508,8 +508,8 @@ def _infinite(options: dict[str, Any], precision: str) -> Any:
     return counting.steps, counting.weights, heard
 
 
-def test_a_step_that_deepspeed_skips_is_told() -> None:
-    # E-06, E-11: skipped by DeepSpeed in silence, on every rank; here it is no step, and one line says so
+def test_a_step_that_deepspeed_skips_is_logged() -> None:
+    # E-06, E-11: DeepSpeed skips it silently, on every rank; here it is not counted, and one line reports it
     stages = {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload_optimizer": "cpu"}
     cases = [(options, precision) for options in stages for precision in ("32-true", "bf16-mixed")]
     for found in on_ranks(each, 2, _infinite, *cases):
@@ -524,7 +524,7 @@ def test_a_step_that_deepspeed_skips_is_told() -> None:
 
 
 class Normed(DeepRegression):
-    """One whose first layer, a norm, gets its input as it is read: in float32."""
+    """The first layer is a norm whose input is the batch, in float32."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -546,8 +546,8 @@ def _normed(stage: int, precision: str) -> Any:
     return found
 
 
-def test_a_norm_in_half_precision_takes_an_input_in_float32() -> None:
-    # E-06: torch's kernels on a CPU refuse weights in half precision beside it; plain autocast has them in float32
+def test_a_norm_in_half_precision_accepts_an_input_in_float32() -> None:
+    # E-06: torch's CPU kernels refuse half-precision weights with such an input; plain autocast keeps them in float32
     cases = [(stage, precision) for stage in (2, 3) for precision in ("32-true", "bf16-mixed")]
     for found in on_ranks(each, 2, _normed, *cases):
         for exact, half in (found[:2], found[2:]):
@@ -570,7 +570,7 @@ def _hopeless(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.skipif(not FP16, reason="ZeRO refuses fp16 on a processor without it")
-def test_a_loss_scale_at_its_floor_is_said_and_does_not_end_the_run() -> None:
+def test_a_loss_scale_at_its_floor_is_logged_and_the_run_continues() -> None:
     # I-05, E-06: 2^16 halved at each of 45 overflows, until it is 2^-24, as under every other strategy
     cases = {"stage": 1}, {"stage": 3}
     for rank, found in enumerate(on_ranks(each, 2, _hopeless, *((options,) for options in cases))):
@@ -623,8 +623,8 @@ def test_manual_optimization_with_one_optimizer(together: dict[str, Any]) -> Non
             assert gap < 1e-5, f"stage {stage}: {gap}"
 
 
-class Again(DeepRegression):
-    """Steps twice in one training_step; the second forward is of the weights that the first step made."""
+class StepsTwice(DeepRegression):
+    """Steps twice in one training_step; the second forward uses the updated weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -645,7 +645,7 @@ class Again(DeepRegression):
         closure()
         optimizer.step()
         self.toggle_optimizer(optimizer)
-        optimizer.step(closure)  # torch's own evaluate it once, which may as well be before the step
+        optimizer.step(closure)  # torch's own optimizers evaluate it once, possibly before the step
         self.untoggle_optimizer(optimizer)
 
 
@@ -653,15 +653,15 @@ def _again() -> Any:
     found = []
     for options in ({"stage": 1}, {"stage": 2}, SPREAD):
         for precision in ("32-true", "bf16-mixed"):
-            module = Again()
+            module = StepsTwice()
             quiet(strategy=DeepSpeedStrategy(**options), precision=precision).fit(module, loader(16, 4))
             found.append((options["stage"], precision, weights(module)))
     return found
 
 
 def test_several_steps_in_one_training_step(together: dict[str, Any]) -> None:
-    # I-02: under every precision that ZeRO takes on this machine
-    module = Again()
+    # I-02: under every precision that ZeRO supports on this machine
+    module = StepsTwice()
     before = weights(module)
     optimizer = module.configure_optimizers()
     for batch in global_batches(16, 8):
@@ -678,17 +678,17 @@ def test_several_steps_in_one_training_step(together: dict[str, Any]) -> None:
             )
 
 
-class Asks(torch.optim.SGD):
-    """Wants a closure, whatever its signature says."""
+class RequiresClosure(torch.optim.SGD):
+    """Requires a closure, whatever its signature says."""
 
     def step(self, closure: Any = None) -> Any:
         assert closure is not None
         return super().step(closure)
 
 
-class AskingByHand(Again):
+class RequiresClosureByHand(StepsTwice):
     def configure_optimizers(self) -> Any:
-        return Asks(self.parameters(), lr=0.1)
+        return RequiresClosure(self.parameters(), lr=0.1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -700,10 +700,13 @@ class AskingByHand(Again):
 def _asking() -> Any:
     found = []
     for build, config in (
-        (lambda: _with(lambda one: {"optimizer": Asks(one.parameters(), lr=0.1), "closure": True}), UNTESTED),
-        (AskingByHand, UNTESTED),
+        (
+            lambda: _with(lambda one: {"optimizer": RequiresClosure(one.parameters(), lr=0.1), "closure": True}),
+            UNTESTED,
+        ),
+        (RequiresClosureByHand, UNTESTED),
         (lambda: _with(lambda one: torch.optim.LBFGS(one.parameters())), {}),
-        (lambda: _with(lambda one: Asks(one.parameters(), lr=0.1)), UNTESTED),
+        (lambda: _with(lambda one: RequiresClosure(one.parameters(), lr=0.1)), UNTESTED),
     ):
         module = build()
         before = weights(module)
@@ -714,9 +717,9 @@ def _asking() -> Any:
 
 
 def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
-    # I-02, I-06: before anything has moved
+    # I-02, I-06: before anything changes
     without = "another optimizer; or use strategy='ddp' or 'fsdp', since this one does not support closures, and"
-    said = (*["Asks steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed", without)
+    said = (*["RequiresClosure steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed", without)
     for found in together["_asking"]:
         for words, (kind, text, unmoved) in zip(said, found, strict=True):
             assert kind == "ConfigurationError", text
@@ -727,8 +730,8 @@ def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
 # Models built for stage 3
 
 
-class Built(DeepRegression):
-    """Its layers come in configure_model, and are initialised once more by a loop over all parameters."""
+class BuiltLate(DeepRegression):
+    """Its layers are built in configure_model, and initialised again by a loop over all parameters."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())
@@ -741,7 +744,7 @@ class Built(DeepRegression):
                     nn.init.orthogonal_(parameter)
 
     def configure_optimizers(self) -> Any:
-        # By shape, as everybody does it: under zero.Init every parameter would be of one dimension.
+        # Selected by shape, as is common: under zero.Init every parameter would be one-dimensional.
         matrices = [one for one in self.parameters() if one.ndim >= 2]
         vectors = [one for one in self.parameters() if one.ndim < 2]
         assert matrices
@@ -757,7 +760,7 @@ def _built(options: dict[str, Any], precision: str) -> Any:
             held = [one.untyped_storage().nbytes() // one.element_size() for one in module.parameters()]
             numels.extend([sum(held), sum(one.ds_tensor.numel() for one in module.parameters())])
 
-    module = Built()
+    module = BuiltLate()
     look = Look() if options["stage"] == 3 else None
     torch.manual_seed(100 + dist.get_rank())
     strategy = DeepSpeedStrategy(**options)
@@ -765,10 +768,10 @@ def _built(options: dict[str, Any], precision: str) -> Any:
     return weights(module), numels
 
 
-def test_what_configure_model_builds() -> None:
-    # E-05: initialised as the reference is, bit for bit, and no rank ever holds it whole
+def test_layers_built_in_configure_model() -> None:
+    # E-05: initialised as in the reference, bit for bit, and no rank ever holds the whole model
     torch.manual_seed(7)
-    module = Built()
+    module = BuiltLate()
     module.configure_model()
     reference = _by_hand(module)
     numel = sum(one.numel() for one in module.parameters())
@@ -781,12 +784,12 @@ def test_what_configure_model_builds() -> None:
             assert part <= numel / 2 + len(list(module.parameters()))
 
 
-def test_recurrent_layers_that_configure_model_builds() -> None:
-    # E-05: torch refers to their weights weakly, and does not swap what is referred to
+def test_recurrent_layers_built_in_configure_model() -> None:
+    # E-05: torch holds weak references to their weights, and does not swap referenced tensors
     check(Program(strategy="deepspeed_stage_3", net=Net(family="gru"), late=True))
 
 
-# One process; evaluation of its own
+# One process; evaluation without training
 
 
 def _alone(options: dict[str, Any]) -> torch.Tensor:
@@ -820,7 +823,7 @@ def _validated(options: dict[str, Any]) -> Any:
 
 
 def test_evaluation_with_uneven_data() -> None:
-    # B-04, E-05: within fit and on its own, which needs no optimizer
+    # B-04, E-05: within fit and separately, which needs no optimizer
     module = DeepRegression()
     train_by_hand(module, global_batches(40, 8))
     with torch.no_grad():
@@ -846,7 +849,7 @@ def test_stage_3_without_an_optimizer_only_evaluates(together: dict[str, Any]) -
 
 
 class Unscripted(DeepRegression):
-    """Outputs of every kind: hooks that DeepSpeed sets on modules walk through what goes in and out."""
+    """Outputs of every kind: DeepSpeed's module hooks traverse all inputs and outputs."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

@@ -1,4 +1,6 @@
-"""State under DeepSpeed, by plain names and in float32: rows E-08, E-11, F-01; whole parameters within a run."""
+"""State under DeepSpeed, by plain names and in float32: rows E-08, E-11, F-01; access to whole parameters within a
+run.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def _exchange(folder: str) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def test_a_run_moves_between_strategies(tmp_path: Path) -> None:
-    # E-08, F-01, B-07: weights and optimizer state go on as the reference does, whoever wrote them and whoever reads
+    # E-08, F-01, B-07: weights and optimizer state continue as in the reference, for every pair of writer and reader
     _save(str(tmp_path), "single_device", 8)
     found, _ = on_ranks(_exchange, 2, str(tmp_path), timeout=150)
     for name in ZERO:
@@ -64,7 +66,7 @@ def test_a_run_moves_between_strategies(tmp_path: Path) -> None:
         torch.testing.assert_close(actual, weights(module), **TIGHT, msg=about((source, target)))
 
 
-# What a rank gives and takes
+# State that a rank provides and loads
 
 
 def _shapes(stage: int) -> Any:
@@ -73,7 +75,7 @@ def _shapes(stage: int) -> Any:
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            # E-11: before the first step too
+            # E-11: also before the first step
             report["empty"] = trainer.strategy.optimizer_state()["state"]
             report["before"] = {name: _whole(value) for name, value in trainer.strategy.model_state().items()}
 
@@ -83,7 +85,7 @@ def _shapes(stage: int) -> Any:
             assert state["net.blocks.0.up.weight"] is state["net.blocks.2.up.weight"]
             regions, moments = strategy.model_regions(), strategy.optimizer_regions()
             assert set(regions) == {name for name, value in state.items() if isinstance(value, ParameterShard)}
-            # A single number's are wanted whole: it has the shape of what counts steps.
+            # A scalar's state is requested whole, because it has the shape of step counters.
             assert set(moments) == set(optimizer["state"]) - {"net.temperature"}
             for name, value in state.items():
                 if isinstance(value, ParameterShard):
@@ -97,7 +99,7 @@ def _shapes(stage: int) -> Any:
                 name: {key: _whole(value) for key, value in values.items()}
                 for name, values in optimizer["state"].items()
             }
-            # Its own regions come back without a word between ranks, and change nothing.
+            # A rank's own regions are loaded without communication, and unchanged.
             strategy.load_model_state(state)
             strategy.load_optimizer_state(optimizer)
             assert_close_states(
@@ -140,7 +142,7 @@ def test_state_by_plain_names() -> None:
             assert "CheckpointError" in report["texts"][0]
             assert "net.head.bias ((3,) instead of (1,))" in report["texts"][0]
             assert "missing ['net.head.bias']" in report["texts"][1]
-        assert sum(report["moments"] for report in reports) == numel  # nothing twice
+        assert sum(report["moments"] for report in reports) == numel  # no region twice
         assert max(report["moments"] for report in reports) <= 0.6 * numel
 
 
@@ -148,7 +150,7 @@ def test_state_by_plain_names() -> None:
 
 
 class Average(Callback):
-    """An exponential average of the weights, swapped in for validation."""
+    """An exponential moving average of the weights, swapped in for validation."""
 
     def __init__(self) -> None:
         self.average: dict[str, torch.Tensor] = {}
@@ -165,7 +167,7 @@ class Average(Callback):
 
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        with _gathered(trainer):  # goes on from the average
+        with _gathered(trainer):  # training continues from the average
             for name, value in module.named_parameters():
                 value.copy_(self.average[name])
 
@@ -184,8 +186,8 @@ def _averaged() -> dict[str, torch.Tensor]:
     return found
 
 
-def test_what_is_written_to_gathered_parameters_lasts() -> None:
-    # E-11: raw DeepSpeed loses it at the next step, which goes on from masters that nobody wrote to
+def test_writes_to_gathered_parameters_persist() -> None:
+    # E-11: raw DeepSpeed loses it at the next step, which uses the unchanged masters
     first, second = on_ranks(_averaged, 2)
     for name in ZERO:
         assert torch.equal(first[name], second[name])
@@ -201,7 +203,7 @@ def _written_in_full() -> dict[str, torch.Tensor]:
     def write(trainer: Any, module: Any) -> None:
         with _gathered(trainer):
             for parameter in module.parameters():
-                parameter.add_(2.0**-20)  # less than bf16 can tell
+                parameter.add_(2.0**-20)  # a change too small for bf16
 
     found = {}
     for name in ZERO:
@@ -213,8 +215,8 @@ def _written_in_full() -> dict[str, torch.Tensor]:
     return found
 
 
-def test_masters_keep_what_half_precision_cannot() -> None:
-    # E-11: as they were built, and as they were written, to the last bit
+def test_masters_keep_values_beyond_half_precision() -> None:
+    # E-11: as they were built, and as they were written, bit for bit
     expected = weights(DeepRegression()) + 2.0**-20
     for found in on_ranks(_written_in_full, 2):
         for name in ZERO:
@@ -230,7 +232,7 @@ def _one_gathered() -> Any:
         with trainer.strategy.gathered(head):
             seen.append(tuple(head.shape))
             with torch.no_grad():
-                head.fill_(1.0 + trainer.global_rank)  # rank 0's holds
+                head.fill_(1.0 + trainer.global_rank)  # rank 0's value is used
         with trainer.strategy.gathered([head], write=False):
             seen.append(head.mean().item())
             with torch.no_grad():
@@ -269,7 +271,7 @@ def _native(folder: str, stage: int) -> Any:
 
 
 def test_deepspeeds_own_checkpoints(tmp_path: Path) -> None:
-    # E-09: load_checkpoint of a missing directory returns (None, None) and starts afresh: here it is refused
+    # E-09: load_checkpoint of a missing directory returns (None, None) and starts afresh; here it is refused
     import_library()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -278,7 +280,7 @@ def test_deepspeeds_own_checkpoints(tmp_path: Path) -> None:
         torch.testing.assert_close(again, whole, **TIGHT)
         assert text.startswith(CheckpointError.__name__)
         assert "holds no checkpoint of DeepSpeed's" in text
-    # and its tools find the names of the user's module
+    # and DeepSpeed's tools find the names of the user's module
     for stage in ("2", "3"):
         state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / stage / "half.deepspeed"))
         assert set(state) == set(dict(DeepRegression().named_parameters()))
@@ -306,7 +308,7 @@ def _kept(stage: int) -> Any:
     return weights(module)
 
 
-def test_an_optimizer_that_outlives_the_run_goes_on() -> None:
+def test_an_optimizer_that_outlives_the_run_keeps_its_state() -> None:
     module = Keeping()
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8))

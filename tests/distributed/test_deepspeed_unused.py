@@ -1,4 +1,4 @@
-"""Parameters that no rank uses, or only some do, under ZeRO: rows D-11, B-08, E-09."""
+"""Parameters that no rank uses, or only some ranks use, under ZeRO: rows D-11, B-08, E-09."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from worlds import on_ranks
 SPREAD: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
 
 
-def _parted() -> TensorDataset:
-    """Rank 0's batches of 4 go to one expert, rank 1's to the other."""
+def _split_data() -> TensorDataset:
+    """Return data in which rank 0's batches of 4 go to one expert, and rank 1's to the other."""
     x, y = data(32).tensors
     order = x[:, 0].argsort()
     half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
@@ -31,7 +31,7 @@ def _parted() -> TensorDataset:
 
 
 class Block2(nn.Module):
-    """The experts as one module, whose parameters stage 3 takes together."""
+    """The experts as one module, whose parameters stage 3 gathers together."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ class Mixture(nn.Module):
 
 
 def _by_hand(net: Any) -> torch.Tensor:
-    """The reference, zeros standing for gradients that nobody has."""
+    """Train the reference, with zeros for missing gradients."""
     module = DeepRegression(net)
     optimizer = module.configure_optimizers()
-    x, y = _parted().tensors
+    x, y = _split_data().tensors
     for start in range(0, 32, 8):
         optimizer.zero_grad()
         module.loss((x[start : start + 8], y[start : start + 8])).backward()
@@ -75,7 +75,7 @@ def _by_hand(net: Any) -> torch.Tensor:
 def _experts(options: dict[str, Any], count: int) -> Any:
     module = DeepRegression(seeded(lambda: Mixture(count)))
     with captured_warnings() as lines:
-        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_split_data(), batch_size=4))
     return weights(module), lines
 
 
@@ -89,7 +89,7 @@ EXPERTS = [
 
 
 def test_experts_that_some_ranks_use() -> None:
-    # D-11: raw DeepSpeed crashes at stages 1 and 2, and hangs at stage 3; an expert that nobody uses is told of, once
+    # D-11: raw DeepSpeed crashes at stages 1 and 2, and hangs at stage 3; an unused expert is reported once
     cases = [(options, count) for options in EXPERTS for count in (2, 3)]
     ranks = on_ranks(each, 2, _experts, *cases)
     for case, (first, heard), (second, silent) in zip(cases, *ranks, strict=True):
@@ -105,15 +105,15 @@ def test_experts_that_some_ranks_use() -> None:
 def _different() -> Any:
     with failing() as caught:
         quiet(strategy=DeepSpeedStrategy(stage=3, **SPREAD)).fit(
-            DeepRegression(seeded(Experts)), DataLoader(_parted(), batch_size=4)
+            DeepRegression(seeded(Experts)), DataLoader(_split_data(), batch_size=4)
         )
     module = DeepRegression()
-    quiet(strategy="ddp").fit(module, loader(16, 4))  # and what comes after it trains
+    quiet(strategy="ddp").fit(module, loader(16, 4))  # and the next run trains
     return caught, weights(module)
 
 
-def test_stage_3_refuses_what_would_hang() -> None:
-    # D-11: in the first step, by name; never a hang
+def test_stage_3_refuses_parameters_used_on_some_ranks_only() -> None:
+    # D-11: refused in the first step, by name, without a hang
     (first, one), (second, other) = on_ranks(_different, 2)
     for caught in (first, second):
         assert caught["type"] == "ConfigurationError"
@@ -124,7 +124,7 @@ def test_stage_3_refuses_what_would_hang() -> None:
 
 
 class Late(nn.Module):
-    """Ranks part only after the first step."""
+    """Ranks use different parameters only after the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,20 +142,20 @@ class Late(nn.Module):
 def _late(options: dict[str, Any]) -> Any:
     module = DeepRegression(seeded(Late))
     with failing() as caught:
-        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_split_data(), batch_size=4))
     return caught
 
 
-def test_ranks_that_part_later() -> None:
-    # D-11: raw DeepSpeed adds up gradients of different experts without a word
+def test_ranks_that_differ_after_the_first_step() -> None:
+    # D-11: raw DeepSpeed silently adds gradients of different experts
     for caught in on_ranks(_late, 2, {"stage": 2}):
         assert caught["type"] == "ConfigurationError"
         assert "'net.net.block.experts." in caught["text"]
         assert "find_unused_parameters=True" in caught["text"]
 
 
-def test_ranks_that_part_later_at_stage_3() -> None:
-    # D-11: never a hang. Ranks that gather different parameters fail in gloo, whose errors may end the process.
+def test_ranks_that_differ_after_the_first_step_at_stage_3() -> None:
+    # D-11: no hang. Ranks that gather different parameters fail in gloo, whose errors may end the process.
     try:
         results = on_ranks(_late, 2, {"stage": 3, **SPREAD})
     except RankFailedError:
@@ -163,7 +163,7 @@ def test_ranks_that_part_later_at_stage_3() -> None:
     assert {caught["type"] for caught in results} <= {"ConfigurationError", "RuntimeError", "DistributedError"}
 
 
-def test_ranks_that_part_later_and_may() -> None:
+def test_ranks_that_are_allowed_to_differ() -> None:
     # D-11
     cases = {"stage": 2, "find_unused_parameters": True}, {"stage": 3, "leaf_modules": [Block2], **SPREAD}
     for caught in chain.from_iterable(on_ranks(each, 2, _late, *((options,) for options in cases))):
@@ -173,8 +173,8 @@ def test_ranks_that_part_later_and_may() -> None:
 # The same parameters, in another order
 
 
-class Turning(nn.Module):
-    """Rank 1 adds before it multiplies, from some call on: its gradients arise the other way round."""
+class Reordering(nn.Module):
+    """From some call on, rank 1 adds before it multiplies, so its gradients arrive in reverse order."""
 
     def __init__(self, since: int) -> None:
         super().__init__()
@@ -190,43 +190,43 @@ class Turning(nn.Module):
         return self.head((hidden + self.bias) * self.factor if turns else hidden * self.factor + self.bias)
 
 
-def _train_turning(since: int, options: dict[str, Any]) -> Any:
-    module = DeepRegression(seeded(lambda: Turning(since)))
+def _train_reordering(since: int, options: dict[str, Any]) -> Any:
+    module = DeepRegression(seeded(lambda: Reordering(since)))
     quiet(strategy=DeepSpeedStrategy(**options), accumulate_grad_batches=2).fit(module, loader(32, 4))
     return weights(module)
 
 
-def _turning_fails(since: int) -> str:
+def _reordering_fails(since: int) -> str:
     with failing() as caught:
-        _train_turning(since, {"stage": 2})
+        _train_reordering(since, {"stage": 2})
     return caught["text"]
 
 
-def test_gradients_that_arise_in_another_order_are_not_added_up() -> None:
-    """D-11: stage 2 added the one's weight to the other's bias, without a word."""
-    for text in chain(*on_ranks(each, 2, _turning_fails, (1,), (2,))):
+def test_gradients_in_another_order_are_not_mixed() -> None:
+    """D-11: stage 2 silently added one parameter's gradient to the other's."""
+    for text in chain(*on_ranks(each, 2, _reordering_fails, (1,), (2,))):
         assert "Gradients became ready in two orders" in text
         assert "'net.factor' at the position of 'net.bias'" in text
         assert "find_unused_parameters=True" in text
     with pytest.raises(
         RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients became ready in two orders"
     ):
-        on_ranks(_train_turning, 2, 4, {"stage": 2})
+        on_ranks(_train_reordering, 2, 4, {"stage": 2})
 
 
-def test_gradients_that_arise_in_another_order_and_may() -> None:
+def test_gradients_in_another_order_are_allowed_if_enabled() -> None:
     # D-11
     cases = [(1, {"stage": 1}), (1, {"stage": 2, "find_unused_parameters": True}), (1, {"stage": 3, **SPREAD})]
-    first, second = on_ranks(each, 2, _train_turning, *cases)
+    first, second = on_ranks(each, 2, _train_reordering, *cases)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
         assert (one - first[0]).abs().max() < 1e-6
 
 
-# A parameter that is used now and then, by all ranks alike
+# A parameter that all ranks use occasionally
 
 
-class Sometimes(DeepRegression):
+class OccasionallyUsed(DeepRegression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         return loss if batch_idx % 2 else loss + self.net.blocks[1].up.bias.square().sum() * 10
@@ -240,7 +240,7 @@ class Sometimes(DeepRegression):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _sometimes() -> dict[str, torch.Tensor]:
+def _occasionally_used() -> dict[str, torch.Tensor]:
     found = {}
     kinds: dict[str, dict[str, Any]] = {
         "stage 1": {"stage": 1},
@@ -252,7 +252,7 @@ def _sometimes() -> dict[str, torch.Tensor]:
         "stage 3, offload": {"stage": 3, "offload_optimizer": "cpu", **SPREAD},
     }
     for name, options in kinds.items():
-        module = Sometimes()
+        module = OccasionallyUsed()
         with torch.no_grad():
             module.net.blocks[1].up.bias.fill_(1.0)
         strategy = DeepSpeedStrategy(**{"find_unused_parameters": True, **options})
@@ -261,9 +261,9 @@ def _sometimes() -> dict[str, torch.Tensor]:
     return found
 
 
-def test_no_gradient_is_left_from_the_step_before() -> None:
-    # E-09: raw DeepSpeed steps again on the last gradient of a parameter that has none now, at stage 3 and offloaded
-    module = Sometimes()
+def test_no_gradient_is_left_from_the_previous_step() -> None:
+    # E-09: raw DeepSpeed steps again with the last gradient of a parameter that has none now, at stage 3 and offloaded
+    module = OccasionallyUsed()
     with torch.no_grad():
         module.net.blocks[1].up.bias.fill_(1.0)
     optimizer = module.configure_optimizers()
@@ -272,7 +272,7 @@ def test_no_gradient_is_left_from_the_step_before() -> None:
         optimizer.zero_grad()
         module.training_step((x[start : start + 8], y[start : start + 8]), number).backward()
         optimizer.step()
-    for found in on_ranks(_sometimes, 2):
+    for found in on_ranks(_occasionally_used, 2):
         for name, actual in found.items():
             gap = (actual - weights(module)).abs().max().item()
             assert gap < 1e-5, f"{name}: {gap}"

@@ -1,4 +1,6 @@
-"""O-01: strategies of several ranks on emulated devices, one each, with collectives in the order of NCCL's streams."""
+"""O-01: strategies with several ranks on emulated devices, one each, with collectives in the order of NCCL's
+streams.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ pytestmark = requires_emulated_cuda()
 
 
 def on_ranks(nprocs: int, fn: Callable[..., Any], *args: Any) -> list[Seen]:
-    """Call ``fn(gpu, *args)`` on ranks with a device each, and return what they returned and what was seen."""
+    """Call ``fn(gpu, *args)`` on ranks with a device each; return the results and what the emulation recorded."""
     return run_distributed(_on_rank, nprocs, fn, args, process_group=None, timeout=160.0)
 
 
@@ -61,7 +63,7 @@ def _collectives(device: str) -> dict[str, list[float]]:
     found["reduce"] = own.clone()
     dist.reduce(found["reduce"], 0)
     if rank != 0:
-        found["reduce"] = own  # what the others have left is anybody's guess
+        found["reduce"] = own  # other ranks' leftovers are undefined
     parts = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(parts, own)
     found["gathered"] = torch.cat(parts)
@@ -86,7 +88,7 @@ def _both_collectives() -> tuple[dict[str, list[float]], dict[str, list[float]]]
     return _collectives("cuda"), _collectives("cpu")
 
 
-def test_collectives_bring_what_gloo_brings() -> None:
+def test_collectives_give_the_results_of_gloo() -> None:
     # O-01
     for one in on_ranks(2, _with_group, _both_collectives):
         there, here = one.returned
@@ -105,7 +107,7 @@ def _averages() -> tuple[list[float], list[float], str]:
     return mean.tolist(), scaled.tolist(), dist.get_backend(dist.new_group(backend="nccl"))
 
 
-def test_what_nccl_alone_has_is_there() -> None:
+def test_operations_that_only_nccl_supports_work() -> None:
     # O-01
     for one in on_ranks(2, _with_group, _averages):
         assert one.returned == ([1.5, 1.5], [0.75, 0.75], "nccl")
@@ -124,7 +126,7 @@ def _under_way(how: str) -> float:
     return float(twice.sum())
 
 
-def test_who_waits_for_a_collective_is_after_it() -> None:
+def test_waiting_for_a_collective_orders_later_work() -> None:
     # O-01
     for one in on_ranks(2, _with_group, _under_way, "waited"):
         assert one.returned == 16.0
@@ -132,7 +134,7 @@ def test_who_waits_for_a_collective_is_after_it() -> None:
         assert [sync.what for sync in one.host_syncs] == ["item"], "the host does not wait for a collective"
 
 
-def test_a_result_that_nobody_waited_for_is_a_race() -> None:
+def test_reading_a_result_without_waiting_is_a_race() -> None:
     # O-01
     for one in on_ranks(2, _with_group, _under_way, "late"):
         (race,) = one.races
@@ -142,7 +144,7 @@ def test_a_result_that_nobody_waited_for_is_a_race() -> None:
         assert race.earlier.stream != race.later.stream
 
 
-def test_a_collective_under_way_holds_its_tensors() -> None:
+def test_a_pending_collective_keeps_its_tensors_alive() -> None:
     # O-01
     for one in on_ranks(2, _with_group, _under_way, "never"):
         assert not one.frees_in_use
@@ -184,7 +186,7 @@ def test_ranks_with_one_visible_device_each_have_devices_of_their_own() -> None:
     assert found == [(1, 1, [2.0])] * 2
 
 
-# The engine
+# Runs of the engine
 
 
 class Net(TrainModule):
@@ -312,7 +314,7 @@ def test_offloaded_shards_need_a_group_for_the_host(ours: bool) -> None:
 
 
 class Adapted(Net):
-    """With weights that are frozen: in float32 eight times 64 KiB."""
+    """Has frozen weights: in float32 eight times 64 KiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,13 +345,13 @@ def _frozen_under_zero(gpu: EmulatedCuda, stage: int) -> tuple[int, int, bool]:
 
 @ZERO
 @pytest.mark.parametrize("stage", [1, 2])
-def test_frozen_weights_wait_in_the_hosts_memory_under_zero(stage: int) -> None:
-    # O-01: in float32, exactly as they were; the device has them in bf16 alone, from the start
+def test_frozen_weights_stay_in_host_memory_under_zero(stage: int) -> None:
+    # O-01: in float32, unchanged; the device has them in bf16 only, from the start
     for one in on_ranks(2, _frozen_under_zero, stage):
         held, peak, same = one.returned
         assert same
         assert 256 << 10 <= held <= (256 + 64 + 32) << 10
-        assert peak <= (256 + 2 * 64 + 32) << 10  # one in float32 at a time, and the one that was sent before
+        assert peak <= (256 + 2 * 64 + 32) << 10  # one in float32 at a time, and the previous one
         assert not one.races, one.report
 
 
@@ -359,7 +361,7 @@ def _without_waits(gpu: EmulatedCuda, strategy: str) -> None:
     trained(strategy, "cuda")
 
 
-def test_waits_that_are_missing_under_fsdp_are_seen() -> None:
+def test_missing_waits_under_fsdp_are_detected() -> None:
     # O-01
     for one in on_ranks(2, _without_waits, "fsdp"):
         assert one.races
@@ -395,7 +397,7 @@ def _device_after(gpu: EmulatedCuda, strategy: str) -> int:
     return torch.cuda.current_device()
 
 
-def test_the_device_at_hand_is_put_back() -> None:
+def test_the_current_device_is_restored() -> None:
     # O-01
     assert [one.returned for one in on_ranks(2, _device_after, "ddp")] == [0, 0]
 
@@ -418,7 +420,7 @@ def _on_four(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         pytest.param("deepspeed_stage_1", marks=ZERO),
     ],
 )
-def test_ranks_compute_on_the_devices_that_were_asked_for(strategy: str) -> None:
+def test_ranks_compute_on_the_requested_devices(strategy: str) -> None:
     # O-01
     found = run_distributed(_on_four, 2, _devices_used, (strategy, [1, 3]), process_group=None, timeout=160.0)
     assert found == [(1, "cuda:1"), (3, "cuda:3")]
@@ -428,7 +430,7 @@ def _one_each(gpu: EmulatedCuda) -> tuple[int, str]:
     return _devices_used(gpu, "ddp", "auto")
 
 
-def test_a_task_with_one_visible_device_takes_that() -> None:
+def test_a_task_with_one_visible_device_uses_it() -> None:
     # O-01
     assert run_distributed(_own_devices, 2, _one_each, (), process_group=None, timeout=160.0) == [(0, "cuda:0")] * 2
 
@@ -448,7 +450,7 @@ def test_more_processes_than_devices_are_refused() -> None:
         assert said.startswith("ConfigurationError")
 
 
-# Processes that are forked from one that has a notebook's cells behind it
+# Processes forked from a process that has run a notebook's cells
 
 NOTEBOOK = """
 import torch
@@ -482,7 +484,7 @@ print("it has trained")
     "checked_by",
     ["nvml", "driver"],
 )
-def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path, checked_by: str) -> None:
+def test_processes_forked_by_a_notebook_can_use_their_devices(tmp_path: Path, checked_by: str) -> None:
     # O-01
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
@@ -500,7 +502,7 @@ def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path, c
 
 
 class Split(Net):
-    """Splits its inner layers over the ranks, as the page on strategies does; the last one is whole."""
+    """Splits its inner layers over the ranks, as docs/strategies.md shows; the last one is whole."""
 
     def configure_model(self) -> None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -508,7 +510,7 @@ class Split(Net):
 
 
 class SplitTokens(Split):
-    """Whose backward, too, sends what split layers made: an embedding and, with the same weight, the last layer."""
+    """Also sends split layers' results in the backward: an embedding and a last layer with the same weight."""
 
     def __init__(self, scalar: bool = False) -> None:
         super().__init__()
@@ -523,7 +525,7 @@ class SplitTokens(Split):
             "3": ColwiseParallel(output_layouts=replicated),
         }
         parallelize_module(self.net, self.device_mesh["tensor"], plan)
-        self.net[3].weight = self.net[0].weight  # each was given a parameter of its own
+        self.net[3].weight = self.net[0].weight  # splitting gave each layer a parameter of its own
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         words = (batch[0].abs() * 3).long().clamp(max=9)
@@ -541,9 +543,9 @@ def _split(kind: type[Net]) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [(Split, 2), (SplitTokens, 4)])
-def test_layers_that_are_split_over_devices_train_beside_whole_ones(kind: type[Net], ranks: int) -> None:
-    # O-01: the split ones are on the devices by then, the others are not yet; the third run is of meshes that equal
-    # the first one's, whose groups are gone, while the script's own stays
+def test_split_layers_train_together_with_whole_ones(kind: type[Net], ranks: int) -> None:
+    # O-01: the split layers are on the devices by then, the others are not yet; the third run has meshes equal to the
+    # first one's, whose groups have ended, while the script's own group remains
     for one in on_ranks(ranks, _with_group, _split, kind):
         assert one.returned
         assert not one.races, one.report

@@ -1,4 +1,4 @@
-"""Finetuning, in which the backbone is trained later than the head, equals a hand-written loop (L-02)."""
+"""Finetuning, which trains the backbone later than the head, equals a hand-written loop (L-02)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ CASES = [(name, {"single": 1, "hsdp": 4, "fsdp x tp": 4}.get(name, 2)) for name 
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
-def test_it_trains_as_a_loop_by_hand_does(strategy: str, world: int, tmp_path: Path) -> None:  # L-02
+def test_finetuning_equals_the_hand_written_loop(strategy: str, world: int, tmp_path: Path) -> None:  # L-02
     wanted, rates = by_hand()
     for found, seen in on_ranks(_run, world, strategy, world, tmp_path, EPOCHS, process_group=None):
         assert_near(found, wanted)
@@ -131,7 +131,8 @@ def test_it_trains_as_a_loop_by_hand_does(strategy: str, world: int, tmp_path: P
 @pytest.mark.parametrize(
     ("first", "second", "step"),
     [
-        (("single", 1), ("fsdp", 2), 7),  # within the second epoch, the backbone frozen
+        # within the second epoch, with the backbone frozen; between two epochs, where it is unfrozen
+        (("single", 1), ("fsdp", 2), 7),
         (("ddp", 2), ("single", 1), 12),  # between two epochs, where it is unfrozen
         (("fsdp", 2), ("ddp", 2), 15),
         (("ddp", 2), ("hsdp", 4), 18),
@@ -141,7 +142,7 @@ def test_it_trains_as_a_loop_by_hand_does(strategy: str, world: int, tmp_path: P
     ],
     ids=str,
 )
-def test_it_goes_on_in_mid_schedule(
+def test_finetuning_resumes_in_mid_schedule(
     first: tuple[str, int], second: tuple[str, int], step: int, tmp_path: Path
 ) -> None:  # L-02
     on_ranks(_run, first[1], *first, tmp_path, 4, process_group=None)
@@ -159,7 +160,7 @@ def _under_zero(folder: Path) -> str:
     return "trained"
 
 
-def test_zero_says_that_it_cannot(tmp_path: Path) -> None:  # L-02
+def test_zero_refuses_finetuning(tmp_path: Path) -> None:  # L-02
     for said in on_ranks(_under_zero, 2, tmp_path, process_group=None):
         assert "add_param_group" in said
 
@@ -187,7 +188,7 @@ def fitted(module: TrainModule, *callbacks: Any, epochs: int = 2, **settings: An
 
 
 @pytest.mark.parametrize("train_bn", [True, False])
-def test_batch_normalisation_trains_from_the_beginning_or_never(train_bn: bool) -> None:  # L-02
+def test_batch_normalisation_trains_from_the_start_or_never(train_bn: bool) -> None:  # L-02
     module = Normed()
     norm: Any = module.backbone[1]
     before = [one.clone() for one in (norm.weight, norm.running_mean)]
@@ -236,7 +237,7 @@ class Gradual(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.backbone[2 - epoch], optimizer)
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:  # L-02
+def test_a_user_defined_schedule(tmp_path: Path) -> None:  # L-02
     def run(epochs: int, path: Any = None) -> tuple[Any, Normed]:
         module = Normed()
         torch.nn.init.ones_(module.head.weight)
@@ -253,7 +254,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:  # L-02
         assert torch.equal(one, other), name
 
 
-def test_what_is_in_the_optimizer_already_is_not_added(caplog: pytest.LogCaptureFixture) -> None:  # L-02
+def test_parameters_already_in_the_optimizer_are_not_added(caplog: pytest.LogCaptureFixture) -> None:  # L-02
     class All(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -263,7 +264,7 @@ def test_what_is_in_the_optimizer_already_is_not_added(caplog: pytest.LogCapture
     assert "4 of the 4 parameters to unfreeze are in the optimizer already" in caplog.text
 
 
-def test_an_optimizer_of_named_parameters_takes_the_backbone(tmp_path: Path) -> None:  # L-02
+def test_an_optimizer_of_named_parameters_accepts_the_backbone(tmp_path: Path) -> None:  # L-02
     class Named(Net):
         def configure_optimizers(self) -> Any:
             trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
@@ -287,7 +288,7 @@ def test_an_optimizer_of_named_parameters_takes_the_backbone(tmp_path: Path) -> 
             assert torch.equal(one, other), name
 
 
-def test_a_backbone_that_is_to_train_earlier_than_the_run_has_come_trains_at_once(tmp_path: Path) -> None:  # L-02
+def test_a_backbone_that_is_overdue_on_resume_trains_at_once(tmp_path: Path) -> None:  # L-02
     saver = Checkpoint(tmp_path / "c", save_top_k=-1)
     fitted(Net(), BackboneFinetuning(10), saver, epochs=3, enable_checkpointing=True, default_root_dir=tmp_path)
     fit = quiet(callbacks=[BackboneFinetuning(1), Checkpoint(tmp_path / "c")], max_epochs=5, enable_checkpointing=True)

@@ -1,4 +1,4 @@
-"""What the user reads of a failed run: the first cause, once, and where it was. Rows G-01, G-02."""
+"""The error report of a failed run: the first cause, once, with its location. Rows G-01, G-02."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts import TORCHRUN, Run, run_cases
 
-# Two epochs of eight micro-batches a rank, two of them a window.
+# Two epochs of eight micro-batches per rank, with two per window.
 _SCRIPT = """
 import logging, warnings
 
@@ -41,7 +41,7 @@ _WHERE = "Where: rank 1, epoch 1, global step 5, batch index 3"
 
 @dataclass
 class Ran:
-    """A run, and the folder in which it was."""
+    """A run, and its folder."""
 
     run: Run
     folder: Path
@@ -74,7 +74,7 @@ def test_the_first_cause_is_printed_once_with_its_place(  # G-01
     errors = run.errors
     assert errors.count(_WHERE) == 1, errors
     logs = [folder / "run" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
-    if launched == "fork":  # the ranks print nothing: what they said is in what their caller raises
+    if launched == "fork":  # the ranks print nothing: their errors are in what the caller raises
         assert "Rank 1 failed with ValueError: boom" in errors
     else:
         assert errors.count("Traceback (most recent call last)") == 1, errors
@@ -82,11 +82,11 @@ def test_the_first_cause_is_printed_once_with_its_place(  # G-01
         told = [line for line in errors.splitlines() if line.startswith("Rank 0 ends")]
         assert told == [f"Rank 0 ends because of another: Rank 1 failed with ValueError: boom; Log: {logs[0]}"], errors
 
-    # What the others printed no more is kept, with what went before.
+    # Errors that other ranks did not print are recorded, with the preceding lines.
     assert not (folder / "undisturbed").exists()
     first, second = (log.read_text() for log in logs)
     assert [first.count(text) for text in ("odd weather\n", "WARNING: on rank 0\n")] == [1, 1], first
-    assert errors.count("odd weather\n") == errors.count("on rank 0\n") == 1  # and shown as ever
+    assert errors.count("odd weather\n") == errors.count("on rank 0\n") == 1  # and displayed as usual
     assert "in _train_epoch" in first
     assert "Where: rank 0, epoch 1, global step 5, batch index 3" in first
     assert "It follows from this:\nRank 1 failed with ValueError: boom" in first
@@ -95,7 +95,7 @@ def test_the_first_cause_is_printed_once_with_its_place(  # G-01
 
 
 @pytest.mark.parametrize("launched", ["subprocess", "torchrun"])
-def test_what_all_ranks_run_into_is_shown_by_the_first(launched: str, request: pytest.FixtureRequest) -> None:
+def test_an_error_on_all_ranks_is_shown_by_the_first(launched: str, request: pytest.FixtureRequest) -> None:
     ran = request.getfixturevalue("under_torchrun" if launched == "torchrun" else "by_itself")["alike"]
     assert ran.run.code == 1
     errors = ran.run.errors
@@ -110,6 +110,6 @@ def test_what_all_ranks_run_into_is_shown_by_the_first(launched: str, request: p
     assert "Traceback (most recent call last)" in log.read_text()
 
 
-def test_what_each_rank_runs_into_by_itself_is_shown_by_each(by_itself: dict[str, Ran]) -> None:
+def test_independent_errors_are_shown_by_each_rank(by_itself: dict[str, Ran]) -> None:
     errors = by_itself["each"].run.errors
     assert [errors.count(f"\nValueError: boom{rank}\nWhere: rank {rank}") for rank in (0, 1)] == [1, 1], errors

@@ -1,4 +1,4 @@
-"""What a user does who runs a script for the first time, on one process and on two that it starts itself."""
+"""What a new user does: a script on one process, and on two that it starts itself."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ fit.fit(Slow(), loader, loader)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Runs and a validation, the last of which waits for a rank; and two scripts that go wrong."""
+    """Return the output of runs and a validation, the last of which waits for a rank, and of two failing scripts."""
     cases = ("ran", "a call on rank 0 alone", "fails before its run")
     return run_cases(tmp_path_factory.mktemp("runs"), SCRIPT, cases, head=MODULE, limit=120)
 
 
-def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(runs: dict[str, Run]) -> None:
+def test_prints_of_rank_0_around_the_run_appear_once(runs: dict[str, Run]) -> None:
     ran = runs["ran"]
     assert ran.code == 0, ran.errors
     assert ran.out.splitlines() == ["before", "also before", "after 6 2 48"]
@@ -120,7 +120,7 @@ def test_a_data_set_in_place_of_a_loader_is_refused(loaders: object) -> None:
         fit().fit(Line(), loaders)
 
 
-def test_a_validation_loader_without_a_validation_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_validation_loader_without_a_validation_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     fit().fit(Line(), DataLoader(DATA, 4), DataLoader(DATA, 4))
     assert "Line has no validation_step: nothing is validated" in caplog.text
 

@@ -79,7 +79,7 @@ def _runs() -> dict[str, Any]:
             child._forward_hooks or child._forward_pre_hooks or child._state_dict_pre_hooks
             for child in module.modules()
         )
-        copy.deepcopy(module)  # plain again
+        copy.deepcopy(module)  # no longer sharded
     return found
 
 
@@ -99,10 +99,10 @@ def by_hand() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_setting_gives_the_same_numbers(
+def test_every_setting_gives_the_same_results(
     name: str, trained: dict[str, torch.Tensor], by_hand: torch.Tensor
 ) -> None:
-    # B-02, D-02, D-07, D-08: 5 micro-batches in windows of two; and the module is plain again
+    # B-02, D-02, D-07, D-08: 5 micro-batches in windows of two; afterwards the module is no longer sharded
     torch.testing.assert_close(trained[name], by_hand, **TIGHT)
 
 
@@ -149,7 +149,7 @@ def _local(tensors: Any) -> int:
 
 
 class Bytes(Callback):
-    """Counts what this rank holds as it steps."""
+    """Counts what this rank holds when it steps."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
@@ -172,7 +172,7 @@ def _held() -> dict[str, int]:
 
 
 def test_a_rank_holds_its_part() -> None:
-    # D-01: at most a half, and a row of padding for each parameter
+    # D-01: at most half, plus a row of padding for each parameter
     parameters = list(DeepRegression().parameters())
     whole = sum(one.nbytes for one in parameters)
     padding = sum(one[0].nbytes for one in parameters)
@@ -203,7 +203,7 @@ def test_layers_are_units_where_no_block_repeats() -> None:
 
 
 def test_experts_are_left_to_the_block_around_them() -> None:
-    # D-11: not every rank runs every expert
+    # D-11: because not every rank runs every expert
     assert [unit.name for unit in make_plan(Experts(), None, []).units] == [""]
 
 
@@ -221,11 +221,11 @@ def test_inner_units_come_first() -> None:
         ({"ignored": ["net.hed.*"]}, "ignored='net.hed.*' matches no parameter"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+def test_an_impossible_plan_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text.replace("*", "\\*")) as error:
         make_plan(DeepRegression(), options.get("wrap"), options.get("ignored", []))
     if "Conv2d" in text:
-        assert "Block" in str(error.value)  # the classes that do occur
+        assert "Block" in str(error.value)  # the classes that exist
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_plan_that_cannot_be_is_refused(options: dict[str, Any], text: str) ->
     ],
 )
 def test_arguments_that_contradict_each_other(options: dict[str, Any], text: str) -> None:
-    # G-06: as it is built
+    # G-06: at construction
     with pytest.raises(ConfigurationError, match="(?i)" + text):
         FSDPStrategy(**options)
 
@@ -279,8 +279,8 @@ class _ForeignOptimizer(DeepRegression):
         return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
-def test_what_cannot_be_trained_is_refused_by_name() -> None:
-    # B-20, C-06, G-07: and what comes after it in the same processes trains
+def test_unsupported_training_is_refused_by_name() -> None:
+    # B-20, C-06, G-07: and the same processes can train afterwards
     expected = [
         "'table' is an Embedding with sparse=True",
         "'table' is an Embedding with max_norm",
@@ -299,7 +299,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
             assert part in text
 
 
-# Optimizers that were there before
+# Optimizers built before sharding
 
 
 class EarlyOptimizer(DeepRegression):
@@ -322,7 +322,7 @@ def _early() -> Any:
     assert all(
         value.shape == one.shape for one in held for value in module.optimizer.state[one].values() if value.dim()
     )
-    quiet(strategy="fsdp", max_epochs=1).fit(module, loader(32, 4))  # goes on with its state
+    quiet(strategy="fsdp", max_epochs=1).fit(module, loader(32, 4))  # continues with its state
     return weights(module)
 
 
@@ -349,7 +349,7 @@ def _experts(unused: bool, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("unused", "options"), [(False, {}), (True, {}), (True, {"find_unused_parameters": True})])
 def test_experts_that_some_ranks_use(unused: bool, options: dict[str, Any]) -> None:
-    # D-05, D-11; an expert that nobody uses is left alone: no decay
+    # D-05, D-11; an unused expert does not change, not even by weight decay
     first, second = on_ranks(_experts, 2, unused, options)
     module = DeepRegression(seeded(lambda: Experts(unused)))
     x, y = data(32).tensors
@@ -373,7 +373,7 @@ def _different_units() -> Any:
     return caught
 
 
-def test_units_that_not_all_ranks_run_are_an_error_not_a_hang() -> None:
+def test_units_that_only_some_ranks_run_raise_instead_of_hanging() -> None:
     # D-11
     for caught in on_ranks(_different_units, 2):
         assert caught["type"] == "DistributedError"
@@ -381,7 +381,7 @@ def test_units_that_not_all_ranks_run_are_an_error_not_a_hang() -> None:
         assert "the forward of 'net.experts.1'" in caught["text"]
 
 
-# No communication of gradients within a window
+# No gradient communication within a window
 
 
 def _counted() -> list[dict[str, int]]:
@@ -423,7 +423,7 @@ def _resumed(folder: str, strategy: str) -> Any:
 
 
 def test_a_plain_checkpoint_written_and_read(tmp_path: Path) -> None:
-    # D-07's names, B-07: one copy of what is tied; and DDP goes on from it
+    # D-07: plain names; B-07: one copy of tied weights; and DDP can resume from it
     whole, resumed = on_ranks(_saved, 2, str(tmp_path), "fsdp")[0]
     assert torch.equal(whole, resumed)
     by_ddp = on_ranks(_resumed, 2, str(tmp_path), "ddp")[0]
@@ -465,11 +465,11 @@ def test_state_by_plain_names() -> None:
         assert "net.head.bias ((3,) instead of (1,))" in texts[0]
 
 
-# Hooks find shards, an average of weights follows them
+# Hooks see shards, and an average of weights is kept from them
 
 
 class Average(Callback):
-    """An exponential average, swapped in for validation."""
+    """An exponential moving average, swapped in for validation."""
 
     def __init__(self) -> None:
         self.average: dict[str, torch.Tensor] = {}
@@ -513,7 +513,7 @@ def test_an_average_of_weights_by_callback() -> None:
     assert math.isclose(found[1], ddp[1], rel_tol=1e-5)
 
 
-# Frozen bases with adapters; a module that is above the limit; failures
+# Frozen base models with adapters; modules above the gather limit; failures
 
 
 class Adapted(DeepRegression):
@@ -553,7 +553,7 @@ def _policy() -> Any:
     return dtypes, weights(module)
 
 
-def test_a_mixed_precision_policy_of_ones_own() -> None:
+def test_a_user_defined_mixed_precision_policy() -> None:
     # D-08: gathered in bf16, kept in fp32
     dtypes, found = on_ranks(_policy, 2)[0]
     assert set(dtypes) == {torch.bfloat16}
@@ -575,7 +575,7 @@ def _offloaded() -> Any:
 
 
 def test_offload_reaches_torch() -> None:
-    # D-08; on the CPU there is nowhere to move to
+    # D-08; on the CPU there is no other device to move to
     assert set(on_ranks(_offloaded, 2)[0]) == {"CPUOffloadPolicy"}
 
 
@@ -594,7 +594,7 @@ def test_one_process() -> None:
 
 
 def test_one_process_evaluates() -> None:
-    # several batches: what is gathered for one is gathered anew for the next
+    # several batches: parameters are gathered again for each
     module, plain = Validated(), Validated()
     (scores,) = quiet(strategy="fsdp", devices=1).validate(module, loader(10, 2), verbose=False)
     (expected,) = quiet(strategy="single_device").validate(plain, loader(10, 2), verbose=False)

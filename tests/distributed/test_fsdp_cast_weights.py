@@ -1,4 +1,4 @@
-"""The casts that autocast makes of sharded weights: how many bytes a rank holds, and that the bits are the same."""
+"""Autocast's casts of sharded weights: how many bytes a rank holds, and that results are bit for bit equal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Deep(Regression):
-    """So many blocks; their matrices may be frozen, in a dtype, and have a vector each that trains."""
+    """A number of blocks; their matrices may be frozen, in a given dtype, and each may have a trainable vector."""
 
     def __init__(self, depth: int, frozen: torch.dtype | None = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Deep(Regression):
 
 
 class PeakOfEvaluation(Watch):
-    """Also what was alive at most within a validation."""
+    """Also records the peak of live bytes within a validation."""
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
         self.live.restart()
@@ -76,7 +76,7 @@ def _held(depth: int, precision: str, options: dict[str, Any], frozen: torch.dty
 
 
 def _by_depth(precision: str, options: dict[str, Any], frozen: torch.dtype | None = None) -> dict[str, float]:
-    """What each further block adds to what is alive at each point."""
+    """Return what each further block adds to the live bytes at each point."""
     shallow, deep = (_held(depth, precision, options, frozen) for depth in (2, 6))
     return {point: (deep[point] - shallow[point]) / 4 for point in shallow}
 
@@ -91,25 +91,25 @@ CHECKPOINTED = {"activation_checkpointing": [Block]}
         ("bf16-mixed", 2, CHECKPOINTED, 0),
         ("bf16-mixed", 2, {"param_dtype": HALF}, 0),
         ("16-mixed", 2, {}, 0),
-        ("bf16-mixed", 4, {"reshard_after_forward": 2}, UNIT // 2),  # whole on two ranks together
+        ("bf16-mixed", 4, {"reshard_after_forward": 2}, UNIT // 2),  # whole on both ranks together
     ],
     ids=str,
 )
 def test_a_further_block_costs_its_shards_and_its_activations(
     precision: str, ranks: int, options: dict[str, Any], kept: int
 ) -> None:
-    # D-01, D-07: and no cast of its weights, UNIT / 2, which autocast's cache keeps to the end of the forward, and
-    # products to their backward
+    # D-01, D-07: without casts of its weights, UNIT / 2, which autocast's cache would keep until the end of the
+    # forward, and products until their backward
     for more in on_ranks(_by_depth, ranks, precision, options):
         shard = UNIT // ranks
         assert shard + kept <= more["forward"] <= shard + kept + REST
         assert more["peak forward"] <= shard + kept + REST
         assert more["peak backward"] <= 2 * shard + kept + REST
-        assert more["peak evaluation"] <= 2 * shard + kept + REST  # gradients are there until the next step
+        assert more["peak evaluation"] <= 2 * shard + kept + REST  # gradients stay until the next step
 
 
-def test_what_stays_gathered_keeps_its_casts() -> None:
-    # What is measured above can be seen; and nothing is cast twice where nothing is dropped.
+def test_gathered_weights_keep_their_casts() -> None:
+    # Shows that the test above measures a real effect; and nothing is cast twice if nothing is dropped.
     for more in on_ranks(_by_depth, 2, "bf16-mixed", {"sharding": "grad_op"}):
         assert more["forward"] >= SHARD + UNIT + UNIT // 2
 
@@ -123,17 +123,18 @@ def test_what_stays_gathered_keeps_its_casts() -> None:
     ],
     ids=str,
 )
-def test_what_frozen_weights_cost(dtype: torch.dtype, options: dict[str, Any], kept: int) -> None:
-    # As docs/strategies.md says: frozen in float32 the products keep their casts; frozen in bf16 there is none.
+def test_memory_of_frozen_weights(dtype: torch.dtype, options: dict[str, Any], kept: int) -> None:
+    # As docs/strategies.md states: products keep casts of weights frozen in float32; weights frozen in bf16 need no
+    # cast.
     for more in on_ranks(_by_depth, 2, "bf16-mixed", options, dtype):
         assert kept <= more["forward"] <= kept + REST
 
 
-# The same bits
+# Equal bits
 
 
 class Reusing(nn.Module):
-    """Uses one matrix twice, another by itself, and a convolution."""
+    """Uses one matrix twice, another one directly, and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,11 +145,11 @@ class Reusing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.twice(torch.tanh(self.twice(self.norm(x))))
         x = x + self.conv(x.view(-1, 2, 4)).flatten(1)
-        return x + self.once(x) * self.once.weight.mean()  # read in float32, too
+        return x + self.once(x) * self.once.weight.mean()  # also used in float32
 
 
 class OtherDtype(Reusing):
-    """Computes in a dtype of its own, whatever the precision says."""
+    """Computes in a dtype of its own, regardless of the precision."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.float16):
@@ -156,7 +157,7 @@ class OtherDtype(Reusing):
 
 
 class Twice(nn.Module):
-    """Runs its blocks twice, the second time from the last to the first."""
+    """Runs its blocks twice, the second time in reverse order."""
 
     def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
@@ -174,8 +175,8 @@ def _saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class InPairs(Twice):
-    """Computes its blocks again two at a time, by a checkpointing of its own that keeps products."""
+class PairwiseCheckpointed(Twice):
+    """Recomputes its blocks two at a time, with a checkpointing of its own that keeps products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         contexts = partial(create_selective_checkpoint_contexts, _saves_products)
@@ -211,17 +212,19 @@ class Reused(Regression):
 
 
 def shard_by_hand(net: nn.Module, units: Any, policy: MixedPrecisionPolicy) -> None:
-    """As a user of plain PyTorch does it."""
+    """Shard as a user of plain PyTorch would."""
     for unit in units:
         fully_shard(unit, mp_policy=policy)
     fully_shard(net, mp_policy=policy)
     for module in net.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support PREMUL_SUM
 
 
 def train_sharded_by_hand(module: Any, samples: int, window: int = 1) -> list[torch.Tensor]:
-    """Train what `shard_by_hand` left on this rank's batches of 4, under autocast; returns the whole weights."""
+    """Train a module sharded by `shard_by_hand` on this rank's batches of 4, under autocast; return the whole
+    weights.
+    """
     optimizer = module.configure_optimizers()
     mine = global_batches(samples, 4)[dist.get_rank() :: dist.get_world_size()]
     for index, batch in enumerate(mine):
@@ -267,18 +270,18 @@ def _both(options: dict[str, Any], window: int, manual: bool, *kinds: Any) -> li
     ids=str,
 )
 def test_the_bits_are_those_of_autocast_alone(options: dict[str, Any], window: int, manual: bool) -> None:
-    # D-01, D-07: weights that are used twice in a block and in two calls of it share a cast, as they do in plain torch
+    # D-01, D-07: weights that are used twice in a block, or in two calls of it, share a cast, as in plain torch
     for same in on_ranks(_both, 2, options, window, manual):
         assert all(same), same
 
 
 def test_a_block_may_be_under_an_autocast_of_its_own() -> None:
-    # D-01: autocast keeps one cast of a weight, in the dtype of whoever uses it first
+    # D-01: autocast keeps one cast of a weight, in the dtype of its first use
     for same in on_ranks(_both, 2, {"wrap": [OtherDtype]}, 1, False, OtherDtype):
         assert all(same), same
 
 
 def test_units_may_be_in_a_checkpointing_of_the_modules_own() -> None:
-    # D-01, D-09: which counts what it saves, and the operations that it sees
-    for same in on_ranks(_both, 2, {"wrap": [Reusing]}, 1, False, Reusing, InPairs):
+    # D-01, D-09: it counts saved tensors, and sees the operations
+    for same in on_ranks(_both, 2, {"wrap": [Reusing]}, 1, False, Reusing, PairwiseCheckpointed):
         assert all(same), same

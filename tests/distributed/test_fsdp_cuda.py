@@ -1,4 +1,4 @@
-"""FSDPStrategy over NCCL, on the one GPU that is at hand: B-01, B-05, B-06, D-01, D-03, D-07 to D-09."""
+"""FSDPStrategy over NCCL on one GPU: B-01, B-05, B-06, D-01, D-03, D-07 to D-09."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _cases(precision: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
-    # B-01, B-05, D-07, D-08: its process group is made by the run
+    # B-01, B-05, D-07, D-08: the run creates its process group
     expected = _trained("single_device", precision)
     for name, found in on_ranks(_cases, 1, precision, process_group=None, timeout=180)[0].items():
         atol = 2.0**-8 if precision == "bf16-true" else 1e-5
@@ -73,8 +73,8 @@ def _late() -> torch.Tensor:
     return _trained(FSDPStrategy(), "32-true", Late(), seed=3)
 
 
-def test_what_is_built_without_storage_is_the_same_on_the_gpu() -> None:
-    # D-03: drawn on the CPU, bit for bit as there
+def test_modules_built_without_storage_are_the_same_on_the_gpu() -> None:
+    # D-03: drawn on the CPU, bit for bit equal
     (built,) = on_ranks(_late, 1, process_group=None, timeout=120)
     by_cpu = _trained("single_device", "32-true", Late(), seed=3, accelerator="cpu")
     torch.testing.assert_close(built, by_cpu, atol=1e-4, rtol=1e-4)
@@ -97,8 +97,8 @@ def _places(offload: bool) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("offload", "place"), [(False, ACCELERATOR), (True, "cpu")])
-def test_where_shards_live(offload: bool, place: str) -> None:
-    # D-08: parameters and gradients, and what the optimizer makes of them
+def test_devices_of_shards(offload: bool, place: str) -> None:
+    # D-08: parameters and gradients, and the optimizer's state for them
     assert on_ranks(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
 
 
@@ -123,7 +123,7 @@ def _overflowing(offload: bool) -> tuple[int, float]:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_overflow_skips_the_step(offload: bool) -> None:
-    # B-06: also where the gradients lie in the host's memory
+    # B-06: also if the gradients are in host memory
     assert on_ranks(_overflowing, 1, offload, process_group=None, timeout=120) == [(3, 32768.0)]
 
 
@@ -163,6 +163,6 @@ def _peak(offload: bool) -> int:
 
 
 def test_offloading_leaves_the_gpu_a_unit_or_two() -> None:
-    # D-08: without it parameters, gradients and two moments lie there
+    # D-08: otherwise parameters, gradients and two moments are there
     assert on_ranks(_peak, 1, False, process_group=None, timeout=120)[0] >= 400
     assert on_ranks(_peak, 1, True, process_group=None, timeout=120)[0] < 150

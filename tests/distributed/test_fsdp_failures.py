@@ -1,4 +1,4 @@
-"""What a failure leaves of a sharded module, and what comes after it: A-02, G-01, G-04, G-07."""
+"""The state of a sharded module after a failure, and later runs with it: A-02, G-01, G-04, G-07."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _again(where: str, strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 @pytest.mark.parametrize(("where", "steps"), [("step", 1), ("backward", 1), ("hook", 2), ("optimizers", 0)])
-def test_another_run_goes_on_from_the_shards(where: str, steps: int, strategy: str) -> None:
-    # G-07, A-02: in a process group of the user's, alike on every rank
+def test_another_run_continues_from_the_shards(where: str, steps: int, strategy: str) -> None:
+    # G-07, A-02: in the user's process group, with the same result on every rank
     module = train_by_hand(DeepRegression(), global_batches(32, 8)[:steps])
     train_by_hand(module, global_batches(32, 8))
     for caught, refused, found, groups in on_ranks(_again, 2, where, strategy):
@@ -87,7 +87,7 @@ def _loaded() -> Any:
     return weights(module)
 
 
-def test_weights_that_are_loaded_take_the_shards_place() -> None:
+def test_loaded_weights_replace_the_shards() -> None:
     expected = weights(train_by_hand(DeepRegression(), global_batches(32, 8)))
     torch.testing.assert_close(on_ranks(_loaded, 2)[0], expected, **TIGHT)
 
@@ -122,13 +122,13 @@ def _one_rank() -> Any:
 
 
 def test_a_failure_on_one_rank_reaches_all(tmp_path: Any) -> None:
-    # G-01, G-07: in a group of our own, the others fall out of their collective
+    # G-01, G-07: in a group of our own, the other ranks' collective fails
     first, second = on_ranks(_one_rank, 2, process_group=None, timeout=60)
     assert second["type"] == "ValueError"
     assert "only here" in first["text"]
 
 
-# On four ranks, in groups of two: peers of peers must hear of a failure too
+# On four ranks, in groups of two: a failure must also reach the peers of peers
 
 MESHES: dict[str, dict[str, Any]] = {
     "hybrid": {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []},
@@ -137,7 +137,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 class OnOneRank(Phased):
-    """Raises, or does not come, on rank 1 alone: ranks 2 and 3 are a group without it."""
+    """Raises, or blocks, on rank 1 only: ranks 2 and 3 form a group without it."""
 
     def __init__(self, where: str, split: bool) -> None:
         super().__init__({}, split=split)
@@ -180,7 +180,7 @@ def _one_of_four(wheres: list[str], options: dict[str, Any], **more: Any) -> Any
 
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_failure_on_one_rank_of_a_mesh_reaches_all(kind: str) -> None:  # G-01, G-07
-    """Under tensor parallelism the failed rank kept a group, and rank 3, its peer there, waited for it for ever."""
+    """With tensor parallelism the failed rank kept a group, and rank 3, its peer there, waited for it forever."""
     expected = by_hand(Phased({}))
     found = on_ranks(_one_of_four, 4, ["step", "backward", "hook"], MESHES[kind], process_group=None, timeout=60)
     for rank, (caught, after) in enumerate(found):
@@ -192,13 +192,15 @@ def test_a_failure_on_one_rank_of_a_mesh_reaches_all(kind: str) -> None:  # G-01
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_a_mesh_waits_as_long_as_its_strategy_says(kind: str) -> None:  # G-04
-    """Its groups had half an hour until the first step was made, or ten minutes on NCCL, whatever ``timeout`` said."""
+def test_a_mesh_uses_the_timeout_of_its_strategy(kind: str) -> None:  # G-04
+    """Previously its groups had half an hour until the first step was made, or ten minutes on NCCL, whatever
+    ``timeout`` was.
+    """
     found = on_ranks(_stalled, 4, MESHES[kind], process_group=None, timeout=60)
     expected = by_hand(Phased({}))
     stalls = [caught["stall"] for caught, _ in found]
     assert all(error["text"] and seconds < 15 for error, seconds in stalls), stalls
-    # Whose time is over names those it waited for; who was connected to it may only see it go.
+    # A rank that times out names those it waited for; ranks connected to it may only see the lost connection.
     assert any("waited in a collective, and not all of rank(s)" in error["text"] for error, _ in stalls), stalls
     for _, after in found:
         torch.testing.assert_close(after, expected, **TIGHT)

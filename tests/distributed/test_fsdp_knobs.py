@@ -1,4 +1,4 @@
-"""What each argument of FSDPStrategy changes, beside the numbers, which stay: D-06, D-07, D-08, D-09."""
+"""The effects of each argument of FSDPStrategy, while results stay equal: D-06, D-07, D-08, D-09."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _ignored() -> Any:
     return found[0]
 
 
-def test_what_is_ignored_stays_whole() -> None:
+def test_ignored_parameters_stay_whole() -> None:
     # D-08
     norms = {f"net.blocks.{number}.norm.{kind}" for number in range(3) for kind in ("weight", "bias")}
     assert on_ranks(_ignored, 2)[0] == {"net.head.weight", "net.head.bias", *norms}
 
 
 class Together(DeepRegression):
-    """Its optimizer steps many parameters at once, as AdamW does by itself on a GPU."""
+    """Its optimizer uses foreach updates, as AdamW does by default on a GPU."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _together(how: str) -> tuple[Tensor, list[Any]]:
 
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 def test_an_optimizer_of_shards_and_whole_parameters_steps_them_one_by_one(how: str) -> None:
-    # D-08: torch refuses lists of both; on a GPU AdamW makes such lists by itself
+    # D-08: torch refuses lists of both; on a GPU AdamW makes such lists by default
     expected, _ = _together(how)
     for found, settings in on_ranks(_together, 2, how):
         torch.testing.assert_close(found, expected, **TIGHT)
@@ -75,7 +75,9 @@ def test_an_optimizer_of_shards_and_whole_parameters_steps_them_one_by_one(how: 
 
 
 class Counted(Optimizer):
-    """Steps by lists, with a rate that falls with the number of steps, which it keeps in its groups, as some do."""
+    """Steps with lists; its rate falls with the number of steps, which it keeps in its groups, as some optimizers
+    do.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "foreach": None, "k": 0})
@@ -94,7 +96,7 @@ class Counted(Optimizer):
 
 
 class Hooked(Together):
-    """Its optimizer has hooks, of which one lets the weights decay."""
+    """Its optimizer has hooks, one of which applies weight decay."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -125,7 +127,7 @@ def _hooked(how: str) -> tuple[Tensor, list[int], list[int]]:
 
 
 @pytest.mark.parametrize("how", ["counted", "hooks"])
-def test_such_a_step_is_one_step_to_hooks_and_to_optimizers_that_count(how: str) -> None:  # D-08
+def test_a_mixed_step_counts_as_one_step(how: str) -> None:  # D-08
     expected, seen, counts = _hooked(how)
     for found, seen_there, counts_there in on_ranks(_hooked, 2, how):
         torch.testing.assert_close(found, expected, **TIGHT)
@@ -133,7 +135,7 @@ def test_such_a_step_is_one_step_to_hooks_and_to_optimizers_that_count(how: str)
 
 
 class Later(Together):
-    """Trains its head, which is ignored, and from the second epoch on the rest too."""
+    """Trains its head, which is ignored, and from the second epoch on also the rest."""
 
     def configure_optimizers(self) -> Any:
         how: dict[str, Any] = {self.how: True}
@@ -154,17 +156,17 @@ def _later(how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["foreach", "fused"])
-def test_shards_may_come_to_an_optimizer_of_whole_parameters(how: str) -> None:  # D-08
+def test_shards_can_be_added_to_an_optimizer_of_whole_parameters(how: str) -> None:  # D-08
     expected = _later(how)
     for found in on_ranks(_later, 2, how):
         torch.testing.assert_close(found, expected, **TIGHT)
 
 
-# What is gathered ahead
+# Prefetching
 
 
-class Asking(Block):
-    """Notes, as it computes, which units are being gathered already."""
+class RecordsPrefetch(Block):
+    """Records which units are being gathered while it computes."""
 
     ask: Any = None
 
@@ -178,8 +180,8 @@ class Asking(Block):
 def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
     found: dict[str, list[list[int]]] = {"forward": [], "backward": []}
     net = seeded(lambda: Deep(4))
-    net.blocks = nn.ModuleList(Asking() for _ in range(4))
-    strategy = FSDPStrategy(wrap=[Asking], **options)
+    net.blocks = nn.ModuleList(RecordsPrefetch() for _ in range(4))
+    strategy = FSDPStrategy(wrap=[RecordsPrefetch], **options)
 
     def ask(direction: str) -> None:
         assert strategy._sharded is not None
@@ -194,7 +196,7 @@ def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
 
 
 def test_how_far_ahead_units_are_gathered() -> None:
-    # D-08: in the order of the module; by itself torch gathers one ahead in backward
+    # D-08: in the order of the module; by default torch gathers one ahead in the backward
     assert on_ranks(_ahead, 2, {})[0]["forward"] == [[], [], [], []]
     found = on_ranks(_ahead, 2, {"forward_prefetch": 2, "backward_prefetch": 2})[0]
     assert found["forward"] == [[1, 2], [2, 3], [3], []]
@@ -205,7 +207,7 @@ def test_how_far_ahead_units_are_gathered() -> None:
 
 
 class Typed(Block):
-    """Notes the dtypes that it computes with."""
+    """Records the dtypes that it computes with."""
 
     def __init__(self, seen: dict[str, torch.dtype]) -> None:
         super().__init__()
@@ -217,7 +219,7 @@ class Typed(Block):
 
 
 class InOneDtype(DeepRegression):
-    """FSDP casts the batch, targets too; torch 2.11 has no backward for a loss of two dtypes."""
+    """FSDP casts the whole batch, including targets; torch 2.11 has no backward for a loss of two dtypes."""
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -234,14 +236,14 @@ def _typed(policy: MixedPrecisionPolicy, precision: str) -> Any:
     net.blocks = nn.ModuleList(seeded(lambda: Typed(seen)) for _ in range(3))
     look = LambdaCallback(
         on_train_start=lambda *_: net.blocks[0].register_forward_hook(
-            lambda module, args, output: seen.update(output=output.dtype)  # after the one that shards
+            lambda module, args, output: seen.update(output=output.dtype)  # after the unit that is sharded
         ),
         on_before_optimizer_step=lambda trainer, module, optimizer: seen.update(
             gradient=module.net.stem.weight.grad.to_local().clone()
         ),
     )
     module = InOneDtype(net)
-    # All are units, so that each casts what comes from the one before.
+    # All blocks are units, so each casts the output of the previous one.
     strategy = FSDPStrategy(wrap=lambda name, module: isinstance(module, Typed) or name in ENDS, mixed_precision=policy)
     quiet(strategy=strategy, callbacks=look, max_steps=1, precision=precision).fit(module, loader(16, 4))
     return seen, {parameter.dtype for parameter in module.parameters()}
@@ -254,7 +256,7 @@ HALF, FULL = torch.bfloat16, torch.float32
     ("dtypes", "weight", "output", "rounded"),
     [
         ({}, FULL, FULL, False),
-        ({"param_dtype": HALF}, HALF, HALF, None),  # reduced in that dtype, from torch 2.15 on in the parameters' own
+        ({"param_dtype": HALF}, HALF, HALF, None),  # reduced in that dtype; from torch 2.15 on in the parameters' own
         ({"param_dtype": HALF, "reduce_dtype": HALF}, HALF, HALF, True),
         ({"param_dtype": HALF, "reduce_dtype": FULL}, HALF, HALF, False),
         ({"param_dtype": HALF, "reduce_dtype": FULL, "output_dtype": FULL}, HALF, FULL, False),
@@ -263,20 +265,20 @@ HALF, FULL = torch.bfloat16, torch.float32
     ids=str,
 )
 def test_each_dtype_of_a_policy(dtypes: dict[str, Any], weight: Any, output: Any, rounded: bool | None) -> None:
-    # D-08: kept in fp32, gathered, reduced and given out as the user says
+    # D-08: stored in fp32; gathered, reduced and output in the requested dtypes
     for seen, kept in on_ranks(_typed, 2, MixedPrecisionPolicy(**dtypes), "32-true"):
         assert kept == {FULL}
         assert seen["weight"] == weight
-        assert seen["input"] == weight  # cast on the way in
+        assert seen["input"] == weight  # inputs are cast
         assert seen["output"] == output
         gradient = seen["gradient"]
         assert gradient.dtype == FULL
-        # The mean of two is exact but for the dtype in which it travels.
+        # The mean of two is exact except for the dtype of the communication.
         assert rounded is None or torch.equal(gradient, gradient.to(HALF).float()) == rounded
 
 
-class Listening(Deep):
-    """Runs its second block and does not use what it gives."""
+class IgnoresOutput(Deep):
+    """Runs its second block without using its output."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -285,8 +287,8 @@ class Listening(Deep):
         return self.head(x)
 
 
-def _unheard(policy: MixedPrecisionPolicy) -> Any:
-    net = seeded(Listening)
+def _ignored_output(policy: MixedPrecisionPolicy) -> Any:
+    net = seeded(IgnoresOutput)
     before = [parameter.detach().clone() for parameter in net.blocks[1].parameters()]
     module = InOneDtype(net)
     quiet(strategy=FSDPStrategy(wrap=[Block], mixed_precision=policy), max_steps=2).fit(module, loader(16, 4))
@@ -295,25 +297,25 @@ def _unheard(policy: MixedPrecisionPolicy) -> Any:
 
 def test_a_unit_without_gradients_that_computes_in_another_dtype() -> None:
     # D-05, O-06: torch 2.15 keeps its gradients in the dtype of its shards, earlier versions in that of its weights
-    (first, left_alone), (second, _) = on_ranks(_unheard, 2, MixedPrecisionPolicy(param_dtype=HALF))
-    module = InOneDtype(seeded(Listening))
+    (first, left_alone), (second, _) = on_ranks(_ignored_output, 2, MixedPrecisionPolicy(param_dtype=HALF))
+    module = InOneDtype(seeded(IgnoresOutput))
     train_by_hand(module, global_batches(16, 8))
     assert left_alone
     assert torch.equal(first, second)
     torch.testing.assert_close(first, weights(module), atol=2e-2, rtol=0)
 
 
-def test_inputs_are_left_as_they_are_where_the_policy_says_so() -> None:
+def test_inputs_are_not_cast_if_the_policy_says_so() -> None:
     policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL, cast_forward_inputs=False)
     for seen, _ in on_ranks(_typed, 2, policy, "bf16-mixed"):
-        assert (seen["input"], seen["weight"]) == (HALF, HALF)  # by autocast, in the layer before
+        assert (seen["input"], seen["weight"]) == (HALF, HALF)  # by autocast, in the previous layer
 
 
-# Activation checkpointing: what is computed again
+# Activation checkpointing: recomputed operations
 
 
 class Attending(Block):
-    """With attention, of each sample to itself."""
+    """With attention within each sample."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.view(-1, 2, 1, WIDTH // 2)
@@ -329,7 +331,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with what the shards are made of
+            return NotImplemented  # it is called again with the local shards
         self.counts[func.name().removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
@@ -366,7 +368,7 @@ def operations() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("policy", "counts"),
     [
-        # Three blocks of two products, with the stem and the head; nobody needs the second product again.
+        # Three blocks with two products each, plus the stem and the head; the second product is not needed again.
         ("none", [8, 3, 3]),
         ("full", [11, 6, 6]),
         ("save_matmuls", [8, 3, 6]),
@@ -374,14 +376,14 @@ def operations() -> dict[str, Any]:
         ("own", [11, 6, 3]),
     ],
 )
-def test_what_is_computed_again(policy: str, counts: list[int], operations: dict[str, Any]) -> None:
-    # D-07, D-08: full, by a named policy, or by the user's own
+def test_recomputed_operations(policy: str, counts: list[int], operations: dict[str, Any]) -> None:
+    # D-07, D-08: full, by a named policy, or by a user-defined one
     assert operations[policy][0] == counts
     assert torch.equal(operations[policy][1], operations["none"][1])
 
 
 class Twice(Tied):
-    """Its blocks run twice, and two of them share a weight."""
+    """Runs its blocks twice, and two of them share a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -391,7 +393,7 @@ class Twice(Tied):
 
 
 class Uncached(DeepRegression):
-    """Under autocast a weight is cast wherever it is used, not once a step."""
+    """Under autocast a weight is cast at every use instead of once per step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         torch.set_autocast_cache_enabled(False)
@@ -407,8 +409,8 @@ def _again(options: dict[str, Any], kind: type[DeepRegression]) -> Tensor:
     return weights(module)
 
 
-def test_a_weight_that_was_cast_before_is_cast_again() -> None:
-    # D-07: where a policy tells operations by their number, none may be missing the first time
+def test_a_cached_cast_is_repeated_in_recomputation() -> None:
+    # D-07: a policy that identifies operations by their number must see the same ones both times
     plain = on_ranks(_again, 2, {}, Uncached)[0]
     options = {"activation_checkpointing": [Block], "activation_policy": "save_matmuls"}
     assert torch.equal(on_ranks(_again, 2, options, DeepRegression)[0], plain)
@@ -433,7 +435,7 @@ def _compiled() -> Any:
 
 
 def test_compilation_is_around_checkpointing_and_within_sharding() -> None:
-    # D-09: a block's graph holds the checkpointed part, and nothing that gathers
+    # D-09: a block's graph includes the checkpointed part, and no gather
     graphs, found = on_ranks(_compiled, 2, timeout=120)[0]
     assert graphs
     for code in graphs:
@@ -442,7 +444,7 @@ def test_compilation_is_around_checkpointing_and_within_sharding() -> None:
     torch.testing.assert_close(found, weights(train_by_hand(DeepRegression(), global_batches(32, 8))), **TIGHT)
 
 
-# A backend that cannot divide
+# A backend without division
 
 
 def _divided(reduce_dtype: torch.dtype) -> Any:
@@ -458,7 +460,7 @@ def _divided(reduce_dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize(("reduce_dtype", "atol"), [(torch.float32, 1e-5), (torch.float16, 1e-3)], ids=str)
-def test_gloo_divides_though_it_has_no_premultiplied_sum(reduce_dtype: torch.dtype, atol: float) -> None:
+def test_gloo_divides_without_a_premultiplied_sum(reduce_dtype: torch.dtype, atol: float) -> None:
     # D-06: by a factor that is no power of two
     expected = weights(train_by_hand(DeepRegression(), global_batches(36, 12)))
     for refused, found in on_ranks(_divided, 3, reduce_dtype):
@@ -467,7 +469,7 @@ def test_gloo_divides_though_it_has_no_premultiplied_sum(reduce_dtype: torch.dty
 
 
 class _Reads(TorchDispatchMode):
-    """Counts copies from the host's values, and what is read back: both wait for a device."""
+    """Counts copies from host values and reads of device values, which wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,5 +507,5 @@ def _averaged(unused: bool) -> tuple[int, int, list[float | None]]:
 
 def test_single_numbers_are_averaged_without_waiting_for_the_device() -> None:  # O-04
     assert on_ranks(_averaged, 2, False) == [(0, 0, [0.5, 1.5, 2.5])] * 2
-    # What this rank has not used is read: whether anybody has decides if it keeps no gradient.
+    # What this rank has not used is read: a gradient is dropped only if no rank has used the parameter.
     assert [(lists, found) for _, lists, found in on_ranks(_averaged, 2, True)] == [(1, [0.5, 1.0, None])] * 2

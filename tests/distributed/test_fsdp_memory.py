@@ -1,4 +1,4 @@
-"""How many bytes a rank of a sharded run holds, from construction to the end of the first step: D-01, D-03, D-08."""
+"""The bytes that a rank of a sharded run holds, from construction to the end of the first step: D-01, D-03, D-08."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Tall(Regression):
 
 
 class Watch(Callback):
-    """What was alive at most (``peak ...``) on the way to each point of the first micro-batch, and what was at it."""
+    """Records the peak (``peak ...``) before each point of the first micro-batch, and the live bytes at the point."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.live = live
         self.found: dict[str, int] = {}
 
     def _note(self, point: str) -> None:
-        gc.collect()  # what only waits for it is not held
+        gc.collect()  # garbage that merely awaits collection does not count
         self.found.setdefault(point, self.live.now())
         self.found.setdefault(f"peak {point}", self.live.peak)
         self.live.restart()
@@ -88,22 +88,22 @@ def _watched(options: dict[str, Any], micro_batches: int = 1) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_rank_ever_needs_more_than_its_part_and_a_few_units(ranks: int) -> None:
-    # D-01, D-03: while it is built, one unit whole and the part that is cut from it
+def test_no_rank_needs_more_than_its_shards_and_a_few_units(ranks: int) -> None:
+    # D-01, D-03: during construction, one whole unit and the shard that is cut from it
     part = WHOLE // ranks
     for found in on_ranks(_watched, ranks, {}):
         assert found["built"] <= part + SMALL
         assert found["peak built"] <= part + UNIT + UNIT // ranks + SMALL
-        # A unit's parts, as they come and as they are laid out; the unit before goes when this one is there.
+        # A unit's shards, as received and as laid out; the previous unit is freed when this one exists.
         assert found["peak forward"] <= part + 4 * UNIT
         assert found["peak backward"] <= 2 * part + 4 * UNIT
-        # Parameters, gradients, and two moments of AdamW, which needs room for a parameter or two besides.
+        # Parameters, gradients, and AdamW's two moments; AdamW needs space for another parameter or two.
         assert found["peak end"] <= 4 * part + 4 * UNIT
         assert found["end"] <= 4 * part + UNIT
 
 
 def test_with_storage_every_rank_builds_the_whole() -> None:
-    # What is measured above can be seen.
+    # Shows that the test above measures a real effect.
     for found in on_ranks(_watched, 2, {"meta": False}):
         assert found["peak built"] > WHOLE
         assert found["built"] <= WHOLE // 2 + SMALL
@@ -120,14 +120,14 @@ def test_with_storage_every_rank_builds_the_whole() -> None:
     ],
     ids=str,
 )
-def test_what_is_kept_between_forward_and_backward(options: dict[str, Any], kept: float) -> None:
-    # D-08: shards, and of every unit nothing, half or all; the last unit stays for the backward that comes next
+def test_memory_between_forward_and_backward(options: dict[str, Any], kept: float) -> None:
+    # D-08: shards, and none, half or all of every unit; the last unit stays for the backward that follows
     for found in on_ranks(_watched, 4, options):
         assert kept * WHOLE <= found["forward"] <= kept * WHOLE + 4 * UNIT
 
 
 @pytest.mark.parametrize(("reshard", "kept"), [(True, 1.5), (False, 2.5)])
-def test_what_is_kept_within_a_window(reshard: bool, kept: float) -> None:
+def test_memory_within_a_window(reshard: bool, kept: float) -> None:
     # D-08: shards, whole gradients that were not exchanged yet, and whole parameters that need not be gathered again
     for found in on_ranks(_watched, 2, {"reshard_after_backward": reshard}, 2):
         assert kept * WHOLE <= found["backward"] <= kept * WHOLE + 3 * UNIT

@@ -1,4 +1,4 @@
-"""FSDP on two dimensions of ranks: hybrid, and with tensor parallelism from the user's hand: D-04, B-12, B-14."""
+"""FSDP on two-dimensional meshes: hybrid, and with the user's tensor parallelism: D-04, B-12, B-14."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worlds import on_ranks
     [(4, 2, {}, (2, 4)), (8, 1, {}, (1, 8)), (4, 2, {"shard_size": 2}, (4, 2)), (4, 2, {"replicate_size": 8}, (8, 1))],
 )
 def test_the_sizes_of_a_hybrid(local: int, nodes: int, sizes: dict[str, int], expected: tuple[int, int]) -> None:
-    # D-04: shard within a node, replicate across
+    # D-04: shard within a node, replicate across nodes
     placement = Placement(0, local * nodes, 0, local, 0, nodes)
     layout = resolve_layout(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
     assert (layout.replicate, layout.shard) == expected
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0
 
 
 class Scored(Regression):
-    """Layers that may be split, and values that would be wrong if anybody were counted twice."""
+    """Layers that may be split, and values that would be wrong if a rank were counted twice."""
 
     def __init__(self, split: bool, iterable: bool = False) -> None:
         import torchmetrics
@@ -51,7 +51,7 @@ class Scored(Regression):
             with torch.random.fork_rng():
                 torch.manual_seed(11)
                 self.net = Deep()
-        if self.split:  # in every run: when one has ended, layers are whole
+        if self.split:  # in every run: layers are whole again after one has ended
             for block in self.net.blocks:
                 parallelize_module(
                     block, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -72,7 +72,7 @@ class Scored(Regression):
 
 
 class Stream(IterableDataset[Any]):
-    """Each pair of ranks reads a part of its own, in batches."""
+    """Each pair of ranks reads its own part, in batches."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -146,7 +146,7 @@ def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, 
         assert run["metrics"]["metric"] == 40
         assert run["seen"] == 80
         assert all(run["plain"])
-        assert run["groups"] == 1  # A-02: in a user's process group, nothing of ours is left
+        assert run["groups"] == 1  # A-02: in a user's process group, no group of ours is left
         assert torch.equal(run["weights"], runs[0]["weights"])
         with torch.no_grad():
             torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
@@ -173,7 +173,7 @@ def _shares() -> Any:
 
 
 def test_a_rank_holds_its_part_of_a_split_layer() -> None:
-    # D-01: a half of a half; of layers that are not split, a half
+    # D-01: a half of a half; of layers that are not split, half
     for found in on_ranks(_shares, 4):
         for kind in ("weight", "gradient"):
             assert found[f"blocks.0.up {kind}"] == found[f"blocks.0.down {kind}"] == 1 / 4
@@ -181,14 +181,14 @@ def test_a_rank_holds_its_part_of_a_split_layer() -> None:
 
 
 class Overflowing(Scored):
-    """An overflow on the ranks that read one half of the data, in one batch."""
+    """Overflows on the ranks that read one half of the data, in one batch."""
 
     def __init__(self, split: bool, scale: float = 1e30) -> None:
         super().__init__(split)
         self.scale = scale
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx) * 1e-2  # else the first overflows at the first scale
+        loss = super().training_step(batch, batch_idx) * 1e-2  # otherwise the first overflows at the initial scale
         return loss * self.scale if batch_idx == 1 and self.trainer.strategy.data_rank == 1 else loss
 
 
@@ -207,7 +207,7 @@ def _overflowing(options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("options", "ranks"), [(TENSOR, 4), ({"ignored": ["net.head.*"]}, 2), ({}, 2)])
 def test_an_overflow_anywhere_is_skipped_everywhere(options: dict[str, Any], ranks: int) -> None:
-    # B-06: also from one mesh to the other, and to what is not sharded
+    # B-06: also across meshes, and for parameters that are not sharded
     runs = on_ranks(_overflowing, ranks, options)
     for scales, steps, found in runs:
         assert scales == [65536.0] + [32768.0] * 3
@@ -237,13 +237,13 @@ def _poisoned(options: dict[str, Any], poisoned: set[int]) -> Any:
 
 @pytest.mark.parametrize(
     ("options", "ranks", "poisoned"),
-    [(TENSOR, 4, {3}), (HYBRID, 4, {1, 3}), ({}, 2, {1})],  # of a hybrid each copy has it
+    [(TENSOR, 4, {3}), (HYBRID, 4, {1, 3}), ({}, 2, {1})],  # each replica of a hybrid has it
     ids=["tensor parallel", "hybrid", "full"],
 )
 def test_one_infinite_number_in_one_shard_is_skipped_everywhere(
     options: dict[str, Any], ranks: int, poisoned: set[int]
 ) -> None:
-    # B-06: no other shard shows it
+    # B-06: no other shard contains it
     runs = on_ranks(_poisoned, ranks, options, poisoned)
     for scales, steps, found in runs:
         halvings = [after for before, after in zip([65536.0, *scales], scales, strict=False) if after < before]

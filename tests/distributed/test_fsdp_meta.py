@@ -1,4 +1,4 @@
-"""Modules that `configure_model` builds are never whole anywhere under FSDP: D-01, D-03, B-18."""
+"""Modules built in `configure_model` are never whole anywhere under FSDP: D-01, D-03, B-18."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worlds import on_ranks
 
 
 class Everything(nn.Module):
-    """Every way of initialising that torch has, and some of a user's."""
+    """Uses every way of initialising that torch has, and some user-defined ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Everything(nn.Module):
 
 
 def test_every_value_is_what_building_gives() -> None:
-    # D-03, B-18: bit by bit, and the generator goes on from where it would be
+    # D-03, B-18: bit for bit, and the generator continues as if the module had been built normally
     torch.manual_seed(3)
     whole = Everything()
     after = torch.rand(3)
@@ -79,7 +79,7 @@ def test_every_value_is_what_building_gives() -> None:
 
 
 def test_values_are_kept_where_a_precision_casts_what_was_built() -> None:
-    # D-03: what was recorded went by the parameters, which were other tensors by then: all were zero
+    # D-03: operations were recorded for parameters that the cast replaced, so all values were zero
     torch.manual_seed(3)
     whole = nn.Linear(5, 7)
     torch.manual_seed(3)
@@ -100,7 +100,7 @@ def test_values_are_kept_where_a_precision_casts_what_was_built() -> None:
         (lambda: torch.rand(2, device="cpu"), "drew random numbers for a tensor that has storage"),
     ],
 )
-def test_what_needs_values_is_refused(build: Any, text: str) -> None:
+def test_initialisation_that_reads_values_is_refused(build: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text), record_on_meta():
         build()
 
@@ -123,7 +123,7 @@ class Late(Regression):
 
 
 class Whole(Callback):
-    """Looks whether anything is ever whole."""
+    """Checks that no parameter is ever whole."""
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
@@ -160,7 +160,7 @@ def _late(strategy: str, options: dict[str, Any], settings: dict[str, Any], befo
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("seed", [7, None])
 def test_initialisation_is_the_references(seed: int | None, precision: str) -> None:
-    # D-03, B-18: with a seed; and without one, rank 0's
+    # D-03, B-18: with a seed; and without one, equal to rank 0's
     settings = {"seed": seed, "precision": precision}
     runs = on_ranks(_late, 2, "fsdp", {}, settings, None if seed else 20)
     eager = on_ranks(_late, 2, "fsdp", {"meta": False}, settings, None if seed else 20)
@@ -183,15 +183,15 @@ def test_initialisation_is_that_of_one_process(precision: str) -> None:
         torch.testing.assert_close(trained, weights(train_by_hand(module, global_batches(32, 8))), atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_drawn_afterwards_is_what_ddp_draws() -> None:
-    # B-18: the stream goes on as if the module had been built whole
+def test_later_random_numbers_equal_those_of_ddp() -> None:
+    # B-18: the generator continues as if the module had been built whole
     fsdp = on_ranks(_late, 2, "fsdp", {}, {"seed": 7}, None)
     ddp = on_ranks(_late, 2, "ddp", {}, {"seed": 7}, None)
     eager = on_ranks(_late, 2, "fsdp", {"meta": False}, {"seed": 7}, None)
     assert [run[3] for run in fsdp] == [run[3] for run in ddp] == [run[3] for run in eager]
 
 
-# How much memory it takes
+# Memory
 
 
 class Large(Regression):
@@ -219,8 +219,8 @@ def _status(name: str) -> int:
 
 
 def _peak(meta: bool) -> tuple[int, int]:
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed goes back, and is not counted
-    quiet(strategy="fsdp").fit(Late(), loader(16, 4))  # what is imported and set up once
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory is returned to the system, and not counted
+    quiet(strategy="fsdp").fit(Late(), loader(16, 4))  # one-time imports and setup
     found: list[int] = []
 
     class Note(Callback):
@@ -238,15 +238,15 @@ def _peak(meta: bool) -> tuple[int, int]:
 
 
 def test_no_process_ever_holds_the_whole() -> None:
-    # D-01, D-03: the shard, and a unit or two; building it with storage takes all of it
+    # D-01, D-03: the shard, and a unit or two; construction with storage needs all of it
     unit = 2048 * 2049 * 4
     whole = 8 * unit
     for built, trained in on_ranks(_peak, 2, True):
         assert built < whole / 2 + 2.5 * unit
-        # Shards of parameters and gradients, a unit gathered, its gradient, and one on its way.
+        # Shards of parameters and gradients, a gathered unit, its gradient, and one in transfer.
         assert trained < whole + 4.5 * unit
     for built, _ in on_ranks(_peak, 2, False):
-        assert built > whole - 1.5 * unit  # a unit or so may lie in memory that runs before have left
+        assert built > whole - 1.5 * unit  # a unit or so may reuse memory left by earlier runs
 
 
 def _own_meta() -> Any:
@@ -257,14 +257,14 @@ def _own_meta() -> Any:
     return caught
 
 
-def test_what_nobody_can_initialise_is_refused_by_name() -> None:
+def test_a_module_without_initialisation_is_refused_by_name() -> None:
     for caught in on_ranks(_own_meta, 2):
         assert caught["type"] == "ConfigurationError"
         assert "net.weight, net.bias" in caught["text"]
 
 
 class LateLazy(Regression):
-    """Builds lazy layers and gives them their shapes in one go."""
+    """Builds lazy layers and gives them their shapes with a single forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""FSDPStrategy(param_dtype=...): weights that are gathered in half precision, and kept in float32. D-08."""
+"""FSDPStrategy(param_dtype=...): weights that are gathered in half precision, and stored in float32. D-08."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF = torch.bfloat16
 
 
 class Stemmed(Twice):
-    """Norms, products and a convolution behind a product, whose output is in half precision."""
+    """Norms, products and a convolution after a product, whose output is in half precision."""
 
     def __init__(self) -> None:
         super().__init__(Reusing)
@@ -42,7 +42,7 @@ class Behind(Reused):
 
 
 class Products(Regression):
-    """Nothing but products: blocks of them, which are units."""
+    """Contains only products, in blocks that are units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Products(Regression):
 
 
 class Norms(Regression):
-    """Norms of every kind, of inputs in float32 and in half precision."""
+    """Norms of every kind, with inputs in float32 and in half precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def _run(module: Regression, precision: str = "bf16-mixed", **options: Any) -> R
     return module
 
 
-def _by_hand_too(checkpointed: bool, window: int) -> list[bool]:
+def _with_and_by_hand(checkpointed: bool, window: int) -> list[bool]:
     by_hand = Behind()
     blocks = by_hand.net.blocks
     if checkpointed:
@@ -95,7 +95,7 @@ def _by_hand_too(checkpointed: bool, window: int) -> list[bool]:
 @pytest.mark.parametrize(("checkpointed", "window"), [(False, 1), (False, 2), (True, 1)])
 def test_the_bits_are_those_of_a_policy_by_hand(checkpointed: bool, window: int) -> None:
     # D-08: MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), under autocast
-    for same in on_ranks(_by_hand_too, 2, checkpointed, window):
+    for same in on_ranks(_with_and_by_hand, 2, checkpointed, window):
         assert all(same), same
 
 
@@ -107,19 +107,19 @@ def _with_and_without(build: Any, steps: int = -1) -> list[torch.Tensor]:
 
 
 def test_products_give_the_same_bits() -> None:
-    # Autocast rounds the weights of a product after they were gathered, this before; gradients are reduced in float32.
+    # Autocast rounds the weights of a product after gathering, param_dtype before; gradients are reduced in float32.
     for without, with_it in on_ranks(_with_and_without, 2, Products):
         assert torch.equal(without, with_it)
 
 
-def test_what_else_reads_a_weight_reads_it_rounded() -> None:
+def test_other_reads_of_a_weight_see_it_rounded() -> None:
     for without, with_it in on_ranks(_with_and_without, 2, Behind):
         assert not torch.equal(without, with_it)
         torch.testing.assert_close(with_it, without, atol=3e-2, rtol=0)
 
 
-def test_norms_take_weights_in_half_precision() -> None:
-    # Of inputs in float32, too: "mixed dtype (CPU): expect parameter to have scalar type of Float".
+def test_norms_accept_weights_in_half_precision() -> None:
+    # Also with inputs in float32: "mixed dtype (CPU): expect parameter to have scalar type of Float".
     for without, with_it in on_ranks(_with_and_without, 2, Norms, 1):
         torch.testing.assert_close(with_it, without, atol=1e-2, rtol=0)
 
@@ -129,7 +129,7 @@ def _seen() -> dict[str, set[torch.dtype]]:
 
     class Looking(Products):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["forward"].add(self.net[0].weight.dtype)  # the root's own, which is gathered here
+            seen["forward"].add(self.net[0].weight.dtype)  # the root's own parameters, which are gathered here
             seen["targets"] = {batch[1].dtype}
             return super().training_step(batch, batch_idx)
 
@@ -150,7 +150,7 @@ def _seen() -> dict[str, set[torch.dtype]]:
     return seen
 
 
-def test_only_what_is_gathered_is_in_half_precision() -> None:
+def test_only_gathered_parameters_are_in_half_precision() -> None:
     full = {torch.float32}
     expected = {"forward": {HALF}, "between": full, "gradient": full, "moments": full, "targets": full}
     assert on_ranks(_seen, 2) == [expected, expected]
@@ -172,7 +172,7 @@ def test_gathering_takes_half_the_bytes(options: dict[str, Any], itemsize: int) 
     # H-01: in as many collectives; gradients travel in float32 either way
     layers = [one for one in Products().net if isinstance(one, nn.Linear)]
     numbers = sum(parameter.numel() for one in layers for parameter in one.parameters())
-    numbers += 9  # the last layer's single row, and its bias, have two ranks to fill
+    numbers += 9  # the last layer's single row, and its bias, are padded for two ranks
     for collectives, sent in on_ranks(_sent, 2, options):
         assert collectives == {"all-gather": 2 * len(layers), "reduce-scatter": len(layers)}
         assert sent == numbers * (2 * itemsize + 4) / 2
@@ -197,13 +197,13 @@ def _saved(path: str) -> Any:
     return weights(through), weights(resumed), weights(elsewhere)
 
 
-def test_checkpoints_hold_float32_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_checkpoints_hold_float32_and_resume_bit_for_bit(tmp_path: Path) -> None:
     for through, resumed, elsewhere in on_ranks(_saved, 2, str(tmp_path / "saved")):
         assert torch.equal(through, resumed)
         torch.testing.assert_close(elsewhere, through, atol=3e-2, rtol=0)
     state = load(tmp_path / "saved").weights()
     assert {value.dtype for value in state.values()} == {torch.float32}
-    # Not numbers of bfloat16 in float32's clothes
+    # Not bfloat16 values stored as float32
     assert any(not torch.equal(value, value.to(HALF).float()) for value in state.values())
 
 

@@ -1,4 +1,4 @@
-"""What ranks hold of a sharded state, as it travels to and from checkpoints: D-01, F-13."""
+"""The parts of a sharded state that ranks provide to and load from checkpoints: D-01, F-13."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worlds import on_ranks
 
 
 class Split(Regression):
-    """Of a width that divides by nothing, its blocks split where there is a mesh for it."""
+    """Has a width that is not divisible, with its blocks split if there is a mesh for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def _run(options: dict[str, Any]) -> Any:
         found["moments"] = _parts(strategy, moments)
         wanted = strategy.model_regions()
         found["wanted"] = wanted
-        # What was double is loaded from parts of this rank's own, and nobody talks.
+        # Doubled values are loaded from parts of this rank's own, without communication.
         doubled = {}
         for name, value in strategy.model_state().items():
             shard = strategy.shard_of(value)
@@ -81,7 +81,7 @@ def _run(options: dict[str, Any]) -> Any:
     ],
     ids=["full", "hybrid", "tensor parallel", "hybrid and tensor parallel"],
 )
-def test_parts_that_speak_make_up_the_whole(ranks: int, options: dict[str, Any]) -> None:
+def test_the_provided_parts_make_up_the_whole(ranks: int, options: dict[str, Any]) -> None:
     runs = on_ranks(_run, ranks, options)
     for what in ("model", "moments"):
         for name, (_, shape, _, _, whole) in runs[0][0][what].items():
@@ -96,7 +96,7 @@ def test_parts_that_speak_make_up_the_whole(ranks: int, options: dict[str, Any])
             assert torch.equal(made, whole), name
             assert bool((count == 1).all()), name
     sharded = sum(part[-1].numel() for part in runs[0][0]["model"].values())
-    assert sharded == runs[0][1].numel()  # all of them are
+    assert sharded == runs[0][1].numel()  # all of them hold parts
     doubled = torch.cat([2 * part[-1].flatten() for part in runs[0][0]["model"].values()])
     for _, trained in runs:
         assert torch.equal(trained.sort().values, doubled.sort().values)

@@ -1,4 +1,4 @@
-"""Modules of every shape as units of a sharded run, and the table that tells of them: D-02, D-10."""
+"""Modules of every structure as units of a sharded run, and the table that describes them: D-02, D-10."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worlds import on_ranks
 
 
 class Shared(Deep):
-    """One block stands in two places."""
+    """One block is used in two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _trained(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_modules_of_every_shape(name: str) -> None:
+def test_modules_of_every_structure(name: str) -> None:
     # D-02, D-10
     expected = weights(train_by_hand(DeepRegression(seeded(NETS[name][0])), global_batches(40, 8), window=2))
     first, second = on_ranks(_trained, 2, name)
@@ -73,7 +73,7 @@ def test_modules_of_every_shape(name: str) -> None:
 
 
 class Weightless(TrainModule):
-    """Measures, and has nothing to shard."""
+    """Logs a metric, and has nothing to shard."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("sum", batch[0].sum(), reduce_fx="sum")
@@ -90,7 +90,7 @@ def test_a_module_without_parameters() -> None:
 
 
 def _printed() -> list[str]:
-    strategy._LOGGED_PLANS.clear()  # these ranks may have made that plan in another test
+    strategy._LOGGED_PLANS.clear()  # these ranks may have created that plan in another test
     with captured_warnings(logging.INFO) as texts:
         for _ in range(2):
             quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
@@ -99,7 +99,7 @@ def _printed() -> list[str]:
 
 
 def test_the_plan_is_printed_once() -> None:
-    # D-02: the units, how many and how large they are; L-09: once a process
+    # D-02: the units, with their numbers and sizes; L-09: once per process
     first, second = on_ranks(_printed, 2)
     parameters = sum(one.numel() for one in Block().parameters())
     assert second == []
@@ -113,7 +113,7 @@ def test_the_plan_is_printed_once() -> None:
 
 
 class Kept(DeepRegression):
-    """Builds its optimizer in the first run, and returns it in every further one."""
+    """Builds its optimizer in the first run, and returns the same one in later runs."""
 
     optimizer: Any = None
 
@@ -140,7 +140,7 @@ def _refusals() -> list[str]:
     return [*texts, f"{caught['type']}: {caught['text']}"]
 
 
-def test_what_is_refused_says_why_and_what_to_do() -> None:
+def test_refusals_state_the_reason_and_a_fix() -> None:
     # C-06, G-06
     expected = [
         ("'net.head' was loaded with a device_map", "load it without device_map"),

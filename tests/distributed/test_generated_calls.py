@@ -20,10 +20,10 @@ ALONE = "batch_idx == 2 and module.trainer.is_global_zero and module.all_gather(
 
 
 class Generated(Regression):
-    """Runs a text after each batch.
+    """Runs generated code after each batch.
 
     Args:
-        text: the code, of one line.
+        text: one line of code.
         file: the name of its file.
         anew: compile it for each batch.
     """
@@ -43,7 +43,7 @@ class Generated(Regression):
 
 
 def _run(text: str, file: str = "<string>", anew: bool = False) -> dict[str, Any]:
-    """Train; says what was gathered, how often ranks met, what was raised, and after how long."""
+    """Train; return what was gathered, how often ranks met, what was raised, and the duration."""
     module, meetings = Generated(text, file, anew), 0
     meet = collective_calls._wait_for_ranks
 
@@ -71,16 +71,16 @@ def _all_cases() -> dict[str, dict[str, Any]]:
             "a file for each rank": _run(BY_ALL, f"<cell {rank}>"),
             "a text for each rank": _run(f"{'pass; ' * rank}{BY_ALL}"),
             "compiled anew": _run(BY_ALL, anew=True),
-            # Rank 1 comes through two places, and rank 0, at the same time, through one that it knows.
+            # At the same time rank 1 calls from two places, and rank 0 from one that it knows.
             "other places": _run(
                 f"if module.global_rank == 1 and batch_idx % 2: {BY_ALL}\nelse: {BY_ALL}", f"<cell {rank}>"
             ),
-            # On one line, the second call under a condition: file and line were known from the first.
+            # On one line, with the second call under a condition: file and line were known from the first call.
             "alone": _run(f"{BY_ALL}; {ALONE}"),
             "alone in a file of its own": _run(f"{BY_ALL}; {ALONE}", f"<cell {rank}>"),
             "alone by a helper": _run(f"module.shared(); {ALONE.replace('module.all_gather(1)', 'module.shared()')}"),
             "alone at the end": _run(f"{BY_ALL}; {ALONE.replace('2', '3')}"),
-            # The call alone meets the next one of the others, at the same batch, and that is found out at the next.
+            # The call is paired with the next one of the other ranks, at the same batch; this is detected at the next.
             "alone before another": _run(f"for _ in range(2):\n {BY_ALL}\n _ == 0 and {ALONE}"),
             "another call": _run(
                 "module.all_gather(1) if module.global_rank else module.trainer.save_checkpoint('nowhere')"
@@ -98,7 +98,7 @@ def test_calls_in_generated_code_are_paired_or_refused() -> None:
             assert found[case]["type"] == "nothing was raised", (rank, case, found[case])
             assert found[case]["gathered"] == everywhere, (rank, case)
             assert found[case]["seconds"] < 5, (rank, case)
-        # What is known is not waited at again: not where it is compiled anew, either.
+        # Known places cause no further wait, even if the code is compiled again.
         assert Counter(found[case]["meetings"] for case in ("one file", "compiled anew")) == {1: 2}
         for case in found.keys() - PAIRED:
             error = found[case]
@@ -112,7 +112,7 @@ def test_calls_in_generated_code_are_paired_or_refused() -> None:
     assert [ranks[rank]["other places"]["meetings"] for rank in (0, 1)] == [1, 4]
 
 
-def test_places_are_told_apart_by_the_code_that_runs() -> None:
+def test_places_are_distinguished_by_the_running_code() -> None:
     places = collective_calls._CallSites()
     found: list[bool] = []
 
@@ -128,7 +128,7 @@ def test_places_are_told_apart_by_the_code_that_runs() -> None:
     assert found[8:] == [True, True, False, False]
 
 
-def test_what_is_remembered_of_places_is_bounded(monkeypatch: Any) -> None:
+def test_the_memory_for_places_is_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(collective_calls, "_MAX_CALL_SITES", 50)
     places, names = collective_calls._CallSites(), {"frame": __import__("sys")._getframe}
     for number in range(200):

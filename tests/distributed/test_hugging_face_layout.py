@@ -1,4 +1,4 @@
-"""A checkpoint as `from_pretrained` of Hugging Face's libraries opens it, whatever strategy wrote it. Row L-08."""
+"""Checkpoints that `from_pretrained` of Hugging Face's libraries can open, whichever strategy wrote them. Row L-08."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def llama() -> Any:
 
 
 class Language(TrainModule):
-    """A model of Hugging Face's as an attribute, and something of the user's own beside it."""
+    """Has a Hugging Face model as an attribute, and further state of the user's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,12 +108,12 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "c"
 
 
-def test_from_pretrained_opens_it_with_the_same_answers(
+def test_from_pretrained_opens_it_with_the_same_outputs(
     by_one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # L-08
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # save_pretrained imports what sets it
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imported by save_pretrained
 
     assert main(["convert", "--to", "hf", str(by_one_process), str(tmp_path / "out")]) == 0
     assert list(files(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
@@ -141,7 +141,7 @@ def test_weights_that_the_configuration_does_not_tie_are_all_stored(tmp_path: Pa
     class TiedByHand(Language):
         def __init__(self) -> None:
             super().__init__()
-            self.model.config.tie_word_embeddings = False  # and the two weights are still one
+            self.model.config.tie_word_embeddings = False  # and the two weights are still tied
 
     _run("single", 1, tmp_path / "run", TiedByHand)
     convert(tmp_path / "run" / "c", tmp_path / "out", to="hf")
@@ -150,7 +150,7 @@ def test_weights_that_the_configuration_does_not_tie_are_all_stored(tmp_path: Pa
     assert torch.equal(logits(again), logits(TiedByHand.load_from_checkpoint(tmp_path / "run" / "c").model))
 
 
-def test_large_ones_are_several_files_with_an_index(by_one_process: Path, tmp_path: Path) -> None:  # L-08
+def test_large_checkpoints_are_several_files_with_an_index(by_one_process: Path, tmp_path: Path) -> None:  # L-08
     from transformers import AutoModelForCausalLM
 
     for out in (tmp_path / "out", "memory://hf/out"):
@@ -180,7 +180,7 @@ def test_two_ranks_give_the_same_files(strategy: str, by_one_process: Path, tmp_
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("fsdp", 2)])
-def test_an_adapter_is_written_as_pefts_own(strategy: str, world: int, tmp_path: Path) -> None:  # L-08
+def test_an_adapter_is_written_in_pefts_format(strategy: str, world: int, tmp_path: Path) -> None:  # L-08
     from peft import PeftModel
 
     if world == 1:
@@ -258,7 +258,7 @@ def _run_adapted(strategy: str, world: int, folder: Path) -> None:
 
 
 class Plain(Language):
-    """Without a model of Hugging Face's."""
+    """Has no Hugging Face model."""
 
     def __init__(self) -> None:
         TrainModule.__init__(self)
@@ -266,7 +266,7 @@ class Plain(Language):
         self.head = torch.nn.Linear(LENGTH, 1)
 
 
-def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path) -> None:  # L-08
+def test_unsupported_settings_are_refused_by_name(by_one_process: Path, tmp_path: Path) -> None:  # L-08
     plain = tmp_path / "plain"
     fit = quiet(limit_train_batches=0)
     fit.fit(Plain(), DataLoader(torch.zeros(4, 3)))  # type: ignore[arg-type]
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path)
         convert(by_one_process, tmp_path / "out", to="hf", max_shard_size=5_000)
 
 
-def test_a_configuration_may_come_from_elsewhere(by_one_process: Path, tmp_path: Path) -> None:  # L-08
+def test_a_configuration_can_be_given_separately(by_one_process: Path, tmp_path: Path) -> None:  # L-08
     from transformers import AutoModelForCausalLM
 
     assert "  models  model (LlamaForCausalLM)\n" in show(by_one_process)
@@ -300,7 +300,7 @@ def test_a_configuration_may_come_from_elsewhere(by_one_process: Path, tmp_path:
     assert torch.equal(logits(again), logits(Language.load_from_checkpoint(by_one_process).model))
 
 
-def test_a_checkpoint_keeps_no_configuration_of_others(tmp_path: Path) -> None:  # L-08
+def test_a_checkpoint_contains_no_configuration_of_other_models(tmp_path: Path) -> None:  # L-08
     class Looks(torch.nn.Linear):
         config = "none of theirs"
 

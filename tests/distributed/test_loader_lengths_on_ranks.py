@@ -1,4 +1,4 @@
-"""Lengths that prove wrong on several ranks: who has less data joins the others, and rank 0 says it. Row I-04."""
+"""Wrong lengths on several ranks: ranks with less data join the others, and rank 0 warns. Row I-04."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wrong_lengths import Batches
 
 
 class Uneven(IterableDataset[Any]):
-    """As many batches of four as ``counts`` tells for this rank, and another length than that."""
+    """Has ``counts[rank]`` batches of four, and a different length."""
 
     def __init__(self, counts: tuple[int, int], said: tuple[int, int]) -> None:
         self.counts, self.said = counts, said
@@ -39,21 +39,21 @@ def part_of(rank: int, counts: tuple[int, int]) -> list[Any]:
 
 
 class Losing(DataLoader[Any]):
-    """On rank 1 it leaves out its second batch."""
+    """On rank 1 it skips its second batch."""
 
     def __iter__(self) -> Any:
         return (batch for index, batch in enumerate(super().__iter__()) if index != 1 or dist.get_rank() == 0)
 
 
 class Faithful(DataLoader[Any]):
-    """Iterates in a way of its own, and gives what it is asked for."""
+    """Has its own ``__iter__``, and yields everything it is asked for."""
 
     def __iter__(self) -> Any:
         return iter(list(super().__iter__()))
 
 
 class Shared(IterableDataset[Any]):
-    """A rank's own part of twenty samples, which the workers share."""
+    """A rank's own part of twenty samples, shared by its workers."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -112,7 +112,7 @@ def _trained(strategy: str) -> dict[str, Any]:
 
 
 def _merged(parts: list[list[Any]]) -> list[Any]:
-    """What several ranks' batches make together, number by number."""
+    """Return the combined batches of several ranks, number by number."""
     batches = []
     for number in range(max(map(len, parts))):
         pieces = [part[number] for part in parts if number < len(part)]
@@ -147,9 +147,9 @@ def test_all_ranks_go_through_all_the_data(strategy: str) -> None:
             torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
             assert counts == (2 * len(batches), 2 * samples, samples), name
             assert values["samples"] == samples, name
-            if name == "too much":  # the half that was reckoned with never comes
+            if name == "too much":  # the expected half is never reached
                 assert validated == [(0, 5), (1, 10)]
-        # Once for the training loader, and once for the validation loader; on rank 0 alone.
+        # Once for the training loader, and once for the validation loader; on rank 0 only.
         assert second[name][-1] == []
         texts = first[name][-1]
         assert len(texts) == 2 * len(heard), texts
@@ -158,7 +158,7 @@ def test_all_ranks_go_through_all_the_data(strategy: str) -> None:
 
 
 class Falling(Measuring):
-    """Its learning rate comes to nothing as the run should end."""
+    """Has a learning rate that decays to zero by the estimated end of the run."""
 
     def configure_optimizers(self) -> Any:
         optimizer, steps = super().configure_optimizers(), self.trainer.estimated_stepping_batches
@@ -175,7 +175,7 @@ class SavedAtTheEnd(Callback):
 
 
 def _bounded(strategy: str, folder: Path) -> Any:
-    """Of a sampler that promises three micro-batches a rank and has five: limits, a resume, a schedule."""
+    """Train with a sampler that promises three micro-batches per rank and has five: limits, a resume, a schedule."""
     counts = []
     for options in ({"limit_train_batches": 4}, {"limit_train_batches": 0.7}, {"max_steps": 3}):
         run = quiet(strategy=strategy, callbacks=SavedAtTheEnd(folder), **options)
@@ -190,11 +190,11 @@ def _bounded(strategy: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_limits_resumes_and_schedules_by_a_wrong_length(strategy: str, tmp_path: Path) -> None:
+def test_limits_resumes_and_schedules_with_a_wrong_length(strategy: str, tmp_path: Path) -> None:
     # I-04
     reference = weights(train_by_hand(Regression(), global_batches(20, 4)))
     for counts, trained, caught in on_ranks(_bounded, 2, strategy, tmp_path):
-        # 0.7 of what was said; saved where the length says the epoch is over, and it is not.
+        # 0.7 of the stated length; saved where the length says that the epoch is over, although it is not.
         assert counts == [(4, 1, 16), (2, 1, 8), (3, 1, 12), (5, 1, 20)]
         torch.testing.assert_close(trained, reference, **TIGHT)
         assert caught["type"] == "ConfigurationError"
@@ -210,6 +210,6 @@ def _shared(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_samples_that_workers_share_are_all_trained_on_and_validated(strategy: str) -> None:
-    # I-04: torch's estimate is 5 of 6 micro-batches a rank
+def test_all_samples_shared_by_workers_are_used(strategy: str) -> None:
+    # I-04: torch's estimate is 5 of 6 micro-batches per rank
     assert on_ranks(_shared, 2, strategy) == [(5, 6, 20, 20.0)] * 2

@@ -1,4 +1,4 @@
-"""What is logged on several ranks: exact, whatever becomes of it or of a metric object later (I-01)."""
+"""Logged values on several ranks are exact, whatever happens to them or to a metric object later (I-01)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from worlds import on_ranks
 
-BIG = 2**24 + 1  # the first whole number that float32 cannot hold
+BIG = 2**24 + 1  # the first integer that float32 cannot represent
 
 
 class Measured(Regression):
-    """Its metric object is reset by hand in the epoch's last hook, as code that computes by hand does it."""
+    """Resets its metric object by hand in the epoch's last hook, as code that computes it by hand does."""
 
     def __init__(self, in_step: bool, reuse: bool) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _reset(in_step: bool, reuse: bool, samples: int) -> tuple[Any, Any]:
     return validated, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("samples", [1, 5])  # of one, the second rank has none
+@pytest.mark.parametrize("samples", [1, 5])  # with one sample, the second rank has none
 @pytest.mark.parametrize(("in_step", "reuse"), [(True, False), (True, True), (False, False), (False, True)])
 def test_a_metric_that_a_hook_resets_keeps_what_was_logged(in_step: bool, reuse: bool, samples: int) -> None:
     # I-01
@@ -62,7 +62,7 @@ def test_a_metric_that_a_hook_resets_keeps_what_was_logged(in_step: bool, reuse:
 
 
 class Counting(Regression):
-    """Logs what float32 cannot hold, with weights of every kind."""
+    """Logs values that float32 cannot represent, with weights of every kind."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -87,7 +87,7 @@ def _counted() -> tuple[dict[str, float], list[float]]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, [float(each) for each in losses]
 
 
-def test_what_float32_cannot_hold_and_what_changes_afterwards() -> None:
+def test_large_integers_and_later_changes() -> None:
     # I-01
     first, second = on_ranks(_counted, 2)
     found = first[0]
@@ -99,7 +99,7 @@ def test_what_float32_cannot_hold_and_what_changes_afterwards() -> None:
 
 
 class Scaled(Regression):
-    """A parameter of one element, logged where it is whole or where it is not."""
+    """Logs a parameter of one element, while it is whole or while it is sharded."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def _scaled(hook: str, folder: Path) -> tuple[dict[str, str], list[float], dict[
 
 
 def test_a_parameter_of_one_element_under_fsdp(tmp_path: Path) -> None:
-    # I-01: it is whole within the step, and its storage goes once that is over
+    # I-01: it is whole within the step, and its storage is freed afterwards
     for _, seen, found in on_ranks(_scaled, 2, "step", tmp_path):
         assert len(seen) == 2
         assert seen[0] != seen[1]
@@ -138,7 +138,7 @@ def test_a_parameter_of_one_element_under_fsdp(tmp_path: Path) -> None:
 
 
 def test_a_shard_of_one_element_is_refused(tmp_path: Path) -> None:
-    # I-01, H-03: no rank but one has it, and log does not communicate
+    # I-01, H-03: only one rank has it, and log does not communicate
     for caught, _, _ in on_ranks(_scaled, 2, "end", tmp_path):
         assert caught["type"] == "ConfigurationError"
         assert "log('scale') was given a DTensor" in caught["text"]

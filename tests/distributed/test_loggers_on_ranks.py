@@ -21,7 +21,7 @@ from worlds import on_ranks
 
 
 class Listing(Logger):
-    """Of a third party: keeps what it is called with."""
+    """A third-party logger that records its calls."""
 
     name, version = "listing", "0"
 
@@ -64,7 +64,7 @@ def _talk(folder: Path) -> tuple[list[str], str]:
     return listing.calls, type(listing).__name__
 
 
-def test_what_a_hook_logs_on_every_rank_is_kept_once(tmp_path: Path) -> None:
+def test_a_value_logged_by_a_hook_on_every_rank_is_written_once(tmp_path: Path) -> None:
     # L-04
     (calls, _), (others, kind) = on_ranks(_talk, 2, tmp_path)
     assert calls == ["by 0", "by 0", "by 0", "to the library by 0", "", "success"]
@@ -75,7 +75,7 @@ def test_what_a_hook_logs_on_every_rank_is_kept_once(tmp_path: Path) -> None:
 
 
 class Weighed(Regression):
-    """Counts its weights on all ranks, and notes on rank 0 what they are."""
+    """Logs histograms of its weights on all ranks, and records the whole weights on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Weighed(Regression):
         state = {name: _whole(value) for name, value in self.trainer.strategy.model_state().items()}
         self.wholes |= {f"weights/{name}": value.clone() for name, value in state.items()}
         self.trainer.log_histogram("weights", {**dict(self.named_parameters()), "scale": self.scale}, bins=16)
-        own = torch.arange(3.0) + 10 * self.global_rank  # each rank's own
+        own = torch.arange(3.0) + 10 * self.global_rank  # differs between ranks
         self.trainer.log_histogram("own", own, step=7, bins=4)
         self.trainer.log_histogram("one", own if self.global_rank else None, bins=2)
         self.trainer.log_histogram("none", torch.full((3,), float("nan")))
@@ -137,11 +137,11 @@ def _weigh(strategy: str, options: dict[str, Any]) -> Any:
         pytest.param("deepspeed_stage_2", {}, marks=requires_package("deepspeed")),
     ],
 )
-def test_histograms_are_of_the_whole(strategy: str, options: dict[str, Any]) -> None:
+def test_histograms_are_of_the_whole_tensors(strategy: str, options: dict[str, Any]) -> None:
     # L-04: counts equal numpy.histogram of the whole tensor
     (found, wholes), (others, _) = on_ranks(_weigh, 2, strategy, options)
     assert others == {}
-    assert found.keys() == wholes.keys()  # nothing of "none", which has no finite number
+    assert found.keys() == wholes.keys()  # nothing for "none", which has no finite number
     assert len(wholes) > (20 if strategy.startswith("deepspeed") else 40)
     for name, whole in wholes.items():
         step, counts, edges = found[name]
@@ -162,12 +162,12 @@ def _give_no_tensor() -> str:
     return str(caught.value)
 
 
-def test_no_tensor_is_refused_on_every_rank() -> None:
+def test_a_value_that_is_no_tensor_is_refused_on_every_rank() -> None:
     said = on_ranks(_give_no_tensor, 2)
     assert all("weights/b: a list" in text for text in said)
 
 
-def test_a_csv_logger_gets_the_whole(tmp_path: Path) -> None:
+def test_a_csv_logger_gets_the_whole_tensors(tmp_path: Path) -> None:
     # L-04
     on_ranks(_keep, 2, tmp_path)
     (file,) = tmp_path.rglob("media/w/step=0.json")

@@ -1,4 +1,4 @@
-"""Manual optimization and closures equal the loop written by hand, under every strategy and mixed precision."""
+"""Manual optimization and closures equal the hand-written loop, under every strategy and mixed precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from drivetrain.precision import MixedPrecision
 from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
 
-# fp16 serves no closures, whose every evaluation may overflow by itself.
+# fp16 does not support closures, because every evaluation may overflow separately.
 PROGRAMS = [
     (kind, precision)
     for kinds, precisions in (
@@ -60,26 +60,26 @@ def _trained_on_ranks(strategy: str) -> list[Any]:
 
 @pytest.fixture(scope="module", params=["single_device", "ddp", "fsdp"])
 def runs(request: pytest.FixtureRequest) -> tuple[int, list[list[Any]]]:
-    """On how many ranks, and each rank's weights after each program."""
+    """Return the number of ranks, and each rank's weights after each program."""
     if request.param == "single_device":
         return 1, [each(_trained, *((kind, precision, request.param, 1) for kind, precision in PROGRAMS))]
     return 2, on_ranks(_trained_on_ranks, 2, request.param, process_group=None, timeout=150)
 
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=[f"{kind.__name__}-{how}" for kind, how in PROGRAMS])
-def test_equals_the_loop_by_hand(runs: tuple[int, list[list[Any]]], number: int) -> None:
+def test_manual_optimization_equals_the_hand_written_loop(runs: tuple[int, list[list[Any]]], number: int) -> None:
     # I-02, I-06, B-13, B-15, B-16
     ranks, found = runs
     kind, precision = PROGRAMS[number]
     before, expected = weights(kind()), weights(kind().by_hand(ranks, precision))
-    assert (expected - before).abs().max() > 0.05  # it trained
+    assert (expected - before).abs().max() > 0.05  # training has changed the weights
     for trained in found:
         assert isinstance(trained[number], torch.Tensor), trained[number]
         torch.testing.assert_close(trained[number], expected, atol=1e-6, rtol=1e-5)
 
 
 class Normalised(Gan):
-    """Has buffers that follow a rank's own data; keeps what each step begins with."""
+    """Has buffers that depend on a rank's own data; records the buffers at the start of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Normalised(Gan):
 
 
 class Thawing(Normalised):
-    """What trains changes between its steps: DDP is built anew (I-03)."""
+    """Changes its trainable parameters between steps, so that DDP is rebuilt (I-03)."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for parameter in self.critic.parameters():
@@ -116,14 +116,14 @@ def _all_buffers() -> list[torch.Tensor]:
     return each(_buffers, (Normalised, True), (Normalised, None), (Thawing, True), (Normalised, False))
 
 
-def test_ddp_gives_out_buffers_in_manual_optimization_as_in_automatic() -> None:
+def test_ddp_broadcasts_buffers_in_manual_optimization() -> None:
     # I-02, C-03
     first, second = on_ranks(_all_buffers, 2, process_group=None)
     for own, others in list(zip(first, second, strict=True))[:3]:
-        assert len(own.unique(dim=0)) == len(own)  # they move
+        assert len(own.unique(dim=0)) == len(own)  # buffers change
         assert torch.equal(own, others)
     assert not torch.equal(first[3], second[3])
-    for one in (first[1], first[3]):  # rank 0's are its own whatever the others have
+    for one in (first[1], first[3]):  # rank 0's are its own, regardless of the others
         assert torch.equal(first[0], one)
 
 
@@ -168,7 +168,7 @@ def _all_without_closure() -> list[dict[str, str]]:
     return each(_without_closure, ("ddp", "32-true"), ("fsdp", "bf16-mixed"), ("ddp", "16-mixed"))
 
 
-def test_without_a_closure_the_assertion_names_both_ways_on_every_rank() -> None:
+def test_a_missing_closure_names_both_fixes_on_every_rank() -> None:
     # I-06
     for found in on_ranks(_all_without_closure, 2, process_group=None):
         for failed in found:

@@ -1,4 +1,4 @@
-"""A metric object whose state is of its own kind, on a resume with fewer ranks: merged by itself, or refused (I-16)."""
+"""A metric with a special state, resumed on fewer ranks: merged by its own method, or refused (I-16)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SAMPLES = 24
 
 
 class Correlated(Regression):
-    """Follows how the data's first number goes with the target: the same for any split, order and weights."""
+    """Measures the correlation of the data's first number with the target: the same for any split, order and
+    weights.
+    """
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ def _by_hand() -> float:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 2), (2, 3)])
-def test_a_metric_that_can_merge_goes_on(before: int, after: int, tmp_path: Path) -> None:
+def test_a_mergeable_metric_resumes(before: int, after: int, tmp_path: Path) -> None:
     # I-16
     on_ranks(_run, before, MergeablePearson, tmp_path / "a", None, 2)
     for caught, found, _ in on_ranks(
@@ -59,10 +61,10 @@ def test_a_metric_that_can_merge_goes_on(before: int, after: int, tmp_path: Path
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (3, 2)])
-def test_one_that_cannot_is_refused_on_every_rank_before_anything_changes(
+def test_an_unmergeable_metric_is_refused_on_every_rank_before_anything_changes(
     before: int, after: int, tmp_path: Path
 ) -> None:
-    # I-16: of three ranks' states, one of two takes two, and the other could go on
+    # I-16: with three ranks' states on two ranks, one rank gets two states, and the other could resume
     plain = torchmetrics.PearsonCorrCoef
     on_ranks(_run, before, plain, tmp_path / "a", None, 2)
     for caught, _, unchanged in on_ranks(_run, after, plain, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", -1):
@@ -70,7 +72,7 @@ def test_one_that_cannot_is_refused_on_every_rank_before_anything_changes(
         assert "PearsonCorrCoef 'pearson'" in caught["text"]
         assert "merge_state" in caught["text"]
         assert unchanged
-    # On as many there is nothing to merge.
+    # On the same number of ranks nothing needs to be merged.
     for caught, found, _ in on_ranks(_run, before, plain, tmp_path / "c", tmp_path / "a" / "epoch=0-step=2", -1):
         assert caught["type"] == "nothing was raised", caught
         assert found["pearson"] == pytest.approx(_by_hand(), abs=1e-5)

@@ -1,4 +1,4 @@
-"""A rank that fails under NCCL, where the others wait in a kernel: G-01, G-07. The runs themselves need two GPUs."""
+"""A rank fails under NCCL while the others wait in a kernel: G-01, G-07. The runs themselves need two GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import on_ranks
 
 
 class Raising(Regression):
-    """Fails on rank 1, while rank 0 waits for the value of what they reduced together."""
+    """Fails on rank 1, while rank 0 waits for the result of a reduction."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2 and self.global_rank == 1:
@@ -44,23 +44,23 @@ def _runs(strategy: str) -> dict[str, Any]:
 
 @pytest.mark.cuda
 @requires_cuda(2)
-def test_who_waits_in_a_kernel_for_a_failed_rank_hears_of_it() -> None:  # G-01, G-07
+def test_ranks_waiting_in_a_kernel_learn_of_a_failure() -> None:  # G-01, G-07
     for strategy in ("ddp", "fsdp"):
         first, second = on_ranks(_runs, 2, strategy, process_group=None)
         assert second["error"] == {"type": "ValueError", "text": "boom"}
         assert first["error"]["type"] == "RankFailedError", first
         assert "Rank 1 failed with ValueError: boom" in first["error"]["text"]
         for found in (first, second):
-            assert found["seconds"] < 60  # communicators included; a collective's timeout is half an hour
+            assert found["seconds"] < 60  # including its communicators; a collective's timeout is half an hour
             assert not found["group"]
             assert found["steps"] == 8
 
 
-def test_a_reported_failure_reaches_the_thread_beside_the_work() -> None:  # G-01
+def test_a_reported_failure_reaches_the_watching_thread() -> None:  # G-01
     store, heard = dist.HashStore(), threading.Event()  # type: ignore[attr-defined]
     watchdog = Watchdog(store, 0, on_failure=heard.set)
     try:
-        assert not heard.wait(1.2)  # two looks
+        assert not heard.wait(1.2)  # two polls
         store.add("failures", 1)
         assert heard.wait(10)
     finally:
@@ -74,6 +74,6 @@ def test_without_nccl_there_is_nothing_to_abort() -> None:
     try:
         assert not uses_nccl()
         abort_nccl()
-        dist.barrier()  # the group is as it was
+        dist.barrier()  # the group is unchanged
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A rank that sends a pickle where the others expect plain values: nobody opens it. J-06."""
+"""A rank sends a pickle where the others expect plain values: it is not opened. J-06."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worlds import on_ranks
 
 
 class _Planted:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -57,7 +57,7 @@ def _talk(path: str) -> list[Any]:
     return heard
 
 
-def test_what_comes_over_the_control_plane_is_never_unpickled(tmp_path: Path) -> None:  # J-06
+def test_control_plane_messages_are_never_unpickled(tmp_path: Path) -> None:  # J-06
     planted = str(tmp_path / "planted")
     for rank, heard in enumerate(on_ranks(_talk, 2, planted)):
         assert heard[:4] == [
@@ -72,4 +72,4 @@ def test_what_comes_over_the_control_plane_is_never_unpickled(tmp_path: Path) ->
             assert heard[4:] == [b"[]"]
     assert not Path(planted).exists()
     pickle.loads(pickle.dumps(_Planted(planted)))
-    assert Path(planted).is_dir()  # it was a live one
+    assert Path(planted).is_dir()  # unpickling it does create the folder

@@ -1,4 +1,4 @@
-"""Environments of a third party, written with public names alone, place ranks as ours do. K-03."""
+"""Third-party environments, written with public names only, place ranks like the built-in ones. K-03."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain import ConfigurationError
 from drivetrain.environments import Environment, Placement
 from drivetrain.strategies import Strategy
 
-# A scheduler with variables of its own: two processes, each told its number.
+# A scheduler with variables of its own: two processes, each with its number.
 _FARM = """
 import os, subprocess, sys
 shared = {**os.environ, "FARM_WORKERS": "2"}
@@ -58,7 +58,7 @@ say("refused", caught["text"].splitlines()[:2])
 """
 
 
-def test_ranks_of_a_scheduler_of_ones_own_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_third_party_scheduler_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "start.py").write_text(_FARM)
     (tmp_path / "farm.py").write_text(_ENVIRONMENT)
     info = tmp_path / "farm-1.0.dist-info"
@@ -84,11 +84,11 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-# Where nobody has started the other processes
+# Environments whose processes were not started by a cluster
 
 
 class Desk(Environment):
-    """Is no cluster, and knows it."""
+    """An environment that is not a cluster, and reports so."""
 
     started_us = False
 
@@ -105,12 +105,12 @@ def test_missing_processes_are_started(environment: Any, tmp_path: Path) -> None
     assert (fit.world_size, fit.environment) == (2, environment)
 
 
-def test_several_nodes_need_to_know_which_one_this_is() -> None:
+def test_several_nodes_require_the_node_rank() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)num_nodes=2 with environment='Desk'.*Desk.first_on_node"):
         quiet(strategy="ddp", devices=1, num_nodes=2, environment=Desk()).fit(Regression(), loader(16, 4))
 
 
-def test_one_process_is_no_matter_of_first_on_node() -> None:
+def test_one_process_does_not_need_first_on_node() -> None:
     fit = quiet(devices=1, environment=Desk())
     fit.fit(Regression(), loader(16, 4))
     assert fit.world_size == 1

@@ -1,4 +1,4 @@
-"""Launchers of a third party, written with public names alone, drive runs as ours do. K-02, K-03."""
+"""Third-party launchers, written with public names only, drive runs like the built-in ones. K-02, K-03."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pickle.dump(result, open(f"{sys.argv[1]}.of_rank_{os.environ['RANK']}", "wb"))
 
 
 class Wrapped(Launcher):
-    """Starts each rank by a command line of its own, behind another program."""
+    """Starts each rank by a command line, wrapped in another program."""
 
     def __init__(self, folder: Path, *wrapper: str) -> None:
         self.folder, self.wrapper = folder, wrapper
@@ -77,7 +77,7 @@ def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -
     assert fit.callback_metrics["nice"] == os.nice(0) + 3
 
 
-def test_a_command_of_ones_own_runs_the_script_again(tmp_path: Path) -> None:
+def test_a_user_defined_command_runs_the_script_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""
@@ -111,7 +111,7 @@ def test_a_command_of_ones_own_runs_the_script_again(tmp_path: Path) -> None:
     assert lines == [f"rank 0 of 2 at {here}: {told}", f"rank 1 of 2 at {here + 4}: {told}"]
 
 
-def test_a_launcher_writes_one_of_two_methods() -> None:
+def test_a_launcher_overrides_one_of_two_methods() -> None:
     with pytest.raises(TypeError, match="StartsNothing implements neither launch, which returns a World, nor run"):
 
         class StartsNothing(Launcher):
@@ -136,13 +136,13 @@ class AnswersForItself(Launcher):
     ],
 )
 def test_a_launcher_that_runs_nothing_is_refused(launcher: Any, said: str) -> None:
-    # K-03: fit succeeded, and nothing was trained
+    # K-03: previously fit succeeded without training
     with pytest.raises(ConfigurationError, match=said):
         quiet(strategy="ddp", devices=2, launcher=launcher()).fit(Regression(), loader(16, 4))
 
 
 class Cluster(Launcher):
-    """Has machines that the caller does not see."""
+    """Provides machines that the caller cannot see."""
 
     places_devices = True
 
@@ -189,16 +189,16 @@ def test_a_launcher_is_found_by_the_name_that_its_package_registers(
         ConfigurationError, match=r"(?s)'cargo_shipp' is unknown. Did you mean 'cargo_ship'.*subprocess"
     ):
         quiet(launcher="cargo_shipp")
-    assert isinstance(named_launcher("fork"), Launcher)  # ours are ours
+    assert isinstance(named_launcher("fork"), Launcher)  # built-in names cannot be replaced
 
 
-def test_what_is_no_launcher_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_is_no_launcher_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(tmp_path, monkeypatch, "builtins:dict")
     with pytest.raises(ConfigurationError, match=r"'cargo_ship' \(builtins:dict\) made a dict, not a Launcher"):
         quiet(strategy="ddp", devices=2, launcher="cargo_ship").fit(Model(), loader(8, 4))
 
 
-def test_a_run_that_names_none_or_one_of_ours_reads_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_and_default_launchers_read_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(**_: Any) -> Any:
         raise AssertionError("nobody asked for anything of another package")
 

@@ -1,4 +1,6 @@
-"""A precision of a third party, the page's toy of float8, trains under every strategy that drives one. K-03, K-02."""
+"""A third-party precision, the float8 example of the docs, trains under every strategy that supports one. K-03,
+K-02.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def toy() -> Precision:
-    """Build the page's, by its own code."""
+    """Build the example of the docs, from its own code."""
     (block,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "ToyFloat8" in one)
     names: dict[str, Any] = {"torch": torch, "Precision": Precision}
     exec(block.partition("\nmodule = ")[0], names)
@@ -33,7 +35,7 @@ def toy() -> Precision:
 
 
 class Rounding(torch.autograd.Function):
-    """By hand: to float8 by one scale and back; the gradient as it comes."""
+    """Rounds by hand: to float8 by a scale and back; the gradient is unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,7 @@ def forward_by_hand(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(epochs: int, ranks: int) -> torch.Tensor:
-    """Train in plain PyTorch: each rank's part of a batch of 8 by itself, since each has a scale of its own."""
+    """Train in plain PyTorch: each rank's part of a batch of 8 separately, since each has its own scale."""
     module = Regression()
     batches = [part for _ in range(epochs) for part in global_batches(64, 8 // ranks)]
 
@@ -65,7 +67,7 @@ def by_hand(epochs: int, ranks: int) -> torch.Tensor:
 
 
 class Recomputing(Regression):
-    """Runs its layers once more in the backward."""
+    """Runs its layers again in the backward."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         predicted = checkpoint(self.net, batch[0], use_reentrant=False)
@@ -78,12 +80,12 @@ def on_one_device(kind: type[Regression] = Regression, **settings: Any) -> Regre
     return module
 
 
-def test_one_device_trains_as_the_loop_by_hand_does() -> None:
+def test_one_device_equals_the_hand_written_loop() -> None:
     module = on_one_device()
     assert torch.allclose(weights(module), by_hand(1, ranks=1), atol=1e-6)
     plain = Regression()
     quiet(strategy="single_device").fit(plain, loader(64, 8))
-    assert not torch.allclose(weights(module), weights(plain), atol=1e-3)  # rounding is seen
+    assert not torch.allclose(weights(module), weights(plain), atol=1e-3)  # rounding has an effect
     outputs = quiet(strategy="single_device", precision=toy()).predict(Predicting(module), loader(64, 8))
     assert outputs is not None
     expected = [forward_by_hand(module.net, x).detach() for x, _ in global_batches(64, 8)]
@@ -99,11 +101,11 @@ class Predicting(Regression):
         return self.net(batch[0])
 
 
-def test_what_is_run_again_in_the_backward_is_rounded_alike() -> None:
+def test_recomputed_layers_are_rounded_in_the_same_way() -> None:
     assert torch.equal(weights(on_one_device(Recomputing)), weights(on_one_device()))
 
 
-def test_one_device_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_one_device_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     whole = on_one_device(max_epochs=2, callbacks=Saver(path))
     resumed = Regression()
@@ -122,13 +124,13 @@ def on_two_ranks(strategy: str, path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_train_as_the_loop_by_hand_does_and_go_on(strategy: str, tmp_path: Path) -> None:
+def test_ranks_equal_the_hand_written_loop_and_resume(strategy: str, tmp_path: Path) -> None:
     found = same_on_two_ranks(partial(on_two_ranks, strategy, str(tmp_path / "saved")))
     assert torch.allclose(found["whole"], by_hand(2, ranks=2), atol=1e-6)
     assert torch.equal(found["resumed"], found["whole"])
 
 
-# What a strategy cannot do for a precision it refuses
+# Strategies refuse precision methods that they cannot call
 
 
 class Unnamed(Precision):
@@ -149,12 +151,12 @@ class Doubled(MixedPrecision):
         (Doubled("bf16-mixed", CPU), "Doubled"),
     ],
 )
-def test_deepspeed_refuses_what_its_engine_would_leave_out(precision: Precision, called: str) -> None:
+def test_deepspeed_refuses_methods_that_its_engine_would_not_call(precision: Precision, called: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{called}, under DeepSpeed"):
         DeepSpeedStrategy().bind(Placement(), CPU, precision)
 
 
-def test_deepspeed_takes_ours_as_objects() -> None:
+def test_deepspeed_accepts_built_in_precisions_as_objects() -> None:
     strategy = DeepSpeedStrategy()
     for name in ("32-true", "bf16-mixed"):
         strategy.bind(Placement(), CPU, resolve_precision(name, CPU))
@@ -167,7 +169,7 @@ class ReducedInHalf(Precision):
     reduce_dtype = torch.bfloat16
 
 
-def test_who_reduces_in_another_dtype_is_asked_for_it() -> None:
+def test_a_reduction_dtype_of_a_precision_is_used() -> None:
     assert mixed_precision_policy(ReducedInHalf(), None).reduce_dtype is torch.bfloat16
     for strategy, refused in ((DDPStrategy(), True), (DDPStrategy(comm_hook="bf16"), False)):
         strategy.bind(Placement(world_size=2, local_world_size=2), CPU, ReducedInHalf())
@@ -181,10 +183,10 @@ def test_who_reduces_in_another_dtype_is_asked_for_it() -> None:
     alone.check(Regression())
 
 
-# What may be left out of the loop follows from what is overridden
+# Methods that are not overridden are left out of the loop
 
 
-def test_what_is_overridden_is_called() -> None:
+def test_overridden_methods_are_called() -> None:
     class Own(Precision):
         def forward_context(self) -> Any:
             return super().forward_context()

@@ -1,4 +1,4 @@
-"""Predictions that several ranks write to one place. Row L-03."""
+"""Predictions that several ranks write to one folder. Row L-03."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Predicting(TrainModule):
-    """Returns the number of each sample and what a layer makes of it; remembers what it was given."""
+    """Returns the number of each sample and the output of a layer; records its batches."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Own(Sampler[int]):
 
 
 class Stream(IterableDataset[Any]):
-    """Of 11 samples the first of two ranks has 6."""
+    """Of 11 samples the first of two ranks gets 6."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -80,7 +80,7 @@ def own_order() -> DataLoader[Any]:
 
 
 class Failing(Callback):
-    """Ends the run at a batch, on all ranks."""
+    """Ends the run at a given batch, on all ranks."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -101,7 +101,7 @@ def predict(path: str, strategy: str, loaders: Any, *callbacks: Callback, module
 
 
 def _all_forms(folder: str, strategy: str) -> None:
-    for samples in (1, 5, 11, 16):  # fewer than ranks, and all that may be left over
+    for samples in (1, 5, 11, 16):  # fewer samples than ranks, and every possible remainder
         predict(f"{folder}/plain {samples}", strategy, DataLoader(numbered(samples), batch_size=2))
     predict(f"{folder}/shuffled", strategy, DataLoader(numbered(11), batch_size=2, shuffle=True))
     predict(f"{folder}/own", strategy, own_order())
@@ -133,7 +133,7 @@ def _check_all_forms(folder: Path, expected: Callable[[int], torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "zero 3"), (4, "ddp"), (4, "hsdp")])
-def test_ranks_write_all_and_none_twice(tmp_path: Path, ranks: int, strategy: str) -> None:  # L-03
+def test_ranks_write_every_prediction_once(tmp_path: Path, ranks: int, strategy: str) -> None:  # L-03
     on_ranks(_all_forms, ranks, str(tmp_path), strategy, process_group=None, timeout=120)
     layer = Predicting().layer
     with torch.no_grad():
@@ -163,7 +163,7 @@ def _go_on(path: str, strategy: str, loaders: Any = None) -> Any:
         ((4, "ddp"), (2, "fsdp")),
     ],
 )
-def test_another_strategy_on_another_number_of_ranks_goes_on(tmp_path: Path, before: Any, after: Any) -> None:  # L-03
+def test_another_strategy_and_number_of_ranks_can_resume(tmp_path: Path, before: Any, after: Any) -> None:  # L-03
     path = str(tmp_path / "out")
     ranks, strategy = before
     done = 3 * 2 * ranks if ranks < 4 else 2 * 2 * ranks  # three micro-batches, or two
@@ -173,12 +173,12 @@ def test_another_strategy_on_another_number_of_ranks_goes_on(tmp_path: Path, bef
     assert [int(one["number"]) for one in read] == list(range(23))
     new = {number for part in given for number in part}
     assert set(range(done, 23)) <= new
-    # Of what is there, no more than the batch in which the two meet is computed once more.
+    # Of the existing predictions, only the batch at the boundary is computed again.
     assert len(new - set(range(done, 23))) < 2 * after[0]
 
 
 def _own_and_streams(folder: str, strategy: str, at: int | None) -> Any:
-    """Begin, and fail at a batch; or go on."""
+    """Start, and fail at a batch; or resume."""
     given = {}
     for name, make in (("own", own_order), ("stream", _stream)):
         if at is not None:
@@ -189,18 +189,18 @@ def _own_and_streams(folder: str, strategy: str, at: int | None) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_own_orders_and_streams_go_on_on_ranks(tmp_path: Path, strategy: str) -> None:  # L-03
+def test_own_orders_and_streams_resume_on_ranks(tmp_path: Path, strategy: str) -> None:  # L-03
     on_ranks(_own_and_streams, 2, str(tmp_path), strategy, 2, process_group=None)
     given = on_ranks(_own_and_streams, 2, str(tmp_path), strategy, None, process_group=None)
     assert [int(one["number"]) for one in read_predictions(tmp_path / "own")] == list(range(15))
     assert not {number for part in given for number in part["own"]} & set(ORDER[:8])
     read = read_predictions(tmp_path / "stream")
     assert sorted(int(one["number"]) for one in read) == list(range(13))
-    # One rank has three samples left, in two batches, the other two in one; by FSDP it joins with that once more.
+    # One rank has three samples left, in two batches, the other two in one; under FSDP it joins with that batch again.
     assert [len(part["stream"]) for part in given] == ([3, 2] if strategy == "ddp" else [3, 4])
 
 
-def test_a_stream_is_not_gone_on_with_in_other_batches(tmp_path: Path) -> None:  # L-03
+def test_a_stream_does_not_resume_with_other_batches(tmp_path: Path) -> None:  # L-03
     assert "other ranks or batch sizes" in refused(1, _go_on_stream_anew, str(tmp_path / "stream"))
 
 
@@ -249,7 +249,7 @@ def _split(path: str, at: int | None) -> Any:
     return module.given
 
 
-def test_of_ranks_that_read_the_same_one_writes(tmp_path: Path) -> None:  # L-03
+def test_one_of_the_ranks_with_the_same_data_writes(tmp_path: Path) -> None:  # L-03
     on_ranks(_split, 2, str(tmp_path / "out"), 1, process_group=None)
     given = on_ranks(_split, 2, str(tmp_path / "out"), None, process_group=None)
     assert given == [[4, 5, 6, 7, 8, 9, 10]] * 2
@@ -276,7 +276,7 @@ def _other_weights(path: str, strategy: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_every_rank_refuses_others(tmp_path: Path, strategy: str) -> None:  # L-03
+def test_every_rank_refuses_predictions_of_other_weights(tmp_path: Path, strategy: str) -> None:  # L-03
     path = str(tmp_path / "out")
     for weights, data, finished in on_ranks(_other_weights, 2, path, strategy, process_group=None):
         assert "other weights" in weights
@@ -294,7 +294,7 @@ def _unstorable(path: str) -> str:
     return caught["text"]
 
 
-def test_what_one_rank_cannot_store_ends_the_run(tmp_path: Path) -> None:  # L-03
+def test_a_prediction_that_one_rank_cannot_store_ends_the_run(tmp_path: Path) -> None:  # L-03
     texts = on_ranks(_unstorable, 2, str(tmp_path / "out"), process_group=None)
     assert any("is a set" in text for text in texts), texts
 
@@ -307,7 +307,7 @@ def _killed(path: str, strategy: str, rank: int, at: int) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
-def test_a_rank_that_is_killed(tmp_path: Path, strategy: str, victim: int) -> None:  # L-03
+def test_a_killed_rank(tmp_path: Path, strategy: str, victim: int) -> None:  # L-03
     path = str(tmp_path / "out")
     with pytest.raises(DistributedError):
         run_distributed(_killed, 2, path, strategy, victim, 3, process_group=None, timeout=100)
@@ -315,7 +315,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, strategy: str, victim: int) -> No
         run_distributed(_killed, 2, path, strategy, victim, 4, process_group=None, timeout=100)
     given = on_ranks(_go_on, 2, path, strategy, process_group=None, timeout=100)
     assert [int(one["number"]) for one in read_predictions(path)] == list(range(23))
-    # Of the other rank nobody knows how far it had come.
+    # The progress of the other rank is undefined.
     written = {4 * batch + 2 * victim + number for batch in range(4) for number in range(2)}
     assert not written & {number for part in given for number in part}
 
@@ -354,7 +354,7 @@ def _told() -> Any:
     return told
 
 
-def test_batch_indices_are_this_rank_s() -> None:  # L-03
+def test_batch_indices_are_those_of_this_rank() -> None:  # L-03
     first, second = on_ranks(_told, 2, process_group=None)
     for number, samples in enumerate((5, 15)):
         indices = [index for rank in (first, second) for batch in rank[number] for index in batch]

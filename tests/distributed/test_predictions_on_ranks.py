@@ -1,4 +1,4 @@
-"""Predictions on their way between ranks. Row I-14."""
+"""Predictions exchanged between ranks. Row I-14."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _predicted() -> dict[str, Any]:
     return found
 
 
-def test_what_ranks_predict_comes_together_or_stays_where_it_is() -> None:  # I-14
+def test_predictions_are_gathered_or_stay_on_their_ranks() -> None:  # I-14
     expected = torch.cat([batch[0][:, 0] for batch in loader(18, 4)])
     for found in on_ranks(_predicted, 2, process_group=None):
         assert torch.equal(found["tensor"], expected)
@@ -52,7 +52,7 @@ def test_what_ranks_predict_comes_together_or_stays_where_it_is() -> None:  # I-
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_within_a_user_s_object_travel_from_the_cpu() -> None:  # I-14
+def test_tensors_in_a_users_object_are_sent_from_the_cpu() -> None:  # I-14
     stream = io.BytesIO()
     _HostPickler(stream).dump([Found(torch.arange(3, device="cuda"))])
     (found,) = pickle.loads(stream.getvalue())

@@ -1,4 +1,4 @@
-"""A user's or our own process group, environment and processes: rows A-02, A-03, A-06, on two ranks."""
+"""A process group of the user or of the run, environment and processes: rows A-02, A-03, A-06, on two ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _users_group() -> dict[str, Any]:
         quiet(strategy=DDPStrategy(process_group_backend="nccl")).fit(Regression(), loader(64, 4))
     assert _group() == before
     module = Regression()
-    trainer = quiet()  # "auto" is DDP where there are several
+    trainer = quiet()  # "auto" is DDP with several ranks
     trainer.fit(module, loader(64, 4))
     found["after"] = weights(module)
     found["strategy"] = trainer.strategy.name
@@ -80,7 +80,7 @@ def _users_group() -> dict[str, Any]:
     return found
 
 
-def test_a_users_process_group_is_used_and_left_alone() -> None:  # A-02, A-06, G-07
+def test_a_users_process_group_is_used_and_kept() -> None:  # A-02, A-06, G-07
     ranks = on_ranks(_users_group, 2)
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for found in ranks:
@@ -96,8 +96,8 @@ def test_a_users_process_group_is_used_and_left_alone() -> None:  # A-02, A-06, 
         assert found["sums"] == (3.0, 2.0)
 
 
-class Nosy(Regression):
-    """Changes process-wide state, as library code may."""
+class ChangesState(Regression):
+    """Changes process-wide state, as library code may do."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def _own_group() -> dict[str, Any]:
     found: dict[str, Any] = {}
     before, random_state, torch_state = _state(), random.getstate(), torch.get_rng_state()
     for name, fails in (("returns", False), ("raises", True), ("again", False)):
-        module = Nosy(fails)
+        module = ChangesState(fails)
         flags = [child.training for child in module.modules()]
         with failing() as found[name]:
             quiet(strategy="ddp", seed=5, deterministic=True).fit(module, loader(64, 4, shuffle=True))
@@ -150,7 +150,7 @@ def _own_group() -> dict[str, Any]:
     return found
 
 
-def test_our_own_process_group_goes_and_all_state_comes_back() -> None:  # A-02, A-03, A-06
+def test_the_runs_own_process_group_ends_and_all_state_is_restored() -> None:  # A-02, A-03, A-06
     for found in on_ranks(_own_group, 2, process_group=None):
         assert found["returns"]["text"] == found["again"]["text"] == ""
         assert found["raises"]["type"] == "KeyError"

@@ -94,7 +94,7 @@ def test_each_rank_has_a_table_and_a_trace(tmp_path: Path, strategy: str) -> Non
     assert summary in said
     assert "rank 0 of 2" in summary
     assert "quickest rank s" in summary
-    assert "Profile of" not in second[0]  # rank 0 speaks for all
+    assert "Profile of" not in second[0]  # rank 0 logs for all ranks
     assert "rank 1 of 2" in second[4][0]
     files = {path.name: path.read_text() for path in Path(folder, "profile").iterdir()}
     assert files == {"fit-simple-rank-0.txt": summary, "fit-simple-rank-1.txt": second[4][0]}
@@ -134,8 +134,8 @@ def _wanting_a_folder(root: Path, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "named"), [("profiler", "SimpleProfiler"), ("callback", "Checkpoint")])
-def test_a_folder_that_only_some_ranks_want_is_refused_by_name(tmp_path: Path, what: str, named: str) -> None:
-    # L-05: ranks without loggers or checkpoints do not come to settle the run's folder
+def test_a_folder_that_only_some_ranks_need_is_refused_by_name(tmp_path: Path, what: str, named: str) -> None:
+    # L-05: ranks without loggers or checkpoints do not take part in choosing the run's folder
     wants, not_ = (0, 1) if what == "profiler" else (1, 0)
     for said in on_ranks(_wanting_a_folder, 2, tmp_path, what):
         assert "want a folder for the run" in said
@@ -153,12 +153,12 @@ def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[list[Any], str, list[in
 
 
 @requires_emulated_cuda()
-def test_on_a_device_events_time_what_the_host_does_not_wait_for(tmp_path: Path) -> None:
+def test_on_a_device_asynchronous_work_is_timed_by_events(tmp_path: Path) -> None:
     # L-05
     seen = on_emulated_cuda(_on_a_device, tmp_path)
     rows, summary, waits = seen.returned
     assert waits[0] == waits[1]
-    assert waits[2] <= waits[0] + 1  # as the run ends: for what has not come yet
+    assert waits[2] <= waits[0] + 1  # when the run ends, for pending events
     timed = {" > ".join(path): device for path, _, device in rows}
     calls = {" > ".join(path): count for path, count, _ in rows}
     assert calls["training > transfer"] >= 16

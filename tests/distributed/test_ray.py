@@ -1,4 +1,6 @@
-"""Runs on a local Ray cluster: what comes back, and how failures are told. Rows A-02, A-06, B-01, G-01, G-02, G-07."""
+"""Runs on a local Ray cluster: their results, and how failures are reported. Rows A-02, A-06, B-01, G-01, G-02,
+G-07.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,14 @@ def _fit(**settings: Any) -> Fit:
 
 
 def _cores_come_back() -> bool:
-    """Whether the cluster has all of its cores again: it takes note a moment after an actor is gone."""
+    """Return whether all cores of the cluster are free again; Ray updates this a moment after an actor has ended."""
     until = time.monotonic() + 30
     while ray.available_resources().get("CPU") != 2.0 and time.monotonic() < until:
         time.sleep(0.1)
     return bool(ray.available_resources().get("CPU") == 2.0)
 
 
-def test_what_a_run_on_ray_brings_back() -> None:  # A-02, A-03, B-01
+def test_a_run_on_ray_returns_its_results() -> None:  # A-02, A-03, B-01
     counting, module = Counting(), Model()
     fit = _fit(callbacks=[counting])
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -75,7 +77,7 @@ def test_what_a_run_on_ray_brings_back() -> None:  # A-02, A-03, B-01
     assert fit.world_size == 2
     assert "loss_epoch" in fit.callback_metrics
     assert fit.state == "finished"
-    assert ray.is_initialized()  # the caller's cluster is left as it was
+    assert ray.is_initialized()  # the caller's cluster is unchanged
     assert _cores_come_back()
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
@@ -92,7 +94,7 @@ def test_an_actor_that_fails_is_named(how: str, told: str) -> None:  # G-01, G-0
     assert caught.value.failure.rank == 1
 
 
-def test_what_ray_cannot_give_is_refused() -> None:  # A-06, G-06
+def test_unavailable_resources_are_refused() -> None:  # A-06, G-06
     with pytest.raises(ConfigurationError, match=r"(?s)no room for 1 node.*9 worker.*CPU 2"):
         _fit(devices=9).fit(Model(), loader(64, 4))
     with pytest.raises(ConfigurationError, match=r"(?s)devices='auto' with launcher='ray'.*devices=2"):
@@ -102,7 +104,7 @@ def test_what_ray_cannot_give_is_refused() -> None:  # A-06, G-06
 
 
 def test_several_devices_within_a_task_are_refused() -> None:  # G-01
-    # A trial of Ray Tune's, say: its worker ran its program again and was gone, "killed by SIGKILL".
+    # For example in a trial of Ray Tune: its worker previously ran its program again and was "killed by SIGKILL".
     search = sys.path
 
     @ray.remote  # type: ignore[untyped-decorator]  # Ray brings it with what it refers to; this file is one that its worker does not find

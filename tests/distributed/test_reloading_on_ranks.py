@@ -1,4 +1,4 @@
-"""Loaders that come again on two ranks: on all at once, and in runs that go on, on as many ranks or on fewer. L-07."""
+"""Reloaded loaders on two ranks: on all at once, and in resumed runs on as many ranks or fewer. L-07."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = 30
 
 
 def numbered() -> TensorDataset:
-    """Samples that are told by their last feature."""
+    """Samples that are identified by their last feature."""
     x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))
     x[:, -1] = torch.arange(SAMPLES) / SAMPLES
     return TensorDataset(x, x.sum(1, keepdim=True))
@@ -31,7 +31,7 @@ class Growing(DataModule):
 
 
 class Watching(Regression):
-    """Knows its samples by epoch."""
+    """Records its samples by epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_on_as_many_ranks_goes_on_bit_for_bit(trained: Any, strategy: str) -> None:  # L-07
+def test_a_run_on_as_many_ranks_resumes_bit_for_bit(trained: Any, strategy: str) -> None:  # L-07
     for whole, rest, seen, seen_after in (rank[strategy] for rank in trained[1]):
         assert torch.equal(whole, rest)
         assert seen[-len(seen_after) :] == seen_after
         assert [len(samples) for epoch, samples in seen if epoch == 1][:-1] == [3] * 4
 
 
-def test_a_run_on_fewer_ranks_sees_what_is_left(trained: Any) -> None:  # L-07
+def test_a_run_on_fewer_ranks_uses_the_remaining_samples(trained: Any) -> None:  # L-07
     folder, ranks = trained
     module = Watching()
     _fit(module, "single_device", ckpt_path=str(folder / "ddp"))
@@ -101,14 +101,14 @@ def test_a_run_on_fewer_ranks_sees_what_is_left(trained: Any) -> None:  # L-07
     ]
     assert sorted(before + _samples(module.seen, 1)) == list(range(SAMPLES))
     assert {len(samples) for epoch, samples in module.seen if epoch == 1} == {3}
-    # The last epoch is the one that it would have been.
+    # The last epoch is the one that it would have been without the resume.
     apart = [[samples for epoch, samples in rank["ddp"][2] if epoch == 2] for rank in ranks]
     together = [sample for both in zip(*apart, strict=True) for samples in both for sample in samples]
     assert _samples(module.seen, 2) == together
 
 
 class Unlike(Growing):
-    """Has other data on each rank from the second epoch on."""
+    """Has different data on each rank from the second epoch on."""
 
     def train_dataloader(self) -> Any:
         if self.trainer.current_epoch == 0:
@@ -136,7 +136,7 @@ def _unlike() -> list[dict[str, str]]:
     return found
 
 
-def test_ranks_whose_loaders_differ_are_told_so() -> None:  # L-07
+def test_ranks_with_different_loaders_are_reported() -> None:  # L-07
     for unlike, broken in on_ranks(_unlike, 2, process_group=None, timeout=60):
         assert unlike["type"] == "DistributedError"
         assert "training samples: 20 on rank(s) [0]; 21 on rank(s) [1]" in unlike["text"]

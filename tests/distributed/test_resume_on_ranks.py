@@ -1,4 +1,7 @@
-"""Resume on several ranks: bit for bit on as many, sample for sample on more or fewer: F-02, F-08, F-12, B-10, B-18."""
+"""Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer.
+
+Rows F-02, F-08, F-12, B-10, B-18.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SAMPLES = 53
 
 
 class Augmented(Dataset[Any]):
-    """Draws as it is read; the first number of a sample says which it is."""
+    """Draws random numbers when it is read; the first number of a sample is its index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -31,7 +34,7 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Each rank's own part, of different lengths, in an order that it draws."""
+    """Each rank's own part, with different lengths, in a random order."""
 
     def __iter__(self) -> Any:
         import torch.distributed as dist
@@ -42,7 +45,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Drawing(Regression):
-    """Dropout, weights of micro-batches that only each rank knows, values under way."""
+    """Uses dropout, weights of micro-batches that only their rank knows, and values logged over the epoch."""
 
     def __init__(self, weighs: bool = False) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size:
         data = DataLoader(Stream(), batch_size)
     else:
         data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=2 if kind == "workers" else 0)
-    saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("beside", False))
+    saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("in_background", False))
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder, **options}
     trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
     trainer.fit(module, data, ckpt_path=start)
@@ -92,14 +95,14 @@ def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size:
     return weights(module), module.losses, module.seen, metrics, trainer.samples_seen
 
 
-def _twice(folder: Path, strategy: str, kind: str, stops: list[str], beside: bool) -> Any:
-    whole = _fit(folder / "whole", strategy, None, kind, beside=beside)
+def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_background: bool) -> Any:
+    whole = _fit(folder / "whole", strategy, None, kind, in_background=in_background)
     again = [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in stops]
     return whole, again
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "beside"),
+    ("strategy", "kind", "in_background"),
     [
         ("ddp", "dealt", False),
         ("ddp", "weighed", True),
@@ -110,10 +113,12 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], beside: boo
         ("zero 3", "dealt", False),
     ],
 )
-def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(strategy: str, kind: str, beside: bool, tmp_path: Path) -> None:
-    # F-02, F-08, B-18: whatever was fetched ahead, and written beside training
+def test_a_run_resumes_bit_for_bit_on_as_many_ranks(
+    strategy: str, kind: str, in_background: bool, tmp_path: Path
+) -> None:
+    # F-02, F-08, B-18: also with prefetched batches and asynchronous saves
     stops = ["epoch=0-step=4", "epoch=1-step=7"]
-    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, beside)):
+    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, in_background)):
         for stop, found in zip(stops, again, strict=True):
             where = f"rank {rank} from {stop}"
             assert torch.equal(found[0], whole[0]), where
@@ -131,7 +136,7 @@ def _seen(runs: list[Any]) -> list[tuple[int, int]]:
     return [sample for run in runs for sample in run[2]]
 
 
-def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
+def test_on_other_numbers_of_ranks_every_sample_is_used_once_per_epoch(tmp_path: Path) -> None:
     # F-02: 2 x 3, then 4 x 2, then 3 x 4, stopping in the middle of an epoch each time
     first = on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
     second = on_ranks(
@@ -142,17 +147,17 @@ def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> No
         (epoch, sample) for epoch in range(2) for sample in range(SAMPLES)
     ]
     assert {run[4] for run in third} == {2 * SAMPLES}
-    # The second epoch is an ordinary one, in the order that it would have had all along.
+    # The second epoch is a regular one, in its usual order.
     whole = on_ranks(_once, 3, tmp_path / "d", None, 4, {})
     for found, expected in zip(third, whole, strict=True):
         assert [sample for sample in found[2] if sample[0] == 1] == [sample for sample in expected[2] if sample[0] == 1]
-    # And an epoch's mean is over all that it saw, whoever saw it.
+    # An epoch's mean is over all of its samples, regardless of their ranks.
     assert third[0][3]["loss_epoch"] == pytest.approx(third[0][3]["mean"], rel=0.2)
 
 
 def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
-    # F-02. To two ranks: with three, DDP's buckets, which differ between its first step and later ones, say in which
-    # order gloo adds up, and the last bit may differ (1.5e-8 here, by seed).
+    # F-02. On two ranks: with three, DDP's buckets, which differ between its first step and later ones, set the
+    # order in which gloo adds, and the last bit may differ (1.5e-8 here, depending on the seed).
     on_ranks(_once, 3, tmp_path / "a", None, 2, {"max_steps": 2, "max_epochs": -1})
     start = tmp_path / "a" / "epoch=0-step=2"
     whole = on_ranks(_once, 2, tmp_path / "b", start, 3, {})

@@ -1,4 +1,4 @@
-"""Loaders that write each batch over the one before it, on two ranks. Row I-09."""
+"""Loaders that overwrite the previous batch, on two ranks. Row I-09."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Own:
 
 
 class Going(Own):
-    """Keeps where it stands: nothing of it is read ahead of training but the window itself."""
+    """Has a state_dict of its position, so batches are not read ahead beyond the window."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -40,7 +40,7 @@ class Going(Own):
 
 
 class Collating:
-    """Collates into one and the same memory."""
+    """Collates into the same tensor every time."""
 
     def __init__(self) -> None:
         self.buffers = torch.empty(SIZE, FEATURES), torch.empty(SIZE, 1)
@@ -75,7 +75,7 @@ def _reused() -> dict[str, torch.Tensor]:
     return found
 
 
-def test_memory_that_a_loader_reuses_is_right_on_ranks() -> None:  # I-09
+def test_loaders_that_reuse_memory_are_correct_on_ranks() -> None:  # I-09
     ranks = on_ranks(_reused, 2, process_group=None)
     for window in (1, 3):
         own = [parts(rank, (3, 5)) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""`run_distributed`, on which every other distributed test depends."""
+"""`run_distributed`, which most other distributed tests use."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _die_on_one() -> None:
     dist.barrier()
 
 
-def test_a_killed_rank_is_named_and_not_its_peer_that_lost_the_connection() -> None:
+def test_a_killed_rank_is_named_instead_of_its_disconnected_peer() -> None:
     with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL"):
         run_distributed(_die_on_one, 2)
 
@@ -104,7 +104,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank() -> None:
     start = time.monotonic()
     with pytest.raises(DistributedError, match=r"(?s)Rank 0, 1 of 2 did not return within 1 s.*_wait_on_one"):
         run_distributed(_wait_on_one, 2, timeout=1)
-    assert time.monotonic() - start < 40  # less than the minute for which one of them sleeps
+    assert time.monotonic() - start < 40  # less than the minute that one of them sleeps
 
 
 def _busy_when_time_is_up(folder: str, times: int) -> list[str]:
@@ -119,7 +119,7 @@ def _busy_when_time_is_up(folder: str, times: int) -> list[str]:
     return told
 
 
-def test_who_is_busy_when_time_is_up_lives_to_tell_where(tmp_path: Path) -> None:
+def test_a_busy_rank_reports_its_stack_after_the_timeout(tmp_path: Path) -> None:
     (told,) = run_distributed(_busy_when_time_is_up, 1, str(tmp_path), 200, process_group=None)
     assert all("_busy_when_time_is_up" in text and "late.py" not in text.splitlines()[1] for text in told)
 
@@ -128,7 +128,7 @@ def _hold_the_lock() -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
-def test_who_hangs_with_the_interpreters_lock_in_hand_is_seen() -> None:
+def test_a_rank_that_hangs_while_holding_the_gil_is_reported() -> None:
     with pytest.raises(DistributedError, match=r"(?s)Rank 0 of 1 did not return within 1 s.*_hold_the_lock"):
         run_distributed(_hold_the_lock, 1, timeout=1, process_group=None)
 
@@ -150,7 +150,7 @@ def test_no_process_is_left_after_a_failure(tmp_path: os.PathLike[str]) -> None:
             os.kill(int(file.read()), 0)
 
 
-def test_what_cannot_be_sent_is_refused() -> None:
+def test_unpicklable_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
         run_distributed(lambda: None, 2)
 
@@ -159,7 +159,7 @@ def _unpicklable() -> object:
     return lambda: None
 
 
-def test_a_value_that_cannot_come_back_names_the_rank() -> None:
+def test_a_result_that_cannot_be_returned_names_the_rank() -> None:
     with pytest.raises(RankFailedError, match=r"Rank 0 failed with .*(pickle|get) local object"):
         run_distributed(_unpicklable, 1)
 

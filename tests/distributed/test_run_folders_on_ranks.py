@@ -1,4 +1,4 @@
-"""Run folders where several ranks run, and several runs begin at once: J-13."""
+"""Run folders with several ranks, and with several runs that start at the same time: J-13."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Dying(Net):
     def __init__(self, step: int) -> None:
         super().__init__()
         self._step = step
-        self.__class__.__qualname__ = Net.__qualname__  # one experiment, as far as records say
+        self.__class__.__qualname__ = Net.__qualname__  # one experiment, according to the records
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == self._step:
@@ -75,7 +75,7 @@ def _record(folder: Any) -> dict[str, Any]:
     return document
 
 
-def test_all_ranks_name_one_folder(tmp_path: Path) -> None:  # J-13
+def test_all_ranks_use_one_folder(tmp_path: Path) -> None:  # J-13
     first = on_ranks(_run, 2, tmp_path, None, {})
     assert first[0] == first[1]
     folder = tmp_path / "drivetrain_logs" / "version_0"
@@ -85,7 +85,7 @@ def test_all_ranks_name_one_folder(tmp_path: Path) -> None:  # J-13
     assert second[0] == second[1] == (*first[0][:3], 12)
     assert [one["to_step"] for one in _record(folder)["parts"]] == [6, 12]
     assert os.listdir(tmp_path / "drivetrain_logs") == ["version_0"]
-    # At another world size, too.
+    # Also at another world size.
     assert _run(tmp_path, "auto", {"max_epochs": 3, "strategy": "auto"})[0] == str(folder)
     assert [one["world_size"] for one in _record(folder)["parts"]] == [2, 2, 1]
 
@@ -98,7 +98,7 @@ def _refused(root: Path) -> str:
     return ""
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_on_every_rank(tmp_path: Path) -> None:  # J-13
+def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None:  # J-13
     (tmp_path / "file").write_text("")
     first, second = on_ranks(_refused, 2, tmp_path / "file")
     assert first == second
@@ -106,11 +106,11 @@ def test_a_place_that_cannot_be_written_to_is_refused_on_every_rank(tmp_path: Pa
     assert "is not a folder" in first
 
 
-def test_a_run_that_was_killed_goes_on_in_its_folder(tmp_path: Path) -> None:  # J-13
+def test_a_killed_run_resumes_in_its_folder(tmp_path: Path) -> None:  # J-13
     with World(2, preload=PRELOAD) as world, pytest.raises(DistributedError):
         world.run(_killed, tmp_path, process_group=None)
     folder = tmp_path / "drivetrain_logs" / "version_0"
-    assert _record(folder)["status"] == "running"  # which its process tells: it is gone
+    assert _record(folder)["status"] == "running"  # the killed run's process is recorded, and no longer exists
     result = on_ranks(_run, 2, tmp_path, "auto", {})
     assert result[0][0] == str(folder)
     ended = _record(folder)
@@ -128,8 +128,8 @@ def _rows(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_twenty_runs_that_begin_at_once(tmp_path: Path) -> None:  # J-13
-    """On two ranks each, one of them goes on with what a killed run has left, and no two share a folder."""
+def test_twenty_runs_that_start_at_once(tmp_path: Path) -> None:  # J-13
+    """On two ranks each, one of them resumes what a killed run has left, and no two share a folder."""
     with World(2, preload=PRELOAD) as world, pytest.raises(DistributedError):
         world.run(_killed, tmp_path, process_group=None)
     worlds = [World(2, preload=PRELOAD) for _ in range(RACERS)]
@@ -149,7 +149,7 @@ def test_twenty_runs_that_begin_at_once(tmp_path: Path) -> None:  # J-13
         for world in worlds:
             world.close()
     assert len(found) == RACERS
-    # Who comes late may find a run that has ended by then, in whose folder nothing is left to do.
+    # A late one may find a run that has ended by then, with nothing left to do.
     records = [_record(folder) for folder in (tmp_path / "drivetrain_logs").iterdir()]
     assert {folder for folder, *_ in found} <= {str(one) for one in (tmp_path / "drivetrain_logs").iterdir()}
     assert all(one["status"] == "finished" for one in records)
@@ -179,7 +179,7 @@ def _of_a_node(root: Path) -> Any:
         os.environ.update(before)
 
 
-def test_nodes_name_one_folder(tmp_path: Path) -> None:  # J-13
+def test_nodes_use_one_folder(tmp_path: Path) -> None:  # J-13
     first, second = on_ranks(_of_a_node, 2, tmp_path, process_group=None)
     assert first == second
     for rank in range(2):

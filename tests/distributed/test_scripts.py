@@ -1,4 +1,4 @@
-"""Scripts on several processes: run again, under torchrun, failing. Rows A-02, A-03, A-08, G-01, G-02, G-07."""
+"""Scripts on several processes: started again, under torchrun, failing. Rows A-02, A-03, A-08, G-01, G-02, G-07."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ if fit.is_global_zero:
 
 @pytest.fixture(scope="module")
 def started_again(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A script that is run again for the second rank, with several calls one after another."""
+    """A script that is started again for the second rank, with several calls one after another."""
     return run_script(tmp_path_factory.mktemp("script"), _THROUGH + _AGAIN + _ALONE, limit=120)
 
 
@@ -109,7 +109,7 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_script(tmp_path_factory.mktemp("script"), _AGAIN + _JOINED, *TORCHRUN, limit=120)
 
 
-def test_every_rank_goes_on_through_the_script(started_again: Run) -> None:  # A-02, A-03, A-06
+def test_every_rank_runs_the_whole_script(started_again: Run) -> None:  # A-02, A-03, A-06
     run = started_again
     assert run.code == 0, run.errors
     for rank in (0, 1):
@@ -123,7 +123,7 @@ def test_every_rank_goes_on_through_the_script(started_again: Run) -> None:  # A
         assert f"{rank} refused ConfigurationError {refusal}" in said
         assert f"{rank} auto 2 ddp" in said
         assert f"{rank} environment same" in said
-    assert run.out.count("validate: val_loss") == 1  # rank 0 alone prints
+    assert run.out.count("validate: val_loss") == 1  # only rank 0 prints
 
 
 def test_torchruns_processes_are_joined(under_torchrun: Run) -> None:  # A-02, A-03, A-06
@@ -180,12 +180,12 @@ finally:
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Scripts that are run again, and whose rank 1 fails in one of several ways."""
+    """Scripts that are started again, and whose rank 1 fails in one of several ways."""
     return run_cases(tmp_path_factory.mktemp("ending"), _ENDING, list(_ENDS), limit=120)
 
 
 @pytest.mark.parametrize(("how", "told"), _ENDS.items())
-def test_a_script_of_which_one_rank_fails_ends_soon_and_says_why(how: str, told: str, ending: dict[str, Run]) -> None:
+def test_a_script_with_a_failed_rank_ends_soon_with_the_reason(how: str, told: str, ending: dict[str, Run]) -> None:
     # G-01, G-02, A-08
     run = ending[how]
     assert run.code != 0

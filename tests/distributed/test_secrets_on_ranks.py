@@ -1,4 +1,4 @@
-"""Secrets on several ranks: left out by all, said by one (J-11)."""
+"""Secrets on several ranks: left out by all, reported by one (J-11)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _train(folder: Path, strategy: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_rank_says_what_all_leave_out(tmp_path: Path, strategy: str) -> None:
+def test_one_rank_reports_what_all_leave_out(tmp_path: Path, strategy: str) -> None:
     told_by = on_ranks(_train, 2, tmp_path, strategy)
     assert [count for count, _ in told_by] == [1, 0]
     assert SECRET not in "".join(text for _, text in told_by)

@@ -103,8 +103,8 @@ def test_the_caller_gets_everything_back(launcher: str) -> None:  # A-02, A-03
         assert trainer.global_step == 16
 
 
-def test_the_best_checkpoint_is_known_after_a_run_elsewhere(tmp_path: Path) -> None:
-    # L-10: in the run's folder, so that a test without a module uses the best weights
+def test_the_best_checkpoint_is_known_after_a_run_in_other_processes(tmp_path: Path) -> None:
+    # L-10: it is found in the run's folder, so that a test without a module uses the best weights
     kept = Checkpoint(monitor="val_loss", mode="min", save_top_k=1)
     trainer = _launched(
         "fork", max_epochs=2, callbacks=[kept], default_root_dir=tmp_path, enable_checkpointing=True, logger="csv"
@@ -165,7 +165,7 @@ def test_a_failure_reaches_the_caller(how: str, ranks: tuple[int, ...], kind: ty
     module = Failing(how, ranks)
     before = weights(module).clone()
     began = time.monotonic()
-    launcher = "forkserver" if how == "one rank" else "fork"  # fork starts faster
+    launcher = "forkserver" if how == "one rank" else "fork"  # fork is the fastest start method
     with pytest.raises(kind, match=told) as caught:
         _launched(launcher).fit(module, loader(64, 4))
     assert time.monotonic() - began < 50  # less than the group's timeout of a minute
@@ -177,7 +177,7 @@ def test_a_failure_reaches_the_caller(how: str, ranks: tuple[int, ...], kind: ty
     torch.testing.assert_close(weights(module), weights(train_by_hand(Regression(), global_batches(64, 8))))
 
 
-def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:  # G-06
+def test_unpicklable_objects_are_named(tmp_path: Path) -> None:  # G-06
     module = Model()
     module.loss_of = lambda: None  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="module"):

@@ -120,7 +120,7 @@ def _run(
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
 @pytest.mark.parametrize(("annealing", "shape"), [(2, "cos")])
-def test_it_gives_the_hand_written_average(
+def test_the_average_equals_the_hand_written_one(
     strategy: str, world: int, annealing: int, shape: str, tmp_path: Path
 ) -> None:  # L-01
     wanted, rates = by_hand(annealing, shape)
@@ -130,7 +130,7 @@ def test_it_gives_the_hand_written_average(
 
 
 @pytest.mark.parametrize(("annealing", "shape"), [(4, "linear"), (0, "cos"), (1, "linear")])
-def test_learning_rates_go_where_torchs_go(annealing: int, shape: str, tmp_path: Path) -> None:  # L-01
+def test_learning_rates_equal_those_of_swalr(annealing: int, shape: str, tmp_path: Path) -> None:  # L-01
     wanted, rates = by_hand(annealing, shape)
     found, seen = _run("single", 1, tmp_path, False, annealing, shape)
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(rates))
@@ -143,7 +143,7 @@ def _resumed(first: tuple[str, int], second: tuple[str, int], folder: Path, step
 
 @pytest.mark.parametrize("step", [16, 27])
 @pytest.mark.parametrize(("first", "second"), [(("fsdp", 2), ("single", 1)), (("ddp", 2), ("zero 3", 2))], ids=str)
-def test_it_goes_on_in_mid_schedule(
+def test_averaging_resumes_in_mid_schedule(
     first: tuple[str, int], second: tuple[str, int], step: int, tmp_path: Path
 ) -> None:  # L-01: before its first epoch, and within
     on_ranks(_run, first[1], *first, tmp_path, False, process_group=None)
@@ -165,7 +165,7 @@ class PartlyFrozen(Net):
         super().__init__(normed=True)
         layers: Any = [nn.BatchNorm1d(4) for _ in range(3)]
         self.kept, self.idle, self.frozen = layers
-        self.frozen.track_running_stats = False  # as finetuning with train_bn=False leaves it
+        self.frozen.track_running_stats = False  # as left by finetuning with train_bn=False
         for layer in (self.kept, self.idle, self.frozen):
             layer.running_mean.fill_(0.5)
 
@@ -176,7 +176,7 @@ class PartlyFrozen(Net):
         return super().forward(self.kept(x) + self.frozen(x))
 
 
-def test_statistics_that_the_data_does_not_move_stay(tmp_path: Path) -> None:  # L-01
+def test_statistics_of_inactive_layers_stay(tmp_path: Path) -> None:  # L-01
     module = PartlyFrozen()
     quiet(max_epochs=5, callbacks=[StochasticWeightAveraging(0.05)]).fit(module, DataLoader(rows(), batch_size=BATCH))
     for layer in (module.kept, module.idle, module.frozen):
@@ -205,7 +205,7 @@ def test_manual_optimization_with_batch_normalisation_is_refused_before_it_train
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_they_are_those_of_all_ranks_micro_batches(strategy: str, tmp_path: Path) -> None:  # L-01
+def test_statistics_are_over_all_ranks_micro_batches(strategy: str, tmp_path: Path) -> None:  # L-01
     x = rows().tensors[0].split(BATCH // 2)
     mean, variance = torch.stack([one.mean(0) for one in x]).mean(0), torch.stack([one.var(0) for one in x]).mean(0)
     for found, _ in on_ranks(_run, 2, strategy, 2, tmp_path, True, process_group=None):
@@ -242,7 +242,7 @@ def test_a_wrong_argument_is_refused_by_name(options: dict[str, Any]) -> None:  
         (StochasticWeightAveraging([0.1], swa_epoch_start=1), {"max_epochs": 1}, r"the optimizers have 2 group\(s\)"),
     ],
 )
-def test_what_does_not_fit_the_run_is_refused_before_it_trains(
+def test_settings_that_do_not_fit_the_run_are_refused_before_it_trains(
     swa: StochasticWeightAveraging, settings: dict[str, Any], said: str, tmp_path: Path
 ) -> None:  # L-01
     fit = quiet(default_root_dir=tmp_path, callbacks=[swa], **settings)
@@ -251,7 +251,7 @@ def test_what_does_not_fit_the_run_is_refused_before_it_trains(
     assert fit.global_step == 0
 
 
-def test_a_part_is_one_of_the_epochs(tmp_path: Path) -> None:  # L-01
+def test_a_fraction_refers_to_the_epochs(tmp_path: Path) -> None:  # L-01
     averaging = StochasticWeightAveraging(0.1)
     quiet(default_root_dir=tmp_path, callbacks=[averaging], max_epochs=10).fit(Net(), DataLoader(rows(), batch_size=24))
     assert averaging.updates == 3  # from the eighth epoch on

@@ -1,4 +1,4 @@
-"""A checkpoint in a store, of two ranks, one of which dies as it becomes one. J-04."""
+"""A checkpoint of two ranks in a store: one rank dies while it is committed. J-04."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def _save_and_die(folder: Path, operation: str, after: int) -> None:
     [
         ("get", 0, {1.0}),  # before it is put
         ("put", 0, {1.0}),
-        ("get", 1, {2.0}),  # once it is out, and before anybody has heard of it
+        ("get", 1, {2.0}),  # once it has been sent, but before a response
     ],
 )
-def test_rank_0_dies_as_the_checkpoint_becomes_one(
+def test_rank_0_dies_while_the_checkpoint_is_committed(
     tmp_path: Path, operation: str, after: int, values: set[float]
 ) -> None:
     with pytest.raises(Exception, match=r"Rank 0 ended with exit code 9|rank 0"):

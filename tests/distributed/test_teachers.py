@@ -1,4 +1,4 @@
-"""A teacher within the module that user code updates (EMA): exact, or refused by name. Row L-01."""
+"""A teacher within the module that user code updates (EMA): updated exactly, or refused by name. Row L-01."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Student(TrainModule):
-    """Distils a teacher that is moved in ``where``: in a "step", in a "hook", or "gathered" there, as ZeRO has it."""
+    """Distils a teacher that is updated in ``where``: in a "step", in a "hook", or "gathered" there, as ZeRO
+    requires.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ def _run(strategy: str, world: int, where: str, precision: str) -> dict[str, Ten
         ("zero 3", 2, "gathered"),
     ],
 )
-def test_a_teacher_that_is_moved_by_hand_is_exact(strategy: str, world: int, where: str) -> None:  # L-01
+def test_a_teacher_updated_by_hand_is_exact(strategy: str, world: int, where: str) -> None:  # L-01
     wanted = by_hand(where)
     for found in on_ranks(_run, world, strategy, world, where, "32-true", process_group=None):
         assert not isinstance(found, str), found
@@ -134,9 +136,9 @@ def test_a_teacher_that_is_moved_by_hand_is_exact(strategy: str, world: int, whe
         ("zero 2", "step", "bf16-mixed", "the update went to half-precision copies"),
     ],
 )
-def test_where_the_move_would_be_lost_it_is_refused_by_name(
+def test_an_update_that_would_be_lost_is_refused_by_name(
     strategy: str, where: str, precision: str, said: str
-) -> None:  # L-01: it stayed at its start, in silence
+) -> None:  # L-01: previously it silently kept its initial weights
     for found in on_ranks(_run, 2, strategy, 2, where, precision, process_group=None):
         assert isinstance(found, str)
         assert "User code updated frozen weights" in found
@@ -145,6 +147,6 @@ def test_where_the_move_would_be_lost_it_is_refused_by_name(
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
-def test_a_teacher_that_stands_still_is_left_alone(strategy: str) -> None:  # L-01
+def test_a_teacher_without_updates_is_unchanged(strategy: str) -> None:  # L-01
     for found in on_ranks(_run, 2, strategy, 2, "nowhere", "bf16-mixed", process_group=None):
         assert not isinstance(found, str), found

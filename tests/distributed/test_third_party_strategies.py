@@ -1,6 +1,6 @@
-"""Strategies that others write: refused where their ranks would train apart, right where one method is written: K-01.
+"""Third-party strategies: refused if their ranks would train separately, correct if one method is overridden (K-01).
 
-That they give the reference's numbers, and read and write any checkpoint, the parity and checkpoint matrices show.
+The parity and checkpoint matrices show that they give the reference's numbers, and read and write any checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from worlds import on_ranks
 
 
 class Unconnected(Strategy):
-    """As one process would be enough: on several, each would train a model of its own."""
+    """Written as for one process: on several, each would train a model of its own."""
 
     name = "unconnected"
 
@@ -56,8 +56,8 @@ def _all_refused() -> list[str]:
     return [_refused(kind()) for kind in (Unconnected, LeavesOutTheEnvironment, CountsForItself)]
 
 
-def test_a_strategy_whose_ranks_do_not_hear_of_each_other_is_refused() -> None:
-    # K-01: it trained unconnected runs, gave wrong numbers and ended with code 0
+def test_a_strategy_with_unconnected_ranks_is_refused() -> None:
+    # K-01: previously it trained unconnected runs, gave wrong numbers and exited with code 0
     for rank, (unconnected, left_out, counts) in enumerate(on_ranks(_all_refused, 2)):
         where = f"in a process that is rank {rank} of 2"
         assert f"Unconnected.control is a LocalControl of rank 0 of 1, {where}" in unconnected
@@ -97,8 +97,8 @@ class ReturnsTheModule(Averaging):
         (ReturnsTheModule, "ReturnsTheModule.setup_module returned the module itself"),
     ],
 )
-def test_what_setup_module_left_undone_is_refused(strategy: Any, said: str) -> None:
-    # K-01: nothing was exchanged, and the ranks parted; or the names in a checkpoint were another's
+def test_an_incomplete_setup_module_is_refused(strategy: Any, said: str) -> None:
+    # K-01: previously gradients were not exchanged and the ranks diverged, or a checkpoint had other names
     with pytest.raises(ConfigurationError, match=said):
         quiet(strategy=strategy(), devices=1).fit(Regression(), loader(16, 4))
 
@@ -110,7 +110,7 @@ class WithoutSuper(Averaging):
 
 
 class Looked(Regression):
-    """A table of which only rank 0 looks anything up, with sparse gradients; a buffer that each rank counts in."""
+    """Has a table that only rank 0 uses, with sparse gradients, and a buffer that each rank counts in."""
 
     steps: torch.Tensor
 
@@ -118,7 +118,7 @@ class Looked(Regression):
         super().__init__()
         self.table = torch.nn.Embedding(4, 1, sparse=True)
         self.register_buffer("steps", torch.zeros(()))
-        torch.nn.init.normal_(self.net[0].weight)  # another one on each rank
+        torch.nn.init.normal_(self.net[0].weight)  # differs between ranks
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rank = torch.distributed.get_rank()
@@ -145,12 +145,12 @@ def _apart() -> Any:
     return module.net[0].weight.detach(), module.table.weight.detach(), counts.steps
 
 
-def test_ranks_stay_together_whatever_is_replaced() -> None:
+def test_ranks_stay_equal_whichever_method_is_overridden() -> None:
     # K-01: setup_optimizers without super, a sparse gradient on one rank alone, a change of what trains
     (net, table, steps), (other_net, other_table, other_steps) = on_ranks(_apart, 2)
     assert torch.equal(net, other_net)
     assert torch.equal(table, other_table)
-    assert (steps, other_steps) == ([4.0, 8.0], [8.0, 16.0])  # each rank's own, unfreezing notwithstanding
+    assert (steps, other_steps) == ([4.0, 8.0], [8.0, 16.0])  # each rank's own, even after unfreezing
 
 
 def _with_max_norm() -> str:
@@ -162,18 +162,18 @@ def _with_max_norm() -> str:
     return _refused(Averaging(), Bounded())
 
 
-def test_replicas_that_would_part_are_refused() -> None:
+def test_replicas_that_would_diverge_are_refused() -> None:
     # K-01
     assert all("'table' is an Embedding with max_norm=1.0, on 2 ranks" in said for said in on_ranks(_with_max_norm, 2))
 
 
-def test_one_method_must_be_written() -> None:
+def test_one_method_must_be_overridden() -> None:
     # K-01
     for interface in (Strategy, DistributedStrategy):
         assert interface.__abstractmethods__ == {"setup_module"}
 
 
-def test_the_third_party_uses_public_names_alone() -> None:
+def test_the_third_party_uses_public_names_only() -> None:
     # K-01
     imported = set()
     for node in ast.walk(ast.parse(Path(averaging.__file__).read_text())):

@@ -1,4 +1,4 @@
-"""What a step sends to other ranks: what hand-written code does, and what docs/strategies.md says. H-01."""
+"""The data that a step sends to other ranks, compared with hand-written code and with docs/strategies.md. H-01."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def _sent(strategy: str) -> Any:
         dist.all_reduce(torch.zeros(4))
     assert known.collectives == {"all-reduce": 1}
     assert known.sent == 16  # two ranks send half of 16 bytes to each other, twice
-    loops = partial(_by_hand_anew, strategy), partial(train_by_engine, strategy, net=narrow)
+    loops = partial(_by_hand_with_fresh_caches, strategy), partial(train_by_engine, strategy, net=narrow)
     return [(a_step(loop), loop(3), python_calls_a_step(loop, 1, 3, runs=3)) for loop in loops]
 
 
-def _by_hand_anew(strategy: str, steps: int) -> Any:
-    """Without what an earlier run left in DTensor's caches, as a run of ours begins.
+def _by_hand_with_fresh_caches(strategy: str, steps: int) -> Any:
+    """Run without entries in DTensor's caches from an earlier run, as a run of ours starts.
 
-    torch 2.11 looks there for an optimizer's operations by all their numbers, of which some are others at each step:
-    only where the same steps are made again does it find them.
+    torch 2.11 uses all scalar arguments of an optimizer's operations as cache keys, some of which differ at each step:
+    only a repetition of the same steps would find entries.
     """
     forget_meshes()
     return train_by_hand(strategy, steps, make=narrow)

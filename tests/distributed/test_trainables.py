@@ -1,4 +1,4 @@
-"""What trains may change within a run, under every strategy: I-03."""
+"""The trainable parameters may change within a run, under every strategy: I-03."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_one_device_gives_the_numbers_of_the_loop_by_hand(name: str) -> None:  # I-03
+def test_one_device_equals_the_hand_written_loop(name: str) -> None:  # I-03
     turns, given = PROGRAMS[name]
     module = Phased(turns, **given)
     train(module, "single_device", 1)
     assert_near(state(module), reference(name), name)
 
 
-def test_one_device_lets_a_step_itself_freeze() -> None:  # I-03: single device alone
+def test_on_one_device_a_step_may_freeze() -> None:  # I-03: single device only
     turns: Turns = {("training_step", 2): "+body", ("on_after_backward", 5): "-neck"}
     module = Phased(turns)
     train(module, "single_device", 1)
@@ -93,8 +93,8 @@ def _replicas(names: list[str], kind: str, options: dict[str, Any]) -> dict[str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replicas_stay_equal_and_give_the_numbers_of_the_loop_by_hand(kind: str) -> None:  # I-03
-    """Replicas ended 0.28 apart: DDP knew what trained when it was built, and no more."""
+def test_replicas_stay_equal_and_equal_the_hand_written_loop(kind: str) -> None:  # I-03
+    """Previously replicas differed by 0.28 at the end: DDP only knew what trained when it was built."""
     first, second = on_ranks(_replicas, 2, list(PROGRAMS), kind, {}, timeout=200)
     for name in PROGRAMS:
         for key, value in first[name].items():
@@ -127,7 +127,7 @@ WINDOWED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", WINDOWED)
 def test_under_accumulation(kind: str) -> None:  # I-03
-    """Windows of two micro-batches, the last of an epoch of one."""
+    """Windows of two micro-batches; an epoch's last window has one."""
     module = Phased({("on_train_epoch_start", 2): "+body", ("on_train_epoch_start", 4): "-neck"})
     train(module, "single_device", 1, accumulate_grad_batches=2)
     first, second = on_ranks(_windows, 2, *WINDOWED[kind])
@@ -162,7 +162,7 @@ def _sharded(names: list[str], options: dict[str, Any], split: bool, more: dict[
 
 
 @pytest.mark.parametrize("kind", SHARDED)
-def test_shards_give_the_numbers_of_the_loop_by_hand(kind: str) -> None:  # I-03
+def test_shards_equal_the_hand_written_loop(kind: str) -> None:  # I-03
     names, options, ranks, split = SHARDED[kind]
     results = on_ranks(_sharded, ranks, names, options, split, {}, timeout=220)
     for name in names:
@@ -185,7 +185,7 @@ def _in_half(strategy: Any, ranks: int, precision: str) -> tuple[dict[str, torch
 
     dtypes: set[torch.dtype] = set()
     module = Looking({("on_train_epoch_start", 3): "+body", ("on_train_epoch_start", 6): "-neck"}, adam=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # so that no step is left out
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # so that no step is skipped
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler) if precision == "16-mixed" else precision
     train(module, strategy, ranks, precision=plugin)
     return state(module), dtypes
@@ -201,7 +201,7 @@ def _on_two_in_half(precision: str) -> dict[str, tuple[dict[str, torch.Tensor], 
     [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("16-mixed", torch.float32)],
 )
 def test_in_lower_precisions(precision: str, dtype: torch.dtype) -> None:  # I-03
-    """A unit that was frozen is reduced in the dtype of the others: torch derives it at the first forward."""
+    """A unit that was frozen is reduced in the dtype of the others, which torch derives at the first forward."""
     expected, _ = _in_half("single_device", 1, precision)
     first, second = on_ranks(_on_two_in_half, 2, precision)
     for kind, (found, dtypes) in first.items():
@@ -228,7 +228,7 @@ WITHIN: dict[str, tuple[Turns, dict[str, Any], dict[str, Any]]] = {
 
 
 class Counted(Phased):
-    """Counts the steps that were made."""
+    """Counts the steps."""
 
     steps = 0
 
@@ -307,11 +307,11 @@ def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
         assert "rank(s) [1] reached a change of the trainable parameters ('net.neck.weight'" in error["text"], error
 
 
-# Layers that are created in mid-run
+# Layers created during the run
 
 
 class Headed(Phased):
-    """Gets another head in mid-run, of each rank's own values."""
+    """Gets another head during the run, with different values on each rank."""
 
     def turn(self, turn: str, optimizer: Any) -> None:
         with torch.random.fork_rng():
@@ -352,7 +352,7 @@ def _hooked(hook: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return state(module), error
 
 
-def test_a_named_hook_begins_anew_and_a_state_of_ones_own_is_refused() -> None:  # I-03
+def test_a_named_hook_restarts_and_a_user_defined_state_is_refused() -> None:  # I-03
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     for hook in ("powersgd", default_hooks.allreduce_hook):
@@ -364,7 +364,7 @@ def test_a_named_hook_begins_anew_and_a_state_of_ones_own_is_refused() -> None: 
         assert "with a comm_hook that has a PowerSGDState" in error["text"], error
 
 
-# What is said
+# Messages
 
 
 def test_a_trainable_parameter_in_no_optimizer_is_named_once() -> None:  # I-03
@@ -395,7 +395,7 @@ def test_a_change_within_a_window_is_refused_under_fsdp() -> None:  # I-03
     _check_refused({"one unit": (FSDPStrategy, {}), "units": (FSDPStrategy, {"wrap": [nn.Linear]})})
 
 
-def test_a_change_on_one_rank_is_named_under_fsdp() -> None:  # I-03: it hung
+def test_a_change_on_one_rank_is_named_under_fsdp() -> None:  # I-03: previously a hang
     for error in on_ranks(
         _on_one_rank, 2, FSDPStrategy, {}, {("on_train_epoch_start", 3): "+body"}, process_group=None
     ):
@@ -412,7 +412,7 @@ def _created_under(kind: Any, options: dict[str, Any]) -> dict[str, str]:
     return error
 
 
-def test_a_layer_created_in_mid_run_is_refused_under_fsdp() -> None:  # I-03: ranks trained each its own
+def test_a_layer_created_in_mid_run_is_refused_under_fsdp() -> None:  # I-03: previously each rank trained its own
     for error in on_ranks(_created_under, 2, FSDPStrategy, {}, process_group=None):
         assert error["type"] in ("ConfigurationError", "RankFailedError")
         assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in error["text"]
@@ -424,7 +424,7 @@ def _refused_on_four(kinds: list[str]) -> tuple[list[dict[str, str]], list[dict[
     return created, [_on_one_rank(FSDPStrategy, one, {("on_train_epoch_start", 3): "+body"}) for one in options]
 
 
-def test_what_is_refused_under_fsdp_is_refused_in_hybrids_and_with_tensor_parallelism() -> None:  # I-03
+def test_fsdps_refusals_apply_to_hybrids_and_tensor_parallelism() -> None:  # I-03
     kinds = ["hybrid", "tensor parallel"]
     names = ["unfrozen in training_step", "in an open window"]
     _check_refused({kind: (FSDPStrategy, SHARDED[kind][1]) for kind in kinds}, 4, names)
@@ -441,7 +441,7 @@ def test_what_is_refused_under_fsdp_is_refused_in_hybrids_and_with_tensor_parall
 
 
 class Toggling(Phased):
-    """Two optimizers that take turns; the second's turn is left open at the second step, where ``leaves``."""
+    """Two optimizers that take turns; with ``leaves``, the second one's toggle is left open at the second step."""
 
     def __init__(self, leaves: bool) -> None:
         super().__init__({}, manual=True, frozen="")
@@ -473,7 +473,7 @@ def _toggled(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str], int]:
 
 
 @pytest.mark.parametrize("kind", ["replicas", "shards"])
-def test_a_toggle_may_change_what_trains_and_is_refused_where_it_is_left_open(kind: str) -> None:  # I-03
+def test_toggles_may_change_what_trains_but_must_be_closed(kind: str) -> None:  # I-03
     expected = Toggling(False)
     train(expected, "single_device", 1)
     for weights, error, steps in on_ranks(_toggled, 2, kind, process_group=None):
@@ -502,7 +502,7 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_that_cannot_take_a_group_is_told_as_the_group_is_added(name: str) -> None:  # I-03
+def test_a_scheduler_that_cannot_handle_a_new_group_is_refused(name: str) -> None:  # I-03
     class Scheduled(Phased):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -523,7 +523,7 @@ def test_a_scheduler_that_cannot_take_a_group_is_told_as_the_group_is_added(name
         assert f"add_param_group on AdamW, whose scheduler is a {name}." in error["text"]
 
 
-def test_a_group_that_is_not_the_modules_is_refused_and_not_added() -> None:
+def test_a_group_of_foreign_parameters_is_refused_and_not_added() -> None:
     class Stray(Phased):
         def turn(self, turn: str, optimizer: Any) -> None:
             before = len(self.optimizers().param_groups)
@@ -571,8 +571,10 @@ ZERO: dict[str, tuple[Turns, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_refuses_a_change_by_name_before_a_step_goes_wrong(stage: int) -> None:  # I-03
-    """Its engine never trained the layer, in silence; a group ended in an IndexError as the engine was destroyed."""
+def test_zero_refuses_a_change_by_name_before_a_wrong_step(stage: int) -> None:  # I-03
+    """Previously its engine silently did not train the layer, and a group ended in an IndexError when the engine was
+    destroyed.
+    """
     for turns, given, words in ZERO.values():
         for error, steps in on_ranks(_by_zero, 2, stage, turns, given, process_group=None, timeout=120):
             assert error["type"] in ("ConfigurationError", "RankFailedError"), error

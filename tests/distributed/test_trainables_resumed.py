@@ -1,4 +1,4 @@
-"""A resumed run has the trainable set and the groups that the saved one had: I-03."""
+"""A resumed run has the trainable parameters and the parameter groups of the saved one: I-03."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AT: dict[str, int] = {"the epoch's end": 6, "within it": 5}
 
 
 class Filtered(Phased):
-    """Its optimizer gets what trains as ``configure_optimizers`` is called."""
+    """Its optimizer gets the parameters that are trainable when ``configure_optimizers`` is called."""
 
     def configure_optimizers(self) -> Any:
         if self.held != "filter":
@@ -67,7 +67,7 @@ REPLICAS = ("ddp", "static graph")
 
 
 def strategy_of(name: str) -> tuple[Any, int]:
-    """A strategy, and among how many ranks the data is dealt."""
+    """Return a strategy, and the number of ranks among which the data is dealt."""
     options = OPTIONS.get(name)
     if options is None:
         return name, dealt({})
@@ -131,7 +131,7 @@ FEW = ["frozen", "two groups"]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Tell where a strategy's checkpoints are, which it writes once."""
+    """Return a function that gives the folder of a strategy's checkpoints, which are written once."""
 
     @cache
     def folder(strategy: str) -> str:
@@ -143,10 +143,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_a_resumed_run_trains_what_the_saved_one_did(
+def test_a_resumed_run_has_the_trainable_parameters_of_the_saved_one(
     before: str, after: str, saved: Callable[[str], str]
 ) -> None:  # I-03
-    """It was refused: "2 saved groups against 1"; and what had been unfrozen was frozen again, in silence."""
+    """Previously it was refused with "2 saved groups against 1", and unfrozen parameters were silently frozen again."""
     names = list(PROGRAMS) if before == after and after not in ON_FOUR else FEW
     found = _on(after, _resumed, names, after, saved(before))
     for (name, label), weights in found.items():
@@ -154,13 +154,13 @@ def test_a_resumed_run_trains_what_the_saved_one_did(
         assert_near(weights, by_hand(Filtered(turns, **given)), f"{before} to {after}, {name}, {label}")
 
 
-# As a run would that freezes as it begins, and thaws later.
+# As in a run that freezes at the start, and unfreezes later.
 BEGUN: Turns = {("on_train_start", 0): "-body", ("on_train_epoch_start", 3): "+body body"}
 GIVEN: dict[str, Any] = {"held": "neck head", "frozen": ""}
 
 
 def _frozen_again(strategy: str, path: str) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
-    """Save; go on with a hook that freezes again, and with one that adds a group that is there already."""
+    """Save; resume with a hook that freezes again, and with one that adds an existing group."""
     _run(strategy, BEGUN, GIVEN, (6, path), None, 6)
     found = []
     for turn in ("-body", "body"):
@@ -171,7 +171,7 @@ def _frozen_again(strategy: str, path: str) -> list[tuple[dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
-def test_what_a_hook_freezes_as_a_resumed_run_begins_is_undone_and_told(strategy: str, tmp_path: Path) -> None:  # I-03
+def test_freezing_at_the_start_of_a_resumed_run_is_undone_with_a_warning(strategy: str, tmp_path: Path) -> None:  # I-03
     (frozen, lines), (added, more) = _on(strategy, _frozen_again, strategy, str(tmp_path / "saved"))
     expected = by_hand(Phased(BEGUN, **GIVEN))
     assert_near(frozen, expected, "resumed")
@@ -181,8 +181,10 @@ def test_what_a_hook_freezes_as_a_resumed_run_begins_is_undone_and_told(strategy
     assert any("was not added again" in line for line in more)
 
 
-def test_groups_of_zero_go_on_elsewhere(tmp_path: Path) -> None:
-    """What is frozen is in no flat tensor of ZeRO's, and stays in the optimizer of who goes on from its checkpoint."""
+def test_groups_of_zero_resume_under_other_strategies(tmp_path: Path) -> None:
+    """Frozen parameters are not in ZeRO's flat tensors, and stay in the optimizer of a run resumed from its
+    checkpoint.
+    """
     path = str(tmp_path / "saved")
     on_ranks(_by_zero, 2, path, process_group=None, timeout=200)
     assert load(path).optimizer_groups(0) == [["net.neck.weight", "net.neck.bias", "net.head.weight", "net.head.bias"]]
@@ -201,7 +203,7 @@ def _to_zero(path: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_zero_goes_on_with_a_group_that_was_added_elsewhere(stage: int, tmp_path: Path) -> None:  # I-03
+def test_zero_resumes_with_a_group_added_under_another_strategy(stage: int, tmp_path: Path) -> None:  # I-03
     turns: Turns = {("on_train_epoch_start", 3): "+body body"}
     path = str(tmp_path / "saved")
     _run("single_device", turns, {"held": "neck head"}, (6, path), None, 6)
@@ -211,7 +213,7 @@ def test_zero_goes_on_with_a_group_that_was_added_elsewhere(stage: int, tmp_path
 
 
 def _rolled_back(strategy: str, folder: str) -> dict[str, torch.Tensor]:
-    """Save, unfreeze and add a group, go back to before it, and train on without."""
+    """Save, unfreeze and add a group, go back to the state before, and continue training without."""
 
     class Returning(Callback):
         done = False
@@ -238,6 +240,6 @@ def _rolled_back(strategy: str, folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
-def test_going_back_takes_back_what_trained_since(strategy: str, tmp_path: Path) -> None:  # I-03
+def test_going_back_restores_the_trainable_parameters(strategy: str, tmp_path: Path) -> None:  # I-03
     found = _on(strategy, _rolled_back, strategy, str(tmp_path))
     assert_near(found, by_hand(Phased({}, held="neck head")), strategy)

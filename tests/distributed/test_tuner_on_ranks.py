@@ -38,7 +38,7 @@ class Drawing(Regression):
 
 
 class Hungry(Regression):
-    """Runs out of memory above a number of samples that differs between ranks."""
+    """Runs out of memory above a batch size that differs between ranks."""
 
     def __init__(self, *most: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _sizes() -> dict[str, Any]:
     return found
 
 
-def test_the_size_is_what_fits_on_every_rank() -> None:  # L-06
+def test_the_batch_size_fits_on_every_rank() -> None:  # L-06
     first, second = on_ranks(_sizes, 2, process_group=None, timeout=150)
     assert first["ddp"] == second["ddp"] == 11
     assert first["fsdp"] == second["fsdp"] == 11
@@ -162,7 +162,7 @@ def _failing() -> Any:
     return caught, torch.equal(before, weights(module)), sound.lr, finder.optimal_lr
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing() -> None:  # L-06
+def test_an_error_on_one_rank_fails_on_all_and_leaves_nothing() -> None:  # L-06
     first, second = on_ranks(_failing, 2, process_group=None, timeout=100)
     for caught, same, _, _ in (first, second):
         assert "a broken sample" in caught["text"]
@@ -171,7 +171,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing() -> None:  # L-
 
 
 @pytest.mark.slow
-def test_processes_that_are_started_for_a_search_bring_it_back() -> None:  # L-06
+def test_started_processes_return_the_result_of_a_search() -> None:  # L-06
     fit = quiet(strategy="ddp", devices=2, launcher="forkserver")
     module = Hungry(64, 5)
     before = weights(module).clone()

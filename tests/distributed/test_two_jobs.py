@@ -1,4 +1,6 @@
-"""Two jobs that were given one port: the one that was there goes on, the other is told. J-05, on real processes."""
+"""Two jobs that were given the same port: the first one continues, the other one is refused. J-05, with real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def _rank_of_two_jobs(folder: str, port: int) -> tuple[str, Any, float]:
     newcomers = [Path(folder, name) for name in ("B0", "B1")]
     if job == "B":
         _until(lambda: _there(port))
-    elif rank == 1:  # the newcomer's rank 1 comes before this one
+    elif rank == 1:  # the second job's rank 1 connects before this one
         _until(lambda: all(path.exists() for path in newcomers))
     module = Regression()
     began = time.monotonic()
@@ -58,7 +60,7 @@ def _rank_of_two_jobs(folder: str, port: int) -> tuple[str, Any, float]:
     return "trained", weights(module), time.monotonic() - began
 
 
-def test_of_two_jobs_at_one_port_the_first_goes_on_and_the_other_is_told(tmp_path: Path) -> None:  # J-05
+def test_the_second_of_two_jobs_on_one_port_is_refused(tmp_path: Path) -> None:  # J-05
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
     *first, host, other = run_distributed(_rank_of_two_jobs, 4, str(tmp_path), port, process_group=None)
@@ -83,7 +85,7 @@ def _meets_the_other_node() -> str:
 
 
 def _node_of_two(folder: str, port: int) -> tuple[str, str]:
-    """Node 0, a node 1 of another job, and node 1, each of which starts its own process."""
+    """Start node 0, a node 1 of another job, and node 1, each of which starts its own process."""
     number = int(os.environ["RANK"])
     node = min(number, 1)
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
@@ -100,7 +102,7 @@ def _node_of_two(folder: str, port: int) -> tuple[str, str]:
         return "refused", str(error)
 
 
-def test_a_node_of_another_job_is_told_and_the_jobs_own_node_is_let_in(tmp_path: Path) -> None:  # J-05
+def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
     first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
@@ -115,7 +117,7 @@ def _open_elsewhere() -> tuple[bool, bool]:
 
 
 @requires_linux()
-def test_the_store_of_one_machine_is_on_its_loopback_device_alone() -> None:  # J-06
+def test_the_store_of_one_machine_listens_on_loopback_only() -> None:  # J-06
     placement = Placement(0, 2, 0, 2)
     assert FunctionLauncher("forkserver").launch_all(placement, _open_elsewhere) == [(True, False)] * 2
     assert FunctionLauncher("fork").launch_all(placement, _open_elsewhere) == [(True, False)] * 2

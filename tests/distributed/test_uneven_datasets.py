@@ -1,4 +1,7 @@
-"""Data that divides by nothing, on several ranks: joining, weights, evaluation, metrics. Rows B-04, B-10 to B-16."""
+"""Data whose size is not divisible, on several ranks: joining, weights, evaluation, metrics.
+
+Rows B-04, B-10 to B-16.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 
 
 class Watched(Regression):
-    """Has a buffer, a metric and a batch norm, logs in every way, and talks to other ranks in a hook."""
+    """Has a buffer, a metric and a batch norm, logs in every way, and communicates with other ranks in a hook."""
 
     count: torch.Tensor
 
@@ -98,10 +101,10 @@ def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B
         torch.testing.assert_close(found["weights"], reference, **TIGHT)
         assert found["seen"] == 17
         assert found["metrics"]["samples"] == 17
-        assert found["metrics"]["hooks"] == 4 + 1  # four ranks, then one: a joiner's do not count
+        assert found["metrics"]["hooks"] == 4 + 1  # four ranks, then one: joining ranks do not count
         assert found["metrics"]["largest"] == pytest.approx(float(x.max()))
         assert found["metrics"]["mean"] == pytest.approx(float(x[:, 0].mean()), abs=1e-6)
-        assert found["count"] == 5  # rank 0's buffers, at the end: its four samples and the last one
+        assert found["count"] == 5  # rank 0's buffers at the end: its four samples and the last one
         for what, batch_idx, joining, _ in found["said"]:
             assert joining == (rank > 0 and batch_idx == 1), (what, batch_idx)
         assert [said[:2] for said in found["said"]] == [
@@ -110,7 +113,7 @@ def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B
 
 
 class NaNForOne(Regression):
-    """Its loss over one sample is not a number, as the variance of one is."""
+    """The loss over one sample is NaN, like the variance of one sample."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -118,7 +121,7 @@ class NaNForOne(Regression):
 
 
 class Tokens(Regression):
-    """Weighs a sample by its first feature; some batches weigh nothing."""
+    """Weights a sample by its first feature; some batches have no weight."""
 
     def weight(self, batch: Any) -> torch.Tensor:
         return (batch[0][:, 0] > 0).float()
@@ -132,7 +135,7 @@ class Tokens(Regression):
 
 
 class Stream(IterableDataset[Any]):
-    """As many batches of a rank's own as it is told to give."""
+    """A rank's own stream with a given number of batches."""
 
     def __init__(self, counts: tuple[int, ...], sizes: tuple[int, ...] = (4, 4), length: bool = False) -> None:
         self.counts = counts
@@ -313,7 +316,7 @@ def test_evaluation_counts_every_sample_once(world_size: int) -> None:  # B-04, 
             assert result["error"] == pytest.approx(mse, rel=1e-5)
             assert result["count"] == samples
             assert result["least"] == pytest.approx(float(predicted.min()), rel=1e-5)
-            # What a hook logs once on every rank weighs one on every rank, whatever the last batch held.
+            # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
             assert result["rank"] == pytest.approx((world_size - 1) / 2), (samples, rank)
             assert result["twice"] == 2 * world_size
             assert (found[f"batches {samples}"] > 0) == (rank < busy)
@@ -351,7 +354,7 @@ class ByEpoch(Regression):
 
 
 class Stepwise(Regression):
-    """Logs a value to be reduced at a flush; on some ranks, and in some steps, only."""
+    """Logs a value to be reduced at a flush, only on some ranks and in some steps."""
 
     def __init__(self, ranks: tuple[int, ...] = (0, 1), every: int = 1) -> None:
         super().__init__()
@@ -384,7 +387,7 @@ def _stepwise() -> dict[str, Any]:
 def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
     for found in on_ranks(_stepwise, 2, process_group=None):
         assert found["all"] == 2.0
-        assert found["seldom"] == 2.0  # and not doubled at each flush after it
+        assert found["seldom"] == 2.0  # and not counted again at each later flush
         assert found["rank 1 joins"] == 1.0
         assert found["rank 1 joins at last"] == 1.0
         for name, other in (("rank 0", 1), ("rank 1", 0)):
@@ -401,7 +404,7 @@ def _by_epoch() -> dict[str, Any]:
     }
 
 
-def test_metrics_of_an_epoch_are_over_all_ranks_and_start_anew() -> None:  # B-12, B-14
+def test_epoch_metrics_are_over_all_ranks_and_restart() -> None:  # B-12, B-14
     ranks = on_ranks(_by_epoch, 2, process_group=None)
     exact = float(data(34).tensors[0][:, 0].mean())
     for found in ranks:
@@ -414,7 +417,7 @@ def test_metrics_of_an_epoch_are_over_all_ranks_and_start_anew() -> None:  # B-1
 
 
 class Drawing(Dataset[Any]):
-    """A sample is its index and what the worker draws for it."""
+    """A sample is its index and a random number drawn by the worker."""
 
     def __len__(self) -> int:
         return 42
@@ -425,7 +428,7 @@ class Drawing(Dataset[Any]):
 
 
 class Collecting(Regression):
-    """Keeps what it is given, by epoch."""
+    """Records its samples by epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -469,14 +472,14 @@ def test_order_and_draws() -> None:  # B-10, B-11
                     assert torch.equal(batch, again)  # for any number of workers
         everything += [batch[:, 1:] for found in four for batch in found["one"][epoch]]
     for column in torch.cat(everything).T:
-        assert len(column.unique()) == len(column)  # no draw comes twice, on any rank or epoch
+        assert len(column.unique()) == len(column)  # no random number repeats, on any rank or epoch
 
 
 # all_gather, LBFGS
 
 
 class Contrastive(Regression):
-    """Its loss is over the batch of all ranks."""
+    """The loss is computed over the batches of all ranks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -503,7 +506,7 @@ class ByHand(Regression):
 
 
 class Quasi(Regression):
-    """Trains by LBFGS with a line search."""
+    """Trains with LBFGS and a line search."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -537,7 +540,7 @@ def _quasi_by_hand(batches: list[Any]) -> torch.Tensor:
     return weights(module)
 
 
-def test_losses_over_the_whole_batch_and_line_searches() -> None:  # B-16
+def test_losses_over_the_global_batch_and_line_searches() -> None:  # B-16
     ranks = on_ranks(_whole_batch, 2, process_group=None)
     reference = weights(train_by_hand(ByHand(lr=0.05), global_batches(32, 8)))
     for found in ranks:
@@ -553,7 +556,7 @@ def test_losses_over_the_whole_batch_and_line_searches() -> None:  # B-16
 
 
 class Buffered(Regression):
-    """Has buffers of several dtypes that each rank writes its own into."""
+    """Has buffers of several dtypes; each rank writes its own values."""
 
     mask: torch.Tensor
     index: torch.Tensor

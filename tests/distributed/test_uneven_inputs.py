@@ -1,4 +1,4 @@
-"""What a rank without data gets, and what it leaves behind. Row I-07."""
+"""The inputs of a rank without data, and the state that it leaves behind. Row I-07."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_batches(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def by_hand(module: Regression, counts: tuple[int, int], window: int = 1) -> torch.Tensor:
-    """The weights after one epoch over what both ranks hold, a window at a time."""
+    """Return the weights after one epoch over both ranks' data, one window at a time."""
     parts = [own_batches(rank, count) for rank, count in enumerate(counts)]
     batches = []
     for start in range(0, max(counts), window):
@@ -41,14 +41,14 @@ def by_hand(module: Regression, counts: tuple[int, int], window: int = 1) -> tor
 
 @dataclass
 class Pair:
-    """A batch of a class of its own."""
+    """A batch of a user-defined class."""
 
     x: torch.Tensor
     y: torch.Tensor | None
 
 
 class Stream(IterableDataset[Any]):
-    """As many batches of a rank's own as it is told to give, in one kind of container."""
+    """A rank's own stream with a given number of batches, in one kind of container."""
 
     def __init__(self, counts: tuple[int, ...], kind: str) -> None:
         self.counts = counts
@@ -66,7 +66,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Going(Stream):
-    """Keeps where it stands: nothing of it is read ahead of training."""
+    """Has a state_dict of its position, so nothing is read ahead of training."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -76,7 +76,7 @@ class Going(Stream):
 
 
 class Spoiling(Regression):
-    """Takes its batch apart as it goes."""
+    """Modifies its batch while using it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, Pair):
@@ -106,7 +106,7 @@ def _spoiled() -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_joiner_gets_containers_of_its_own_to_spoil() -> None:  # I-07
+def test_a_joining_rank_gets_containers_of_its_own() -> None:  # I-07
     for found in on_ranks(_spoiled, 2, process_group=None):
         for name, trained in found.items():
             reference = by_hand(Regression(), (2, 5), int(name[-1]))
@@ -117,7 +117,7 @@ def test_a_joiner_gets_containers_of_its_own_to_spoil() -> None:  # I-07
 
 
 class Statistics(nn.Module):
-    """Keeps a running mean that it makes anew each time."""
+    """Keeps a running mean that it reassigns each time."""
 
     mean: torch.Tensor
 
@@ -133,7 +133,7 @@ class Statistics(nn.Module):
 
 
 class Reassigning(Regression):
-    """Its buffers are other tensors after each step, but for one that is changed in place."""
+    """Reassigns its buffers in each step, except one that is changed in place."""
 
     count: torch.Tensor
     written: torch.Tensor
@@ -152,7 +152,7 @@ class Reassigning(Regression):
 
 
 class ByHand(Reassigning):
-    """The same, in manual optimization."""
+    """The same in manual optimization."""
 
     automatic_optimization = False
 
@@ -164,7 +164,7 @@ class ByHand(Reassigning):
 
 
 class OwnStream(IterableDataset[Any]):
-    """A rank's own batches as they are."""
+    """A rank's own batches, unchanged."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         self.counts = counts
@@ -179,14 +179,14 @@ def _reassigned() -> dict[str, Any]:
         for kind in (Reassigning, ByHand):
             module = kind()
             trainer = quiet(strategy=strategy)
-            # Rank 0 joins in the last two steps, and its buffers are everybody's after the run.
+            # Rank 0 joins in the last two steps, and its buffers are used on all ranks after the run.
             trainer.fit(module, DataLoader(OwnStream((3, 5)), batch_size=None))
             assert trainer.global_step == 5
             found[f"{strategy}, {kind.__name__}"] = (weights(module), dict(module.named_buffers()))
     return found
 
 
-def test_a_joiner_s_reassigned_buffers_are_put_back() -> None:  # I-07
+def test_reassigned_buffers_of_a_joining_rank_are_restored() -> None:  # I-07
     reference = Reassigning()
     for batch in own_batches(0, 3):  # what rank 0 has data for
         reference.loss(batch)
@@ -201,7 +201,7 @@ def test_a_joiner_s_reassigned_buffers_are_put_back() -> None:  # I-07
 
 
 class Evaluated(Reassigning):
-    """Counts what it is evaluated on, in a buffer that it makes anew."""
+    """Counts its evaluation samples, in a buffer that it reassigns."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
@@ -216,7 +216,7 @@ def _evaluated() -> dict[str, tuple[float, int]]:
     for strategy in ("ddp", "fsdp"):
         for stage in ("validate", "predict"):
             module = Evaluated()
-            # A sample for rank 0 alone: under a strategy whose forward is collective rank 1 keeps it company.
+            # A sample for rank 0 only: under a strategy whose forward is collective rank 1 runs along.
             loader = DataLoader(data(1), batch_size=1)
             trainer = quiet(strategy=strategy)
             if stage == "validate":
@@ -227,18 +227,18 @@ def _evaluated() -> dict[str, tuple[float, int]]:
     return found
 
 
-def test_evaluation_leaves_no_trace_on_a_joiner() -> None:  # I-07
+def test_evaluation_leaves_no_trace_on_a_joining_rank() -> None:  # I-07
     x = data(1).tensors[0]
     first, second = on_ranks(_evaluated, 2, process_group=None)
     for case in first:
-        # After the run rank 0's are everybody's; what it saw is what is there.
+        # After the run rank 0's buffers are used on all ranks; they contain rank 0's samples.
         assert first[case] == second[case], case
         assert first[case][1] == 1, case
         assert abs(first[case][0] - 0.5 * float(x.abs().sum())) < 1e-6, case
 
 
 class Growing(Regression):
-    """Makes a buffer when it first sees data, and lets another grow."""
+    """Creates a buffer when it first sees data, and lets another one grow."""
 
     first: torch.Tensor
     seen: torch.Tensor

@@ -1,4 +1,4 @@
-"""Validation does not influence training on several ranks either. Row I-13."""
+"""Validation does not influence training, on several ranks. Row I-13."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _trained(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_weights_are_the_same_with_it_without_it_and_more_often(strategy: str) -> None:
+def test_weights_do_not_depend_on_validation(strategy: str) -> None:
     # I-13
     for without, once, often in on_ranks(_trained, 2, strategy):
         assert torch.equal(without, once)
@@ -57,7 +57,7 @@ def test_weights_are_the_same_with_it_without_it_and_more_often(strategy: str) -
 
 
 class Centring(Regression):
-    """Takes a running mean off its inputs, which each rank has of its own data."""
+    """Subtracts a running mean from its inputs, which each rank computes over its own data."""
 
     mean: torch.Tensor
 
@@ -69,7 +69,7 @@ class Centring(Regression):
 
     def on_fit_start(self) -> None:
         if self.global_step == 0:
-            self.mean += self.global_rank  # apart before a sanity check
+            self.mean += self.global_rank  # different on each rank before a sanity check
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -85,7 +85,7 @@ class Centring(Regression):
 
 
 class Grown(Centring):
-    """Has a buffer whose length is another one on each rank, and one on its last rank alone."""
+    """Has a buffer whose length differs between ranks, and one that only the last rank has."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 0:
@@ -96,7 +96,7 @@ class Grown(Centring):
 
 
 class Swapping(Callback):
-    """Validates with other buffers, as one that averages does, or resets one for good."""
+    """Validates with other buffers, as averaging callbacks do, or resets one permanently."""
 
     def __init__(self, for_good: bool = False) -> None:
         self.for_good = for_good
@@ -111,7 +111,7 @@ class Swapping(Callback):
 
 
 def _centred(module: Regression, strategy: Any, validation: Any, **options: Any) -> list[torch.Tensor]:
-    """Train; return what this rank had at the end of the epoch, before rank 0's buffers are everybody's."""
+    """Train; return this rank's buffers at the end of the epoch, before rank 0's replace them."""
     ends: list[torch.Tensor] = []
 
     class Ends(Callback):
@@ -139,7 +139,7 @@ def _alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def _with_and_without() -> dict[str, bool]:
-    """Return by case whether validation left training alone, on this rank."""
+    """Return by case whether validation left training unchanged on this rank."""
     often: dict[str, Any] = {"val_check_interval": 2}
     found = {}
     for name, strategy in _kinds():
@@ -158,7 +158,7 @@ def _with_and_without() -> dict[str, bool]:
     return found
 
 
-def test_buffers_that_ranks_have_apart_are_as_without_it() -> None:
+def test_per_rank_buffers_do_not_depend_on_validation() -> None:
     # I-13
     for found in on_ranks(_with_and_without, 2):
         assert len(found) == 13
@@ -180,7 +180,7 @@ def _changed_by_validation(folder: str) -> tuple[list[torch.Tensor], bool]:
     return changed, _alike(whole, resumed)
 
 
-def test_what_validation_changes_stays_and_a_save_within_it_has_what_training_goes_on_with(tmp_path: Path) -> None:
+def test_changes_made_in_validation_persist_and_are_saved(tmp_path: Path) -> None:
     # I-13, F-02
     for (_, mean, _), goes_on in on_ranks(_changed_by_validation, 2, str(tmp_path)):
         assert torch.equal(mean, torch.full((FEATURES,), 3.0))

@@ -82,7 +82,7 @@ def rows() -> TensorDataset:
 
 
 def by_hand(epochs: int, average: Callable[[], Any], starts: int = 0, every: int = 1) -> dict[str, Any]:
-    """One process, plain PyTorch."""
+    """Train in one process, in plain PyTorch."""
     model = Net()
     optimizer = model.configure_optimizers()
     averaged: Any = AveragedModel(model, multi_avg_fn=average(), use_buffers=True)
@@ -154,7 +154,7 @@ def test_the_module_holds_the_hand_written_average_after_fit(strategy: str, worl
         torch.testing.assert_close(found["validated"], wanted["validated"], atol=1e-6, rtol=1e-6)
 
 
-# Training's weights come back
+# Training's weights are restored
 
 
 class Recording(Callback):
@@ -189,7 +189,7 @@ def _with_and_without(strategy: str, world: int, folder: Path, precision: str) -
 )
 def test_validation_on_the_averages_changes_no_bit_of_training(
     strategy: str, world: int, precision: str, tmp_path: Path
-) -> None:  # L-01: within accumulation windows too
+) -> None:  # L-01: also within accumulation windows
     for found in on_ranks(_with_and_without, world, strategy, world, tmp_path, precision, process_group=None):
         assert found == [True, True]
 
@@ -255,7 +255,7 @@ def _resumed(strategy: str, world: int, folder: Path) -> tuple[dict[str, Any], i
     ],
     ids=str,
 )
-def test_averages_go_on_under_another_strategy_and_world_size(
+def test_averages_resume_under_another_strategy_and_world_size(
     first: tuple[str, int], second: tuple[str, int], tmp_path: Path
 ) -> None:  # L-01
     on_ranks(_saved, first[1], *first, tmp_path, 4, process_group=None)
@@ -263,7 +263,7 @@ def test_averages_go_on_under_another_strategy_and_world_size(
     for found, sharded, updates in on_ranks(_resumed, second[1], *second, tmp_path, process_group=None):
         assert_near(found["average"], wanted["average"])
         assert updates == 12
-        assert (sharded > 0) == (second[0] not in ("single", "ddp"))  # each rank reads what it holds
+        assert (sharded > 0) == (second[0] not in ("single", "ddp"))  # each rank reads its own part
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 3"])
@@ -276,7 +276,7 @@ def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: 
     assert averages.keys() == {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "seen"}
     assert {one.dtype for one in averages.values()} == {torch.float32}
     assert_near(averages, {name: wanted["average"][name] for name in averages})
-    weights = {name: value for name, value in checkpoint.weights().items() if name != "seen"}  # its rank's
+    weights = {name: value for name, value in checkpoint.weights().items() if name != "seen"}  # this rank's part
     assert_near(weights, {name: wanted["weights"][name] for name in weights})
 
 
@@ -308,13 +308,13 @@ def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None: 
     )
 
 
-# When
+# Update intervals
 
 
 @pytest.mark.parametrize(
     "options", [{"update_every_n_steps": 3}, {"update_starting_at_step": 5}, {"update_starting_at_epoch": 1}]
 )
-def test_updates_begin_and_come_as_asked(options: dict[str, int], tmp_path: Path) -> None:  # L-01
+def test_the_start_and_interval_of_updates(options: dict[str, int], tmp_path: Path) -> None:  # L-01
     starts = options.get("update_starting_at_step", 6 * options.get("update_starting_at_epoch", 0))
     wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8), starts, options.get("update_every_n_steps", 1))
     found = run("single", 1, tmp_path, [ema(**options)])
@@ -322,27 +322,27 @@ def test_updates_begin_and_come_as_asked(options: dict[str, int], tmp_path: Path
     assert found["validated"] == pytest.approx(wanted["validated"], abs=1e-6)
 
 
-def test_without_an_update_the_module_is_as_it_was_trained(tmp_path: Path) -> None:  # L-01
+def test_without_an_update_the_module_keeps_its_trained_weights(tmp_path: Path) -> None:  # L-01
     found = run("single", 1, tmp_path, [ema(update_starting_at_step=100)])
     assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
     assert len(found["validated"]) == 2
 
 
-def test_the_mean_and_a_function_of_ones_own(tmp_path: Path) -> None:  # L-01
+def test_the_mean_and_a_user_defined_function(tmp_path: Path) -> None:  # L-01
     mean = by_hand(2, lambda: None)["average"]
     assert_near(run("single", 1, tmp_path, [WeightAveraging()])["average"], mean)
     own = WeightAveraging(lambda average, weight, updates: average + (weight - average) / (updates + 1))
     assert_near(run("single", 1, tmp_path, [own])["average"], mean)
 
 
-def test_validation_may_stay_with_what_trains(tmp_path: Path) -> None:  # L-01
+def test_validation_can_use_the_trained_weights(tmp_path: Path) -> None:  # L-01
     wanted, plain = by_hand(2, lambda: get_ema_multi_avg_fn(0.8)), run("single", 1, tmp_path, [])
     found = run("single", 1, tmp_path, [ema(evaluate=False)])
     assert found["validated"] == plain["validated"]
     assert_near(found["average"], wanted["average"])
 
 
-# What trains may change, and the precision
+# Changes of the trainable parameters, and the precision
 
 
 class Unfreezing(Net):
@@ -382,7 +382,7 @@ def _unfreezing(strategy: str, world: int, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_what_is_unfrozen_is_averaged_from_there(strategy: str, world: int, tmp_path: Path) -> None:  # L-01
+def test_unfrozen_parameters_are_averaged_from_then_on(strategy: str, world: int, tmp_path: Path) -> None:  # L-01
     for found in on_ranks(_unfreezing, world, strategy, world, tmp_path, process_group=None):
         assert_near(found, _unfreezing_by_hand())
 
@@ -395,7 +395,7 @@ class Weights(Callback):
         self.after.append({name: value.detach().clone() for name, value in module.named_parameters()})
 
 
-def test_in_half_precision_the_average_moves(tmp_path: Path) -> None:
+def test_the_average_changes_in_half_precision(tmp_path: Path) -> None:
     # L-01: in bfloat16 an average with decay 0.999 never changes
     weights = Weights()
     saver = Checkpoint(tmp_path / "c", every_n_train_steps=12)
@@ -442,13 +442,13 @@ def _normed(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
     return statistics.after, statistics.validated
 
 
-def test_a_ranks_own_buffers_are_averaged_where_they_are(tmp_path: Path) -> None:  # L-01
+def test_per_rank_buffers_are_averaged_on_their_rank(tmp_path: Path) -> None:  # L-01
     ranks = on_ranks(_normed, 2, tmp_path, process_group=None)
     wanted = ranks[0][0][0]
     for number, one in enumerate(ranks[0][0][1:], 2):
         wanted = wanted.lerp(one, 0.2)
         if number % 6 == 0:
-            for _, validated in ranks:  # on rank 0's, as validation is
+            for _, validated in ranks:  # with rank 0's buffers, as in any validation
                 torch.testing.assert_close(validated[number // 6 - 1], wanted)
     assert not torch.equal(ranks[0][0][-1], ranks[1][0][-1])
 
@@ -478,7 +478,7 @@ class Assigning(Net):
 
 
 @pytest.mark.parametrize("validated", [False, True])
-def test_what_is_assigned_to_and_what_is_complex_are_averaged(validated: bool) -> None:  # L-01
+def test_reassigned_and_complex_tensors_are_averaged(validated: bool) -> None:  # L-01
     module = Assigning()
     loader = DataLoader(rows(), batch_size=BATCH)
     quiet(max_epochs=2, callbacks=[ema()]).fit(module, loader, loader if validated else None)
@@ -515,7 +515,7 @@ def _warned(strategy: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 1", "zero 3"])
-def test_what_is_not_averaged_is_not_told_of_as_missing(strategy: str, tmp_path: Path) -> None:  # L-01
+def test_tensors_that_are_not_averaged_are_not_reported_as_missing(strategy: str, tmp_path: Path) -> None:  # L-01
     for said in on_ranks(_warned, 2, strategy, tmp_path, process_group=None):
         assert not [one for one in said if "do not fit" in one]
 
@@ -529,7 +529,7 @@ class Growing(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_buffer_that_grows_is_averaged_from_there() -> None:  # L-01
+def test_a_buffer_that_grows_is_averaged_from_then_on() -> None:  # L-01
     module = Growing()
     loader = DataLoader(rows(), batch_size=BATCH)
     quiet(max_epochs=1, callbacks=[ema()]).fit(module, loader, loader)
@@ -537,7 +537,7 @@ def test_a_buffer_that_grows_is_averaged_from_there() -> None:  # L-01
     torch.testing.assert_close(module.seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
 
 
-def test_averages_that_nobody_takes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
+def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
     _saved("single", 1, tmp_path, 4)
     run("single", 1, tmp_path, [Checkpoint(tmp_path / "c", every_n_train_steps=4)], ckpt_path="last")
     assert "has tensors of 'EMAWeightAveraging', which this run does not have: they are ignored" in caplog.text

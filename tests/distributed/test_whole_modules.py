@@ -1,4 +1,4 @@
-"""What the caller's module is after a run in processes that were started for it. Row I-15."""
+"""The caller's module after a run in processes that were started for it. Row I-15."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATE = 0.1
 
 
 class Late(Regression):
-    """Builds everything in `configure_model`, where `__init__` left a place for it."""
+    """Builds everything in `configure_model`; `__init__` only sets placeholders."""
 
     net: Any
     act: Any
@@ -64,7 +64,7 @@ def launched(launcher: str, **settings: Any) -> Fit:
 
 def by_hand(module: Regression, dtype: torch.dtype = torch.float32) -> Regression:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # in which a run under this precision builds, too
+    torch.set_default_dtype(dtype)  # a run with this precision builds in this dtype, too
     module.configure_model()
     torch.set_default_dtype(before)
     module.to(dtype)
@@ -83,7 +83,7 @@ def test_layers_built_in_configure_model_are_there_after_fit(launcher: str, stra
     assert module.state_dict().keys() == reference.state_dict().keys()
     x = data(SAMPLES).tensors[0]
     torch.testing.assert_close(module(x), reference(x), atol=1e-6, rtol=1e-5)
-    # It can go on, here and elsewhere.
+    # It can be trained further, here and in other processes.
     quiet().fit(module, loader(SAMPLES, 2 * SIZE))
     torch.testing.assert_close(weights(module), weights(by_hand(reference)), atol=1e-6, rtol=1e-5)
 
@@ -105,7 +105,7 @@ class Activated(Regression):
 
 
 class Unsendable(Activated):
-    """A parametrized layer refuses to be pickled."""
+    """Has a parametrized layer, which refuses to be pickled."""
 
     def configure_model(self) -> None:
         if self.act is None:
@@ -113,14 +113,14 @@ class Unsendable(Activated):
 
 
 class Unbuildable(Unsendable):
-    """Builds it only where there is a run."""
+    """Can only be built within a run."""
 
     def configure_model(self) -> None:
         if self.trainer.world_size == 2:
             super().configure_model()
 
 
-def test_layers_without_parameters_and_such_as_cannot_be_pickled_are_there_too() -> None:  # I-15
+def test_parameterless_and_unpicklable_layers_come_back() -> None:  # I-15
     for kind in (Activated, Unsendable):
         module = kind()
         launched("fork").fit(module, loader(SAMPLES, SIZE))
@@ -131,7 +131,7 @@ def test_layers_without_parameters_and_such_as_cannot_be_pickled_are_there_too()
 
 
 class Thawing(Regression):
-    """Freezes a layer in a hook, and lets a buffer take another shape."""
+    """Freezes a layer in a hook, and changes the shape of a buffer."""
 
     seen: torch.Tensor
 
@@ -147,7 +147,7 @@ class Thawing(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_a_run_froze_and_what_grew_is_so_in_the_caller() -> None:  # I-15
+def test_frozen_layers_and_resized_buffers_come_back() -> None:  # I-15
     module = Thawing()
     pointers = [parameter.data_ptr() for parameter in module.parameters()]
     launched("fork").fit(module, loader(SAMPLES, SIZE))
@@ -171,13 +171,13 @@ def test_weights_come_back_in_the_dtype_of_the_run(kind: type[Regression], preci
     assert forms == [(name, buffer.dtype) for name, buffer in single.named_buffers()]
     if kind is Regression:
         assert all(own is before for own, before in zip(module.parameters(), parameters, strict=True))
-    # What is rounded to float32 on the way differs by 1e-8.
+    # Rounding to float32 on the way would differ by 1e-8.
     exact: dict[str, Any] = {"atol": 1e-13, "rtol": 1e-12} if precision == "64-true" else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(weights(module), weights(by_hand(kind(), dtype)), **exact)
 
 
 @pytest.mark.parametrize("kind", [Regression, Late])
-def test_shards_that_would_end_with_their_processes_are_refused(kind: type[Regression]) -> None:  # I-15
+def test_shards_that_would_be_lost_with_their_processes_are_refused(kind: type[Regression]) -> None:  # I-15
     module = kind()
     before = [parameter.detach().clone() for parameter in module.parameters()]
     with pytest.raises(ConfigurationError, match="gather_limit"):

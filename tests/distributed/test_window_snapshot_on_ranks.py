@@ -1,4 +1,4 @@
-"""One rank's signal within a long window or a validation: all ranks leave together, and lose nothing. J-09."""
+"""One rank is signalled within a long window or a validation: all ranks leave together, and lose nothing. J-09."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
-SAMPLES = 61  # which two ranks, batches of two and windows of eight do not divide
+SAMPLES = 61  # not divisible by two ranks, batches of two or windows of eight
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
@@ -31,7 +31,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 class Augmented(Dataset[Any]):
-    """Draws as it is read."""
+    """Draws random numbers when it is read."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -41,7 +41,7 @@ class Augmented(Dataset[Any]):
 
 
 class Uneven(IterableDataset[Any]):
-    """Rank 1 has twice as much of it as rank 0."""
+    """Rank 1 has twice as much data as rank 0."""
 
     more = 1
 
@@ -51,7 +51,7 @@ class Uneven(IterableDataset[Any]):
 
 
 class Even(Uneven):
-    """Nobody knows before that both have as much, and the steps of an evaluation meet in a collective."""
+    """Both ranks have equally much data, but cannot know before, and evaluation steps use a collective."""
 
     more = 0
 
@@ -75,7 +75,7 @@ class Changing(TrainModule):
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.batches += 1 + self.global_rank  # each rank's own
+        self.batches += 1 + self.global_rank  # differs between ranks
         loss = (self.net(batch) - batch[:, :1]).square().mean()
         self.mean.update(loss.detach())
         self.log("loss", loss, on_epoch=True)
@@ -86,7 +86,7 @@ class Changing(TrainModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = (self.net(batch) - batch[:, :1]).square().mean()
         if self.meets:
-            torch.distributed.all_reduce(loss.clone())  # where each waits for the other
+            torch.distributed.all_reduce(loss.clone())  # a collective
         self.log("val_loss", loss)
         self.at("validate", self.current_epoch, batch_idx)
 
@@ -121,7 +121,8 @@ def _train(folder: Path, name: str, validation: Dataset[Any], module: Changing, 
 
 
 def _leave_and_go_on(folder: Path, name: str, cases: list[Any]) -> list[Any]:
-    stopping.AGREE_EVERY = 1  # a micro-batch takes no time here: else the run would be over within sixteen of them
+    # prevents the run from ending within sixteen micro-batches, since one takes almost no time here
+    stopping.AGREE_EVERY = 1
     came, undisturbed = [], {}
     for number, (moment, validation, options) in enumerate(cases):
         place, kind = folder / str(number), f"{type(validation).__name__} {options}"
@@ -151,10 +152,10 @@ CASES: list[Any] = [
     (("validate", 0, 2), Augmented(), {}),
     (("validate", 0, 3), Augmented(), WITHIN_WINDOWS),
     (("validate", 0, 1), Uneven(), {}),
-    (("validate", 0, 15), Uneven(), {}),  # when rank 0 is through
+    (("validate", 0, 15), Uneven(), {}),  # after rank 0 has finished
     (("validate", 0, 4), Even(), {}),
 ]
-# Rank 0 may have come to the end of the window: without a collective before, it need not wait for rank 1.
+# Rank 0 may have reached the end of the window: without a preceding collective it need not wait for rank 1.
 STEPS = [{0, 1}, {1, 2}, {2, 3}, {2}, {0, 1}, {2}, {2}, {2}]
 
 
@@ -172,11 +173,11 @@ def test_all_ranks_leave_at_once_and_lose_nothing(tmp_path: Path, name: str) -> 
 
 
 class Stopping(Changing):
-    """Rank 1 asks for a stop within the first window, and may be told to leave before that has come to its end.
+    """Rank 1 requests a stop within the first window, and may be preempted before the window ends.
 
     Args:
-        moment: when it is told to leave.
-        folder: of the files by which the ranks wait for each other, so that they agree on the same points each time.
+        moment: when it is preempted.
+        folder: the folder of files with which the ranks wait for each other, for reproducible agreements.
     """
 
     asks = True
@@ -185,20 +186,20 @@ class Stopping(Changing):
         super().__init__(moment)
         self.folder = folder
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # before DDP's own meetings in a forward
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # before DDP's own collectives in a forward
         now = self.global_rank, self.current_epoch, batch_idx
         (self.folder / f"{now}").touch()
         if self.moment is not None and now == (1, 0, 2):
             self.wait_for(0, 0, 4)
         if self.moment is not None and now == (0, 0, 4):
-            self.wait_for(1, 0, 3)  # which then has asked to leave, for the end of this batch
+            self.wait_for(1, 0, 3)  # which then has requested to leave at the end of this batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = self.global_rank, self.current_epoch, batch_idx
         if self.asks and now == (1, 0, 1):
             self.trainer.should_stop = True
         if self.asks and now == (1, 0, 7):
-            self.wait_for(0, 0, 8)  # so that the end of the first window is too early for both to stop at
+            self.wait_for(0, 0, 8)  # so that the end of the first window is too early for both to stop
 
     def wait_for(self, *moment: int) -> None:
         deadline = time.monotonic() + 30
@@ -223,9 +224,9 @@ def _stop_and_leave(folder: Path) -> tuple[Any, ...]:
     return code, wanted, _train(folder / "left", "ddp", Augmented(), resumed)["counts"]
 
 
-def test_a_stop_that_one_rank_has_asked_for_is_not_forgotten(tmp_path: Path) -> None:  # J-09
+def test_a_stop_requested_by_one_rank_is_kept(tmp_path: Path) -> None:  # J-09
     env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
     for code, wanted, found in run_distributed(_stop_and_leave, 2, tmp_path, process_group=None, env=env):
         assert code == 128 + signal.SIGUSR1
-        # One rank asks when the other has begun with the second window; the run that goes on knows from the start.
+        # One rank requests it when the other has started the second window; the resumed run knows it from the start.
         assert (wanted[0], found[0]) == (2, 1)

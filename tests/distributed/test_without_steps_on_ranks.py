@@ -1,4 +1,4 @@
-"""Ranks that make no step stop after the same window, whoever of them asks. Row I-05."""
+"""Ranks that make no step stop after the same window, whichever rank requests it. Row I-05."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Weightless(Regression):
 
 
 class OnRank(Callback):
-    """Asks on one rank alone, after its tenth micro-batch."""
+    """Requests a stop on one rank only, after its tenth micro-batch."""
 
     def __init__(self, rank: int, signals: bool) -> None:
         self.rank, self.signals = rank, signals

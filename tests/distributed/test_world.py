@@ -1,4 +1,4 @@
-"""`World`: ranks that are started once and restored before each function."""
+"""`World`: ranks that are started once, and reset before each function."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _draw_and_change() -> dict[str, Any]:
     return found
 
 
-def test_every_function_begins_with_generators_and_defaults_as_new() -> None:
+def test_every_function_starts_with_initial_generators_and_defaults() -> None:
     with World(2) as world:
         first = world.run(_draw_and_change, process_group=None)
         assert world.run(_draw_and_change, process_group=None) == first
@@ -72,7 +72,7 @@ def _surroundings(names: list[str]) -> tuple[list[str | None], str, bool]:
     return [os.environ.get(name) for name in names], os.getcwd(), dist.is_initialized()
 
 
-def test_a_call_sees_the_callers_surroundings_as_they_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_sees_the_callers_current_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["DRIVETRAIN_TEST_CALL", "RANK"]
     with World(1) as world:
         before = os.getcwd()
@@ -84,9 +84,7 @@ def test_a_call_sees_the_callers_surroundings_as_they_are_now(tmp_path: Path, mo
         assert world.run(_surroundings, names) == [([None, None], before, True)]
 
 
-def test_a_module_that_can_be_imported_since_the_ranks_started_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_appears_after_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")
     with World(1) as world:
         world.run(_surroundings, [])
@@ -109,7 +107,7 @@ def _hang_on_one() -> None:
 
 
 def _fault_on_one() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file takes longer than the timeout
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file would take longer than the timeout
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
@@ -130,7 +128,7 @@ def _die_on_one() -> None:
         (_hang_on_one, DistributedError, "(?s)Rank 0, 1 of 2 did not return within 1 s.*_hang_on_one"),
     ],
 )
-def test_a_world_that_failed_is_made_anew(fail: Any, error: type[Exception], message: str) -> None:
+def test_a_failed_world_is_recreated(fail: Any, error: type[Exception], message: str) -> None:
     with World(2) as world:
         before = [pid for pid, _ in world.run(_sum, 1.0)]
         with pytest.raises(error, match=message):
@@ -143,7 +141,7 @@ def test_a_world_that_failed_is_made_anew(fail: Any, error: type[Exception], mes
     assert not {pid for pid, _ in after} & set(before)
 
 
-def test_between_calls_a_rank_that_died_is_told_and_replaced() -> None:
+def test_a_rank_that_died_between_calls_is_reported_and_replaced() -> None:
     with World(2) as world:
         pid = world.run(_sum, 1.0)[0][0]
         os.kill(pid, signal.SIGKILL)
@@ -178,7 +176,7 @@ def _leave(what: str) -> None:
         ("child", "the child process 'napper'"),
     ],
 )
-def test_what_a_function_leaves_behind_is_an_error_and_gone(what: str, told: str) -> None:
+def test_state_left_behind_is_an_error_and_removed(what: str, told: str) -> None:
     # A-02, A-03
     with World(1) as world:
         with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {told}"):
@@ -197,7 +195,7 @@ def _late_threads() -> int:
     return sum(isinstance(thread, threading.Timer) for thread in threading.enumerate())
 
 
-def test_what_cannot_be_sent_is_refused_and_harms_nothing() -> None:
+def test_unpicklable_arguments_are_refused_without_damage() -> None:
     with World(1) as world:
         pid = world.run(_sum, 1.0)[0][0]
         with pytest.raises(ConfigurationError, match="cannot send"):

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed wrote become checkpoints of ours, and none of its classes is run."""
+"""Conversion of DeepSpeed's checkpoint folders, without running any of the pickled classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = requires_package("deepspeed")
 
 
 class Net(TrainModule):
-    """Two parameter groups, a frozen parameter, buffers, sizes that divide by nothing."""
+    """Has two parameter groups, a frozen parameter, buffers, and sizes that are not divisible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(TrainModule):
 
 
 def engine_in(owner: Any, depth: int = 3) -> Any:
-    """Return DeepSpeed's engine, wherever the strategy keeps it."""
+    """Return DeepSpeed's engine, wherever the strategy stores it."""
     if type(owner).__name__ == "DeepSpeedEngine":
         return owner
     inside = vars(owner).values() if depth and hasattr(owner, "__dict__") else ()
@@ -72,7 +72,7 @@ def _save(folder: str, stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_into_a_module(tmp_path: Path, stage: int) -> None:
+def test_a_converted_folder_loads_into_a_module(tmp_path: Path, stage: int) -> None:
     # F-14
     trained = on_ranks(_save, 2, str(tmp_path / "zero"), stage, process_group=None, timeout=150)[0]
     convert(tmp_path / "zero", tmp_path / "c")
@@ -86,7 +86,7 @@ def test_into_a_module(tmp_path: Path, stage: int) -> None:
         convert(tmp_path / "zero", tmp_path / "again")
 
 
-def test_a_step_that_leads_out_is_refused(tmp_path: Path) -> None:
+def test_a_step_name_outside_the_folder_is_refused(tmp_path: Path) -> None:
     # F-04
     (tmp_path / "zero").mkdir()
     (tmp_path / "zero" / "latest").write_text("../other")

@@ -1,4 +1,4 @@
-"""Damage to what a run has written, from outside."""
+"""Damages the files that a run has written."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HOW = ("altered", "cut short", "gone", "all gone")
 
 @dataclass
 class Damage:
-    """What was damaged.
+    """Damage that was done to a file.
 
     Attributes:
         how: one of `HOW`.
         path: the file.
-        checkpoint: the one that it is a part of; None for what points to one.
+        checkpoint: the checkpoint that it belongs to; None for a file that refers to one.
     """
 
     how: str
@@ -32,7 +32,7 @@ class Damage:
 
 
 def damage(run: Run, draw: random.Random) -> Damage | None:
-    """Damage the newest checkpoint, if there is another to fall back to."""
+    """Damage the newest checkpoint, if there is another one to fall back to."""
     paths = sorted((run.saves / name for name in run.checkpoints()), key=lambda path: load(path).manifest.written)
     if len(paths) < 2:
         return None
@@ -53,7 +53,9 @@ def damage(run: Run, draw: random.Random) -> Damage | None:
 
 
 def check_and_remove(damage: Damage, life: Life) -> None:
-    """A damaged checkpoint is either never chosen, or refused by name, before anything has changed."""
+    """Check that a damaged checkpoint is either never chosen or refused by name before anything changes; then remove
+    it.
+    """
     checkpoint = damage.checkpoint
     if not life.ended:
         assert checkpoint is not None, life.error

@@ -1,4 +1,4 @@
-"""A small run that draws wherever a run can, and tells how it goes: for tests that end it."""
+"""A small run that draws random numbers wherever a run can, and reports its progress, for tests that interrupt it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 
 FEATURES = 4
-SAMPLES = 41  # which two ranks, batches of three and windows of two do not divide
+SAMPLES = 41  # not divisible by two ranks, batches of three or windows of two
 KEPT = 2
 
 STRATEGIES: dict[str, Any] = {
@@ -31,7 +31,7 @@ STRATEGIES: dict[str, Any] = {
 
 
 class Augmented(Dataset[Any]):
-    """Draws as it is read; the first number of a sample says which it is."""
+    """Draws random numbers when it is read; the first number of a sample is its index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -41,7 +41,7 @@ class Augmented(Dataset[Any]):
 
 
 class Drawing(TrainModule):
-    """Dropout, an average and a metric under way, a rate that changes with every step."""
+    """Uses dropout, epoch averages and metrics, and a learning rate that changes with every step."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         super().__init__()
@@ -74,19 +74,20 @@ class Drawing(TrainModule):
 
 
 def train(
-    folder: Path, strategy: str, every: int, beside: bool, tell: Callable[..., None], fault: Fault | None = None
+    folder: Path, strategy: str, every: int, in_background: bool, tell: Callable[..., None], fault: Fault | None = None
 ) -> Any:
-    """Begin or go on, and return what the run comes to: all that has to be the same, whatever happened on the way.
+    """Start or resume, and return the results of the run: everything that must be equal however often it was
+    interrupted.
 
     Args:
-        folder: where it has its own folder, in which it saves.
+        folder: the root below which the run's folder is.
         strategy: one of `STRATEGIES`.
         every: steps between two saves.
-        beside: save in the background.
-        tell: gets what happens as it does.
-        fault: what goes wrong, if anything; nothing does in one that only counts.
+        in_background: save in the background.
+        tell: receives events as they happen.
+        fault: the fault to inject, if any; a fault of kind "none" only counts calls.
     """
-    saver = Checkpoint(every_n_train_steps=every, save_async=beside, keep_last=KEPT)
+    saver = Checkpoint(every_n_train_steps=every, save_async=in_background, keep_last=KEPT)
     module: Any = Drawing(tell)
     data: Any = Augmented()
     more: dict[str, Any] = {}

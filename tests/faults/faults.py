@@ -1,4 +1,4 @@
-"""Seeded faults, one after the other, in runs that are started again until they have come to their end."""
+"""Injects seeded faults one after the other into runs that are restarted until they finish."""
 
 from __future__ import annotations
 
@@ -36,28 +36,27 @@ LIMIT = 15.0
 def try_faults(
     folder: Path, strategy: str, faults: int, seed: int, first: Sequence[Fault] = (), only: Sequence[int] = ()
 ) -> Tally:
-    """Let so many faults strike runs of ``strategy``, one to three each, and compare what they come to.
-
-    To be called on every rank of some: each takes the next run that none has taken yet.
+    """Inject faults into runs of ``strategy``, one to three each, and compare the results. It is called on several
+    ranks, each of which takes the next run that no other rank has taken.
 
     Args:
         folder: where runs save.
         strategy: one of `STRATEGIES`.
-        faults: how many at least.
-        seed: what all is drawn from, with the run's number.
-        first: these strike one run, before all that are drawn.
-        only: the numbers of the runs to make, whatever ``faults`` says.
+        faults: the minimum number of faults.
+        seed: the seed for all draws, together with the run's number.
+        first: faults for one run, which precedes the drawn ones.
+        only: the numbers of the runs to make, regardless of ``faults``.
 
     Returns:
-        What came of them. A run that hung, named another cause, lost more than it had not saved, or came to something
-        else is among its ``failed``.
+        The outcomes. A run that hung, named another cause, lost saved steps, or had other results is among its
+        ``failed``.
     """
     importlib.import_module(IMPORTED.get(strategy, "torch"))
-    gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
+    gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined
     tally, taken = Tally(), folder / "taken"
     taken.mkdir(exist_ok=True)
     name = f"undisturbed {os.environ['RANK']}"
-    undisturbed = Life(Run(folder / name, strategy, every=1, beside=False)).live(fault=Fault())
+    undisturbed = Life(Run(folder / name, strategy, every=1, in_background=False)).live(fault=Fault())
     assert undisturbed.ended, undisturbed.error
     for number in only or itertools.count():
         if not only and sum(int(one.read_text() or 0) for one in taken.iterdir()) >= faults:
@@ -71,22 +70,22 @@ def try_faults(
 
 
 class _Struck:
-    """A run that is struck."""
+    """A run into which faults are injected."""
 
     def __init__(self, folder: Path, strategy: str, number: int, seed: int, undisturbed: Life, tally: Tally) -> None:
         self._draw = random.Random(f"{strategy} {seed} {number}")
         self._run = Run(
-            folder / f"run {number}", strategy, every=self._draw.choice((1, 2)), beside=self._draw.random() < 0.3
+            folder / f"run {number}", strategy, every=self._draw.choice((1, 2)), in_background=self._draw.random() < 0.3
         )
         self._number, self._undisturbed, self._tally = number, undisturbed, tally
         turns = [kind for kind in _TURNS if self._run.ranks > 1 or kind not in _NOT_ALONE]
         self._kinds = [turns[number % len(turns)], *self._draw.choices(turns, k=self._draw.randint(0, 2))]
-        # Exceptions that come first take the places by turns too, and go on from one strategy to the next.
+        # Leading exceptions also take the places in turn, and continue from one strategy to the next.
         self._turn = (number // len(turns) * 3 + turns[: number % len(turns)].count("raises")) * len(STRATEGIES)
         self._turn += list(STRATEGIES).index(strategy)
 
     def live(self, given: Sequence[Fault]) -> None:
-        """Start it again and again until it has come to its end."""
+        """Restart it until it finishes."""
         tally = self._tally
         outcomes: list[Outcome] = []
         tally.runs += 1
@@ -114,21 +113,21 @@ class _Struck:
             if fault.kind == "damaged":
                 damaged = damage(run, self._draw)
                 if damaged is None:
-                    # To be damaged there have to be two: one more start that is killed late enough.
+                    # Damage requires two checkpoints, so there is another start that is killed late enough.
                     life = Life(run).live(fault=self._late_kill())
                     continue
                 fault = outcome.fault = dataclasses.replace(fault, place=f"{damaged.path.name}, {damaged.how}")
             self._tally.resumes += whole > 0
             if fault.kind != "none":
                 outcomes.append(outcome)
-            # What is damaged does not strike while the run lives.
+            # Damage is done between starts, not during a run.
             life = Life(run).live(fault=Fault() if damaged else fault)
             assert not life.hung, life.error
             assert life.losses.items() <= undisturbed.losses.items(), "other losses"
-            intervals = 2 if run.beside else 1
+            intervals = 2 if run.in_background else 1
             if damaged is not None:
                 check_and_remove(damaged, life)
-                # What had been saved last is lost too.
+                # The last save is lost too.
                 intervals += 1
                 whole, before_it = life.began_at if life.ended else run.newest_step(), outcome
             lost = max(0, before.reached - whole)
@@ -137,7 +136,7 @@ class _Struck:
                 before_it.lost = max(before_it.lost, lost)
             if damaged is None and life.struck is None and fault.kind != "none":
                 assert life.ended, life.error
-                outcomes.pop()  # it never came there
+                outcomes.pop()  # the run never reached the place
                 break
             if kinds:
                 kinds.pop(0)
@@ -155,7 +154,7 @@ class _Struck:
         calls = self._undisturbed.calls[rank]
         places = [place for place in (*HOOKS, *OTHERS) if calls.get(place)]
         if whole:
-            # A run that goes on makes no sanity check, and comes to where state is loaded.
+            # A resumed run makes no sanity check, and reaches the places where state is loaded.
             places = [place for place in places if "sanity" not in place] + [*WHERE_RESUMED] * 4
         place = draw.choice(places)
         if kind == "raises" and not whole:
@@ -170,25 +169,25 @@ class _Struck:
         often = self._undisturbed.calls[rank].get(place, 1)
         if place in ("writing", "on_save_checkpoint", "state_dict"):
             often = max(1, often // run.every)
-        # What is left of them, where the run goes on.
+        # How many of them are left when the run resumes.
         often = max(1, int(often * (1 - whole / self._undisturbed.reached)))
         first = _STALLS_IN_FRESH[place] if kind == "stalls" else 1
         if kind == "raises" and place in ("on_save_checkpoint", "state_dict"):
-            first = 2  # what is raised in the rehearsal before training is forgiven
+            first = 2  # errors raised in the rehearsal before training are suppressed
         nth = draw.randint(first, max(first, often))
         return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
 
     def _late_kill(self) -> Fault:
-        missing = 2 - len(self._run.checkpoints()) + self._run.beside
+        missing = 2 - len(self._run.checkpoints()) + self._run.in_background
         return Fault("killed", 0, "training_step", 2 * self._run.every * missing + 1)
 
 
 def _check(life: Life, fault: Fault, outcome: Outcome) -> None:
-    """Whether the run ended, soon, and whether the user is told why."""
+    """Check that the run ended soon, and that its message names the cause."""
     if fault.kind in ("slow", "none"):
         assert life.error is None, life.error
         return
-    # A disk that is full, or a connection that is gone, when nothing is left to be done with it.
+    # A full disk, or a lost connection, after everything else is done.
     harmless = fault.kind in ("full disk", "cut off")
     assert not life.ended or harmless, "nothing came of it"
     outcome.waited = life.waited

@@ -1,4 +1,4 @@
-"""Runs that are killed at random instants and started again, until they have come to their end."""
+"""Runs that are killed at random instants and restarted until they finish."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from drawing_run import KEPT
 from lives import Life, Run
 
-# Once, and not by every rank: the latter pulls in all of the compiler.
+# Imported once instead of by every rank, because it imports all of the compiler.
 IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero.muon.muon_optimizer"}
 
 
 @dataclass
 class Tally:
-    """What happened to the runs of one strategy."""
+    """The results of the runs of one strategy."""
 
     strategy: str
     runs: int = 0
@@ -32,7 +32,7 @@ class Tally:
         return len(self.instants)
 
     def __str__(self) -> str:
-        """A row under a head."""
+        """Return a table row."""
         columns = {
             "strategy": self.strategy,
             "runs": self.runs,
@@ -48,18 +48,18 @@ class Tally:
 
 
 def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
-    """Kill runs of ``strategy`` so many times in all, each one to three times, and compare what they come to.
+    """Kill runs of ``strategy`` a total of ``kills`` times, each one to three times, and compare the results.
 
     Raises:
-        AssertionError: a run came to something else, lost more than it had not saved, or left something behind.
+        AssertionError: a run had other results, lost saved steps, or left something behind.
         RankFailedError: a rank failed that was not killed.
     """
     importlib.import_module(IMPORTED.get(strategy, "torch"))
-    gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
+    gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined
     draw, tally = random.Random(f"{strategy} {seed}"), Tally(strategy)
-    undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live()
+    undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, in_background=False)).live()
     while tally.kills < kills:
-        run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), beside=draw.random() < 0.5)
+        run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), in_background=draw.random() < 0.5)
         tally.runs += 1
         try:
             _until_its_end(run, undisturbed, draw, tally, min(draw.randint(1, 3), kills - tally.kills))
@@ -83,7 +83,7 @@ def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tall
         assert life.began_at == whole, f"went on from step {life.began_at}, not {whole}"
         assert life.losses.items() <= undisturbed.losses.items(), "other losses"
         lost = before.reached - whole
-        assert lost <= run.every * (2 if run.beside else 1), f"{lost} steps were lost"
+        assert lost <= run.every * (2 if run.in_background else 1), f"{lost} steps were lost"
         tally.lost = max(tally.lost, lost)
         saved = run.newest_step() > whole
         assert not (saved and leftovers & run.leftovers()), f"{leftovers} outlived a save"

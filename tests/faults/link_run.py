@@ -1,4 +1,4 @@
-"""A run over two nodes that says how far it has come, and goes on from its last checkpoint when it is started again."""
+"""A run over two nodes that records its progress, and resumes from its last checkpoint when restarted."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(STEPS * 4, 4, generator=generator), torch.randn(STEPS * 4, 1, generator=generator))
 
 
-class Says(Callback):
-    """Writes every step it comes to, and the first of every start, into the folder; takes its time."""
+class RecordsSteps(Callback):
+    """Writes every step, and the first step of each start, into the folder; slows the run down."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,7 +77,7 @@ def main() -> None:
     module = run(
         folder,
         strategy=DDPStrategy(timeout=timedelta(seconds=TIMEOUT)),
-        callbacks=[Says(folder), Checkpoint(every_n_train_steps=5)],
+        callbacks=[RecordsSteps(folder), Checkpoint(every_n_train_steps=5)],
     )
     torch.save(module.layer.weight.detach(), folder / f"weight-{sys.argv[2]}.pt")
 

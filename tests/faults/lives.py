@@ -1,4 +1,4 @@
-"""A run's life: from a start until all its ranks have ended, of their own accord or not."""
+"""One life of a run: from a start until all its ranks have ended, by themselves or not."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from drivetrain.checkpoint import load, verify
 from drivetrain.environments import Placement
 from drivetrain.launchers import FunctionLauncher, RankFailedError
 
-_HUNG = 100.0  # seconds after which ranks that are still there leave their stacks in the run's log, and are ended
-_GRACE = 0.5  # seconds that the ranks left over get, which then wait for one that is gone: the launcher ends them
+_HUNG = 100.0  # seconds after which remaining ranks write their stacks to the run's log and are ended
+_GRACE = 0.5  # seconds for ranks that wait for a lost one, until the launcher ends them
 
 
 @dataclass
 class Run:
-    """What stays from one life to the next: settings, and a folder."""
+    """What persists between lives of a run: settings, and a folder."""
 
     folder: Path
     strategy: str
     every: int
-    beside: bool
+    in_background: bool
 
     @property
     def ranks(self) -> int:
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def saves(self) -> Path:
-        """Where its checkpoints are: in the one folder that it goes on in, once it has saved anything."""
+        """Return the folder of its checkpoints: its single run folder, once it has saved anything."""
         found = [one for one in self.folder.glob("drivetrain_logs/version_*/checkpoints") if any(one.glob("epoch=*"))]
         assert len(found) <= 1, found
         return found[0] if found else self.folder / "nothing saved yet"
@@ -51,14 +51,14 @@ class Run:
         return set(os.listdir(self.saves)) if self.saves.exists() else set()
 
     def leftovers(self) -> set[str]:
-        """What is there of saves that did not come to their end, and of removals."""
+        """Return remains of interrupted saves and removals."""
         return {name for name in self.names() if name.startswith(".")}
 
     def checkpoints(self) -> set[str]:
         return {name for name in self.names() if name.startswith("epoch=")}
 
     def newest_step(self) -> int:
-        """The optimizer step of the newest checkpoint. What goes by a checkpoint's name is whole."""
+        """Return the optimizer step of the newest checkpoint. Every entry with a checkpoint's name is complete."""
         for name in self.checkpoints():
             assert verify(self.saves / name) == [], f"{name} is torn"
         return max((load(self.saves / name).progress["global_step"] for name in self.checkpoints()), default=0)
@@ -66,7 +66,7 @@ class Run:
 
 @dataclass
 class Life:
-    """One start of a run, and what its ranks told."""
+    """One start of a run, and the events that its ranks reported."""
 
     run: Run
     began_at: int = 0
@@ -87,13 +87,13 @@ class Life:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to its end, on all ranks."""
+        """Whether all ranks finished."""
         return len(self.results) == self.run.ranks
 
     def live(
         self, kill_after: float = float("inf"), victims: list[int] | None = None, fault: Fault | None = None
     ) -> Life:
-        """Go on until all have ended: the victims by a kill at an instant after the first step, or by a fault."""
+        """Run until all ranks have ended, the victims by a kill at an instant after the first step or by a fault."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(self.run.ranks)]
         killer = _Killer(self, [ours for ours, _ in pipes], kill_after, victims or [])
         killer.start()
@@ -102,7 +102,7 @@ class Life:
             launcher = FunctionLauncher("fork") if fault else FunctionLauncher("fork", grace=_GRACE)
             launcher.launch_all(whole, _live, self.run, [theirs for _, theirs in pipes], fault)
         except RankFailedError as error:
-            # G-02: who was killed is named, and not who ran into something because of it.
+            # G-02: the killed rank is named, rather than one that failed as a consequence.
             self.error = error
             if fault is None and (
                 killer.killed_at is None or error.failure.rank not in killer.victims or not error.failure.signal_name
@@ -124,7 +124,7 @@ class Life:
 
 
 class _Killer(threading.Thread):
-    """Takes down what the ranks tell, and ends some of them at the given instant."""
+    """Records the events of the ranks, and kills some of them at the given instant."""
 
     def __init__(self, life: Life, pipes: list[Connection], instant: float, victims: list[int]) -> None:
         super().__init__(daemon=True)
@@ -161,7 +161,7 @@ class _Killer(threading.Thread):
                 os.kill(number, signal.SIGABRT)
 
     def _pause(self) -> float | None:
-        """How long it is until the kill; None where there is none to come."""
+        """Return the time until the kill; None if there is none to come."""
         waiting = self.killed_at is None and self.victims and len(self._processes) == self._life.run.ranks
         return max(0.0, self.began_at + self._instant - time.monotonic()) if waiting else None
 
@@ -188,7 +188,7 @@ class _Killer(threading.Thread):
             [life.struck] = values
         elif what == "end":
             [life.results[rank]] = values
-            # Nobody is there to be killed any more.
+            # All victims have ended already.
             self.victims = [one for one in self.victims if one != rank]
 
 
@@ -203,4 +203,4 @@ def _live(run: Run, pipes: list[Connection], fault: Fault | None) -> None:
         os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable()
     tell("begun", os.getpid())
-    tell("end", train(run.folder, run.strategy, run.every, run.beside, tell, fault))
+    tell("end", train(run.folder, run.strategy, run.every, run.in_background, tell, fault))

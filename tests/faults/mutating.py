@@ -1,4 +1,4 @@
-"""Checkpoints with bytes and values that nobody wrote, most of them with checksums that fit."""
+"""Checkpoints with altered bytes and values, most of them with matching checksums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def _dumps(document: Any, **options: Any) -> str:
-    """Return JSON text, however deep: what is hostile may come to lie within what is."""
+    """Return JSON text of any depth, since hostile values may be nested in each other."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
     try:
@@ -43,8 +43,8 @@ class Mutator:
     """Changes one of a checkpoint's files at a time, and puts it back.
 
     Args:
-        folder: of the checkpoint.
-        seed: of what is drawn.
+        folder: the checkpoint's folder.
+        seed: the seed of the draws.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -53,7 +53,7 @@ class Mutator:
         self._whole = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def mutations(self, count: int) -> Iterator[str]:
-        """Give ``count`` times a checkpoint with a change, and say which."""
+        """Yield a description of each of ``count`` mutations, while the checkpoint has it."""
         for number in range(count):
             name = self._draw.choice(sorted(self._whole))
             ways = [self._bytes]
@@ -106,7 +106,7 @@ class Mutator:
         return said.to_bytes(8, "little") + text + content[8 + length :]
 
     def _with_a_change(self, document: Any) -> Any:
-        """Replace, remove, rename or double one value, wherever it is."""
+        """Replace, remove, rename or double one value anywhere in the document."""
         draw, places = self._draw, list(_places(document))
         if not places or draw.random() < 0.02:
             return self._hostile()
@@ -125,11 +125,11 @@ class Mutator:
         return document
 
     def _hostile(self) -> Any:
-        """One of its own, since later changes may go into it."""
+        """Return a copy of its own, since later mutations may change it."""
         return json.loads(json.dumps(self._draw.choice(HOSTILE)))
 
     def _seal(self, name: str, content: bytes) -> None:
-        """Give the file and the manifest checksums that fit."""
+        """Write matching checksums for the file and the manifest."""
         if name == "manifest.json":
             body, _, _ = content.rstrip().rpartition(b"\n}")
             body = body.partition(b',\n "crc32"')[0]

@@ -1,4 +1,4 @@
-"""What came of faults, and tables of it."""
+"""Outcomes of faults, and tables of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from striking import Fault
 
 @dataclass
 class Outcome:
-    """What came of a fault.
+    """The outcome of a fault.
 
     Attributes:
-        strategy: of the run that it struck.
-        run: which run.
-        fault: what struck.
-        waited: seconds until every process had ended; None where the run went on.
-        lost: steps that the next start had to make again.
-        survived: whether the run came to the undisturbed one's end.
+        strategy: the strategy of the run.
+        run: the number of the run.
+        fault: the fault.
+        waited: seconds until every process had ended; None if the run continued.
+        lost: steps that the next start had to repeat.
+        survived: whether the run had the results of the undisturbed one.
     """
 
     strategy: str
@@ -32,7 +32,7 @@ class Outcome:
 
 @dataclass
 class Tally:
-    """What came of the faults in the runs of one strategy."""
+    """The outcomes of the faults in the runs of one strategy."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     runs: int = 0
@@ -41,19 +41,19 @@ class Tally:
     """The runs that did not stand what struck them, and how that showed."""
 
     def add(self, other: Tally) -> None:
-        """Take in another's."""
+        """Add the outcomes of another tally."""
         self.outcomes += other.outcomes
         self.runs += other.runs
         self.resumes += other.resumes
         self.failed |= other.failed
 
     def waits(self, of: str | None = None) -> list[float]:
-        """Seconds from a fault to the end of every process, of one kind or of all."""
+        """Return the seconds from a fault to the end of every process, for one kind or for all."""
         return [one.waited for one in self.outcomes if one.waited is not None and of in (None, one.fault.kind)]
 
 
 def table(tallies: Sequence[Tally]) -> str:
-    """Rows by kind and by strategy, and which places exceptions were raised at."""
+    """Return tables by kind and by strategy, and the places at which exceptions were raised."""
     outcomes = [outcome for tally in tallies for outcome in tally.outcomes]
     if not outcomes:
         return "nothing was tried"
@@ -69,7 +69,7 @@ def table(tallies: Sequence[Tally]) -> str:
 
 
 def kind(outcome: Outcome) -> str:
-    """What the fault goes by in a table."""
+    """Return the name of the fault's kind in a table."""
     within = outcome.fault.kind == "killed" and outcome.fault.place == "writing"
     return "killed in a save" if within else outcome.fault.kind
 

@@ -1,4 +1,4 @@
-"""Processes that save, for tests that end them."""
+"""Processes that save, for tests that kill them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.launchers.function_launcher import PRELOAD
 
 
 def numbered(number: int) -> Contents:
-    """A checkpoint that tells which one it is, in every file, and takes a while to write."""
+    """A checkpoint with its number in every file, which takes a while to write."""
     return Contents(
         weights={f"layer{index}": torch.full((40_000,), float(number)) for index in range(4)},
         metadata=CheckpointMetadata(progress={"number": number}),
@@ -30,7 +30,7 @@ def numbered(number: int) -> Contents:
 
 
 def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
-    """Save number 0, 1, 2, ... onto one path, telling each as it is done, until somebody ends it."""
+    """Save number 0, 1, 2, ... to one path, reporting each, until the process is killed."""
     if not exchanging:
         import drivetrain.checkpoint._format.local_storage as module
 
@@ -43,7 +43,7 @@ def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
 
 
 def save_some(pipe: Connection, path: str, count: int) -> None:
-    """Save ``count`` times onto one path, as somebody else does too."""
+    """Save ``count`` times to one path, while another process does too."""
     pipe.send("ready")
     pipe.recv()
     for number in range(count):
@@ -52,7 +52,7 @@ def save_some(pipe: Connection, path: str, count: int) -> None:
 
 
 def begin_and_wait(pipe: Connection, path: str) -> None:
-    """Be in the middle of a save."""
+    """Stop in the middle of a save."""
     place = LocalStorage.begin(path)
     with place.open("model.safetensors") as stream:
         stream.write(b"half of it")
@@ -61,7 +61,7 @@ def begin_and_wait(pipe: Connection, path: str) -> None:
 
 
 class Saving:
-    """One such process, which imported torch before it was forked."""
+    """A saving process, forked after torch was imported."""
 
     def __init__(self, work: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -72,7 +72,7 @@ class Saving:
         theirs.close()
 
     def told(self) -> list[Any]:
-        """All that it has said so far."""
+        """Return everything that it has reported so far."""
         found = []
         try:
             while self.pipe.poll():
@@ -82,7 +82,7 @@ class Saving:
         return found
 
     def kill(self) -> None:
-        """End it, whatever it is at."""
+        """Kill it, whatever it is doing."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()

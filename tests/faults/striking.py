@@ -1,4 +1,4 @@
-"""Faults that strike a rank at a given place of a run, as often as it came there."""
+"""Faults that strike a rank at the nth call of a given place of a run."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _WRITING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link",
 
 
 class Struck(Exception):
-    """What a rank raises that is struck by an exception."""
+    """Raised on a rank by a fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong.
+    """A fault.
 
     Attributes:
-        kind: one of `KINDS`; "none" counts calls and does nothing, "damaged" strikes between two starts.
-        rank: on which rank.
-        place: in which hook or step; "writing" is an operation on files within the run's folder.
-        nth: at which call of it, from 1.
+        kind: one of `KINDS`; "none" only counts calls, "damaged" is done between two starts.
+        rank: the rank.
+        place: the hook or step; "writing" is an operation on files within the run's folder.
+        nth: the number of the call, from 1.
     """
 
     kind: str = "none"
@@ -60,12 +60,12 @@ _inherited: dict[str, int] = {}
 
 
 class Striker:
-    """Puts a fault into a run.
+    """Injects a fault into a run.
 
     Args:
-        fault: which.
-        tell: gets the moment at which it strikes.
-        folder: where the run saves. Whatever is opened, made, renamed or removed there is the place "writing".
+        fault: the fault.
+        tell: receives the time at which it strikes.
+        folder: where the run saves. Opening, creating, renaming or removing files there is the place "writing".
     """
 
     def __init__(self, fault: Fault, tell: Callable[..., None], folder: Path) -> None:
@@ -81,7 +81,7 @@ class Striker:
             self._strike()
 
     def at(self, place: str) -> None:
-        """Take note of a call, and strike where it is the one."""
+        """Record a call, and strike if it is the given one."""
         self.calls[place] += 1
         fault = self._fault
         if (fault.place, fault.nth, fault.rank) == (place, self.calls[place], self._rank):
@@ -92,25 +92,25 @@ class Striker:
             self.at("writing")
 
     def settings(self) -> dict[str, Any]:
-        """Options of the strategy."""
+        """Return options of the strategy."""
         return {"step_timeout": STEP_TIMEOUT} if self._fault.kind == "stalls" else {}
 
     def callback(self) -> Callback:
-        """Return a callback whose every hook is a place."""
+        """Return a callback in which every hook is a place."""
         callback = Callback()
         for name in [*HOOKS, "state_dict", "load_state_dict"]:
             setattr(callback, name, self._then(name, getattr(callback, name)))
         return callback
 
     def module(self, module: Any) -> Any:
-        """Return the module, with its steps being places."""
+        """Return the module, with its steps as places."""
         module.validation_step = lambda batch, batch_idx: None
         for name in ("training_step", "validation_step", "configure_optimizers"):
             setattr(module, name, self._then(name, getattr(module, name)))
         return module
 
     def data(self, data: Any) -> Any:
-        """Return the data set, with reading it being a place."""
+        """Return the data set, with reading as a place."""
         plain = type(data)
 
         class Read(plain):  # type: ignore[valid-type,misc]
@@ -121,7 +121,7 @@ class Striker:
         return Read()
 
     def _then(self, place: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        # Not *args alone: a step's signature says what it takes.
+        # Named parameters as well as *args, because the engine inspects a step's signature.
         if place in ("training_step", "validation_step"):
 
             def step(batch: Any, batch_idx: int) -> Any:
@@ -172,7 +172,7 @@ def _fill_the_disk(fault: Fault) -> None:
 
 
 def _sockets() -> dict[str, int]:
-    """The sockets of this process, by what they are known by, with their descriptors."""
+    """Return the sockets of this process, by identity, with their descriptors."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -181,7 +181,7 @@ def _sockets() -> dict[str, int]:
 
 
 def _cut_off(fault: Fault) -> None:
-    """Cut every connection that this process has opened; those that it was forked with are its parent's."""
+    """Close every connection that this process has opened; inherited ones belong to its parent."""
     for link, number in _sockets().items():
         if link not in _inherited:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -192,12 +192,12 @@ _held: list[socket.socket] = []
 
 
 def _refuse(fault: Fault) -> None:
-    """Let the way to the others lead to a port at which nobody listens."""
+    """Redirect connections to the other ranks to a port on which nothing listens."""
     world = current_world()
     assert world is not None
     free = socket.socket()
     free.bind(("127.0.0.1", 0))
-    _held.append(free)  # so that nobody else gets it
+    _held.append(free)  # kept bound, so that no other process gets it
     world.port = free.getsockname()[1]
 
 

@@ -1,4 +1,6 @@
-"""A node whose link goes down: the others say so, and the run goes on once it is back. Rows B-01, F-02, G-02, G-04."""
+"""A node loses its link: the others report it, and the run resumes when the link is back. Rows B-01, F-02, G-02,
+G-04.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_a_link_that_goes_down(comes_back: bool, tmp_path: Path) -> None:
                 assert run.wait(LIMIT) == 0, [out.read_text() for out in outs]
         else:
             assert runs[0].wait(LIMIT) == 1
-            # Its torchrun waits for the system to give up the connection; its rank does not.
+            # Its torchrun waits until the system gives up the connection; its rank does not.
             _wait_until(lambda: "Rank 1 has lost the store" in outs[1].read_text(), "the loss of the store")
             return
     starts = [int(step) for step in _text(tmp_path / "starts-0").split()]

@@ -1,4 +1,4 @@
-"""Saves that are cut off: by a kill at any instant, a full disk, a refusal. F-05."""
+"""Saves that are interrupted: by a kill at any instant, a full disk, or a denied permission. F-05."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLS = int(os.environ.get("FAULTS", "12"))
 
 
 def number_in(path: Path) -> int:
-    """Which checkpoint this is; all of its files are of the same."""
+    """Return the checkpoint's number, after checking that all of its files agree."""
     assert verify(path) == []
     checkpoint = load(path)
     number = checkpoint.progress["number"]
@@ -46,7 +46,7 @@ def leftovers(folder: Path) -> list[str]:
 
 class TestKilled:
     @pytest.mark.parametrize("exchanging", [True, False], ids=["exchange", "two renames"])
-    def test_at_any_instant(self, tmp_path: Path, exchanging: bool) -> None:
+    def test_a_kill_at_any_instant(self, tmp_path: Path, exchanging: bool) -> None:
         instants = random.Random(5)
         seen = set()
         for _ in range(KILLS):
@@ -55,7 +55,7 @@ class TestKilled:
             time.sleep(instants.uniform(0, 0.1))
             saving.kill()
             last = max([0, *saving.told()])
-            # The last that was told to be done, or the one that was just being done.
+            # The last save that was reported, or the next one.
             assert number_in(tmp_path / "c") in (last, last + 1)
             seen.update(leftovers(tmp_path))
         assert seen, "no kill hit a save: the instants are chosen badly"
@@ -63,7 +63,7 @@ class TestKilled:
         assert number_in(tmp_path / "c") == 99
         assert leftovers(tmp_path) == []
 
-    def test_the_first_save_leaves_nothing_that_could_be_taken_for_a_checkpoint(self, tmp_path: Path) -> None:
+    def test_a_killed_first_save_leaves_no_checkpoint(self, tmp_path: Path) -> None:
         saving = Saving(begin_and_wait, str(tmp_path / "c"))
         assert saving.pipe.recv() == "begun"
         saving.kill()
@@ -73,8 +73,8 @@ class TestKilled:
         save(str(tmp_path / "another"), numbered(1), LOCAL)
         assert os.listdir(tmp_path) == ["another"]
 
-    def test_between_two_renames(self, tmp_path: Path) -> None:
-        """Where a disk cannot exchange two names, there is a moment in which the checkpoint has none."""
+    def test_a_kill_between_two_renames(self, tmp_path: Path) -> None:
+        """Where a disk cannot exchange two names atomically, the checkpoint has no name for a moment."""
         save(str(tmp_path / "c"), numbered(1), LOCAL)
         os.rename(tmp_path / "c", tmp_path / f".replaced-{16 * '0'}")
         (tmp_path / f".saving-{16 * '0'}.lock").write_text("c")
@@ -87,7 +87,7 @@ class TestKilled:
 
 
 class TestSeveralWriters:
-    def test_what_a_living_writer_has_is_left_alone(self, tmp_path: Path) -> None:
+    def test_files_of_a_live_writer_are_kept(self, tmp_path: Path) -> None:
         saving = Saving(begin_and_wait, str(tmp_path / "c"))
         assert saving.pipe.recv() == "begun"
         held = leftovers(tmp_path)
@@ -98,7 +98,7 @@ class TestSeveralWriters:
         save(str(tmp_path / "another"), numbered(2), LOCAL)
         assert leftovers(tmp_path) == []
 
-    def test_onto_one_path_at_once(self, tmp_path: Path) -> None:
+    def test_simultaneous_saves_to_one_path(self, tmp_path: Path) -> None:
         writers = [Saving(save_some, str(tmp_path / "c"), 15) for _ in range(3)]
         for writer in writers:
             assert writer.pipe.recv() == "ready"
@@ -111,7 +111,7 @@ class TestSeveralWriters:
         assert leftovers(tmp_path) == []
 
 
-# What the system refuses
+# Errors of the system
 
 
 def large() -> Contents:
@@ -137,7 +137,7 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=told):
             save(str(small_disk / "c"), large(), LOCAL)
         assert number_in(small_disk / "c") == 1
-        assert small_disk.stat().st_mtime_ns == changed  # not even a folder came and went
+        assert small_disk.stat().st_mtime_ns == changed  # not even a folder was created temporarily
 
     @requires_linux()
     def test_a_disk_that_fills_up(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs that seeded faults strike end soon, say why, and go on as if nothing had happened: F-05, G-01, G-02, G-04."""
+"""Runs with injected faults end soon, report the cause, and resume with the same results: F-05, G-01, G-02, G-04."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TALLIES: list[Tally] = []
 @requires_linux()
 @pytest.mark.timeout(60 + 25 * FAULTS)
 @pytest.mark.parametrize("strategy", STRATEGIES if FAULTS else FIRST)
-def test_a_struck_run_comes_to_the_same_end(strategy: str, tmp_path: Path) -> None:
+def test_a_run_with_faults_has_the_same_results(strategy: str, tmp_path: Path) -> None:
     first = FIRST.get(strategy, [])
     faults = max(len(first), -(-FAULTS // len(STRATEGIES)))
-    # In processes that have imported torch and have no threads, so that ranks are forked from them in no time.
+    # In processes that have imported torch and have no threads, so that ranks can be forked from them quickly.
     limit = 50 + 25 * FAULTS
     task = (tmp_path, strategy, faults, SEED, first, RUNS)
     tally = Tally()

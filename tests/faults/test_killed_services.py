@@ -1,4 +1,4 @@
-"""A run that is killed and goes on: its curves at wandb and MLflow have each step once."""
+"""A run that is killed and resumed: its curves at wandb and MLflow have each step once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _train(folder: Path, kill_at: int) -> str:
 @requires_package("wandb")
 @requires_package("sqlalchemy")
 @pytest.mark.slow
-def test_a_killed_run_has_no_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_logs_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # L-04
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
@@ -82,7 +82,7 @@ def test_a_killed_run_has_no_fold(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [log_dir] = run_distributed(_train, 1, tmp_path, 0, process_group=None, timeout=100, env=OFFLINE)
     folder = Path(log_dir)
     assert folder == tmp_path / "drivetrain_logs" / "version_0"
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 3  # begun once, and gone on with twice
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 3  # started once, and resumed twice
     assert len(mlflow_client(tmp_path).search_runs(["1"])) == 1
     assert mlflow_run(tmp_path, folder).info.status == "FINISHED"
     at_wandb, kept = wandb_rows(folder), list(csv.DictReader((folder / "metrics.csv").open()))

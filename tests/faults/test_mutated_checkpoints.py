@@ -1,6 +1,6 @@
-"""Whatever bytes a checkpoint holds, reading it ends in a value or a CheckpointError, in bounded time and memory: J-10.
+"""Reading a checkpoint with arbitrary bytes ends in a value or a CheckpointError, in bounded time and memory (J-10).
 
-A run goes on from some of them, up to its first step.
+A run resumes from some of them, up to its first step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _read_all(path: Path) -> None:
 
 
 def _verify(path: Path) -> None:
-    """It raises nothing, and where it finds nothing everything can be read."""
+    """Check that verifying raises nothing, and that everything can be read if it finds no problem."""
     if not verify(path):
         _read_all(path)
 
@@ -56,7 +56,7 @@ READINGS: tuple[Callable[[Path], object], ...] = (_read_all, _verify, show, _new
 
 
 def _bounded(read: Callable[[Path], object], path: Path, what: str, *also: type[Exception]) -> bool:
-    """Whether it ended in a value; it may end in a CheckpointError."""
+    """Return whether it ended in a value; it may end in a CheckpointError."""
     began = time.process_time()
     try:
         read(path)
@@ -90,7 +90,7 @@ def test_reading_ends_in_a_value_or_a_checkpoint_error(kind: str, tmp_path: Path
 
 
 class _ReachedError(Exception):
-    """The first step is about to begin."""
+    """Raised when the first step is about to begin."""
 
 
 class _Stop(Callback):
@@ -128,7 +128,7 @@ def _fit(folder: Path, start: Path | None, *callbacks: Callback) -> Fit:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    data: Any = torch.arange(24.0).view(8, 3) / 24  # a tensor is a dataset, too
+    data: Any = torch.arange(24.0).view(8, 3) / 24  # a tensor is also a dataset
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     fit.fit(_Tiny(), loader, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=start)
     return fit
@@ -144,7 +144,7 @@ class _SaveAt(Callback):
 
 
 @pytest.mark.timeout(300 + 5 * FAULTS)
-def test_a_run_goes_on_or_says_what_is_malformed(tmp_path: Path) -> None:
+def test_a_run_resumes_or_names_what_is_malformed(tmp_path: Path) -> None:
     # J-10
     path = tmp_path / "checkpoint"
     _fit(tmp_path, None, _SaveAt(path))

@@ -1,4 +1,4 @@
-"""After a run, whether it failed or not, nothing of it is left in the process or on the machine: G-07, A-03."""
+"""After a run, failed or not, nothing of it remains in the process or on the machine: G-07, A-03."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    # Workers share memory through sockets in it, whose paths may have 108 characters: pytest's own are long.
+    # Workers share memory through sockets in it, whose paths are limited to 108 characters; pytest's own paths are
+    # long.
     with tempfile.TemporaryDirectory(prefix="left-") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""Runs that are told to leave save, end in order, and go on as if nothing had been: G-03."""
+"""Preempted runs save, end in order, and resume as if they had not been interrupted: G-03."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 
 
 def _leave_and_go_on(folder: Path, names: list[str]) -> dict[str, Any]:
-    """What each strategy's run comes to: undisturbed, and left within an epoch for the sake of one rank's signal."""
+    """Return each strategy's results: of an undisturbed run, and of one that left within an epoch after one rank's
+    signal.
+    """
     rank, told = int(os.environ["RANK"]), {}
 
     def tell(what: str, *values: Any) -> None:
@@ -42,7 +44,7 @@ def _leave_and_go_on(folder: Path, names: list[str]) -> dict[str, Any]:
     return told
 
 
-def test_all_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) -> None:
+def test_all_ranks_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) -> None:
     names = [name for name in STRATEGIES if name not in ("single", "zero 3")]
     env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
     for told in run_distributed(_leave_and_go_on, 2, tmp_path, names, process_group=None, env=env):
@@ -53,8 +55,9 @@ def test_all_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) -> None:
 
 
 def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, int]]]:
-    """Go on until the last rank is told to leave after ``step``; what became of it, and which samples were seen."""
-    stopping.AGREE_EVERY = 1  # a step takes no time here: else the epoch would be over within sixteen micro-batches
+    """Run until the last rank is preempted after ``step``; return the outcome, and the samples that were used."""
+    # prevents the epoch from ending within sixteen micro-batches, since a step takes almost no time here
+    stopping.AGREE_EVERY = 1
     seen: list[tuple[int, int]] = []
     window: list[tuple[int, int]] = []
     made = -1
@@ -64,7 +67,7 @@ def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, 
         nonlocal made
         if what == "seen":
             window.extend(*values)
-        if what == "step" and values != (made,):  # what a window held that was left does not count
+        if what == "step" and values != (made,):  # samples of the abandoned window do not count
             (made,) = values
             seen.extend(window)
             window.clear()
@@ -78,7 +81,7 @@ def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, 
     return None, seen
 
 
-def test_who_comes_back_to_fewer_ranks_or_more_sees_every_sample_once(tmp_path: Path) -> None:  # F-02, G-03
+def test_a_resume_on_fewer_or_more_ranks_uses_every_sample_once(tmp_path: Path) -> None:  # F-02, G-03
     seen, codes = [], []
     env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
     for name, ranks, step in (("fsdp", 2, 1), ("single", 1, 3), ("ddp", 2, -1)):
@@ -91,7 +94,7 @@ def test_who_comes_back_to_fewer_ranks_or_more_sees_every_sample_once(tmp_path: 
     assert sorted(everything) == [(epoch, sample) for epoch in range(2) for sample in range(SAMPLES)]
 
 
-# As scripts, whose processes get their signals from outside.
+# Scripts, whose processes are signalled from outside.
 
 _SCRIPT = """
 import os, sys, time, torch
@@ -133,10 +136,10 @@ if __name__ == "__main__":
         ("forkserver", signal.SIGTERM, "caller", 128 + signal.SIGTERM),
     ],
 )
-def test_a_script_that_is_told_to_leave(
+def test_a_preempted_script_saves_and_exits(
     tmp_path: Path, launcher: str, number: signal.Signals, to: str, code: int | None
 ) -> None:
-    """Data-loading workers are of the group that gets the signal, and are still needed."""
+    """Data-loading workers are in the process group that gets the signal, and are still needed."""
     (tmp_path / "script.py").write_text(_SCRIPT)
     command = [sys.executable, "script.py", launcher]
     if launcher == "torchrun":
@@ -168,13 +171,13 @@ def test_a_script_that_is_told_to_leave(
     assert steps <= {saved[0].partition("=")[2]}
     assert process.returncode == code if code is not None else process.returncode != 0
     assert "DataLoader worker" not in errors
-    # Nobody is left behind.
+    # No process remains.
     for path in tmp_path.glob("at-*"):
         assert not Path(f"/proc/{path.name.split('-')[2]}").exists()
 
 
 def _stuck(folder: Path) -> None:
-    """Rank 1 never comes; rank 0 waits for it in a collective, where no handler of Python's runs."""
+    """Block rank 0 in a collective, where no Python signal handler runs, because rank 1 never arrives."""
 
     class Stuck(Drawing):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -187,7 +190,7 @@ def _stuck(folder: Path) -> None:
             subprocess.Popen(["sh", "-c", script])
 
     fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False)
-    data: Any = torch.ones(40, 5)  # a tensor is a dataset, too
+    data: Any = torch.ones(40, 5)  # a tensor is also a dataset
     fit.fit(Stuck(tell), torch.utils.data.DataLoader(data, batch_size=2))
 
 

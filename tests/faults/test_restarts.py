@@ -1,4 +1,4 @@
-"""Under torchrun --max-restarts a run whose rank is killed goes on by itself: G-02."""
+"""Under torchrun --max-restarts a run resumes by itself after a rank was killed: G-02."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_a_killed_worker_is_restarted_and_loses_nothing(tmp_path: Path) -> None:
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 0, said
     starts = sorted((tmp_path / "kill.log").read_text().split("\n"))
-    # Rank 1 is killed in its third step: the next start goes on from the last whole one.
+    # Rank 1 is killed in its third step: the next start resumes from the last complete checkpoint.
     assert [line.split()[1:] for line in starts if line.startswith("0")] == [["0", "0"], ["1", "2"]]
     assert [json.loads((tmp_path / f"kill.{rank}").read_text()) for rank in (0, 1)] == undisturbed

@@ -1,4 +1,4 @@
-"""Saves into a store that fails in seeded ways lose nothing, and mix nothing. J-04, J-08."""
+"""Saves into a store with seeded failures lose nothing and mix no checkpoints. J-04, J-08."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ELEMENTS = 128
 
 
 def contents(number: int, rank: int, ranks: int) -> Contents:
-    """A checkpoint that tells which one it is, in every file."""
+    """A checkpoint with its number in every file."""
     part = _ELEMENTS // ranks
     shard = ParameterShard(
         torch.full((part,), float(number)), torch.Size((_ELEMENTS,)), Span(part * rank, part * (rank + 1))
@@ -50,7 +50,9 @@ def contents(number: int, rank: int, ranks: int) -> Contents:
 
 
 def number_found() -> int:
-    """Which checkpoint "auto" would choose; all of its files are of the same, and it is whole."""
+    """Return the number of the checkpoint that "auto" would choose, after checking that it is complete and
+    consistent.
+    """
     checkpoint = newest([FOLDER])
     assert checkpoint is not None, "nothing is found"
     assert verify(checkpoint.path) == []
@@ -63,7 +65,7 @@ def number_found() -> int:
     return number
 
 
-# What goes wrong, in the words of the table
+# Faults, with the names that the table uses
 
 
 def _refused(store: FaultyStore, draw: random.Random) -> None:
@@ -80,7 +82,7 @@ def _answer_lost(store: FaultyStore, draw: random.Random) -> None:
 
 def _manifest_lost(store: FaultyStore, draw: random.Random) -> None:
     store.fail("put", "*/manifest.json", times=draw.choice((1, None)), lost=True)
-    if draw.random() < 0.5:  # and nobody says what is there
+    if draw.random() < 0.5:  # and the state of the store is unknown
         store.fail("get", "*/manifest.json", times=draw.choice((1, 2, None)), after=draw.randrange(3))
 
 
@@ -121,13 +123,13 @@ KILLED = "SIGKILL at an operation"
 
 @dataclass
 class Tried:
-    """What came of one draw.
+    """The outcome of one draw.
 
     Attributes:
-        kind: of fault.
-        number: of the draw.
-        saved: whether the struck save returned.
-        problem: what was lost or mixed; None where nothing was.
+        kind: kind of fault.
+        number: number of the draw.
+        saved: whether the failing save returned.
+        problem: what was lost or mixed; None if nothing was.
     """
 
     kind: str
@@ -223,7 +225,7 @@ def table(tried: Sequence[Tried]) -> str:
 
 @requires_linux()
 @pytest.mark.timeout(60 + 2 * FAULTS)
-def test_nothing_is_lost_and_nothing_mixed(tmp_path: Path) -> None:
+def test_no_checkpoint_is_lost_or_mixed(tmp_path: Path) -> None:
     tried = [_killed(tmp_path / f"killed-{number}", number) for number in range(EACH)]
     for ranks in (1, 2):
         told = run_distributed(_try_all, ranks, tmp_path / str(ranks), EACH, ranks, timeout=60 + 2 * FAULTS)

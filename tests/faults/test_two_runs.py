@@ -20,7 +20,7 @@ from drivetrain.testing import run_distributed
 
 
 class InStep(Drawing):
-    """Begins each step, and so each save, together with the other run."""
+    """Begins each step, and therefore each save, together with the other run."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(lambda *words: None)
@@ -33,20 +33,20 @@ class InStep(Drawing):
             time.sleep(0.0001)
 
 
-def _run(folder: Path, beside: bool) -> Any:
+def _run(folder: Path, in_background: bool) -> Any:
     seed = dist.get_rank() + 1
-    dist.destroy_process_group()  # each goes its own way from here on
+    dist.destroy_process_group()  # the runs differ from here on
     module = InStep(dist.FileStore(f"{folder}.store", 2))  # type: ignore[attr-defined]
-    saver = Checkpoint(folder, every_n_train_steps=1, save_async=beside, keep_last=KEPT)
+    saver = Checkpoint(folder, every_n_train_steps=1, save_async=in_background, keep_last=KEPT)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fit = Fit(accelerator="cpu", callbacks=saver, default_root_dir=folder, max_epochs=2, seed=seed, **quiet)
     fit.fit(module, DataLoader(Augmented(), batch_size=3, shuffle=True))
     return seed, sorted(saver.best_k_models), [parameter.detach() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_neither_touches_what_the_other_keeps(beside: bool, tmp_path: Path) -> None:
-    runs = run_distributed(_run, 2, tmp_path, beside)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_neither_run_changes_the_files_of_the_other(in_background: bool, tmp_path: Path) -> None:
+    runs = run_distributed(_run, 2, tmp_path, in_background)
     for seed, kept, trained in runs:
         assert len(kept) == KEPT
         for path in kept:
@@ -54,5 +54,5 @@ def test_neither_touches_what_the_other_keeps(beside: bool, tmp_path: Path) -> N
             assert load(path).state()["data"]["seed"] == seed, f"{path} is the other's"
         newest = load(max(kept, key=lambda path: load(path).progress["global_step"])).weights()
         assert all(torch.equal(one, other) for one, other in zip(newest.values(), trained, strict=True))
-    assert len(os.listdir(tmp_path)) == 2 * KEPT + 2  # "latest", and the place of the runs' folders
+    assert len(os.listdir(tmp_path)) == 2 * KEPT + 2  # "latest", and the folder of runs
     assert len(os.listdir(tmp_path / "drivetrain_logs")) == 2

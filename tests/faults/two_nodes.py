@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces, joined by a cable (a veth pair) that can be pulled out."""
+"""Two nodes on one machine: network namespaces connected by a cable (a veth pair) that can be unplugged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import IO
 
 _DEVICE = "cable"
 _ADDRESSES = ("10.213.0.1", "10.213.0.2")
-_PORT = 29_400  # the namespaces are the test's own, and so is every port in them
+_PORT = 29_400  # namespaces are private to the test, so every port in them is free
 
 
 def why_not() -> str | None:
-    """Why there cannot be namespaces here, or None."""
+    """Return why namespaces cannot be used here, or None."""
     if shutil.which("ip") is None:
         return "needs ip (Debian: iproute2)"
     probe = f"drivetrain-probe-{os.getpid()}"
@@ -29,7 +29,7 @@ def why_not() -> str | None:
 
 
 class TwoNodes:
-    """The nodes, and what runs on them."""
+    """The nodes, and the processes that run on them."""
 
     def __init__(self) -> None:
         self.names = [f"drivetrain-{os.getpid()}-{node}" for node in (0, 1)]
@@ -38,17 +38,17 @@ class TwoNodes:
     def torchrun(
         self, node: int, script: Path, *arguments: str, max_restarts: int, out: IO[str]
     ) -> subprocess.Popen[str]:
-        """Start torchrun on ``node``, with one process."""
+        """Start torchrun with one process on ``node``."""
         process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.names[node], sys.executable, "-m", "torch.distributed.run"),
                 *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(max_restarts)),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_ADDRESSES[0]}:{_PORT}"),
-                # torchrun finds out who hosts the rendezvous by the machine's name, which these nodes share.
+                # torchrun determines the host of the rendezvous by the machine's name, which these nodes share.
                 *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", _ADDRESSES[node]),
                 *(str(script), *arguments),
             ],
-            # The machine's name leads to the loopback device, which ends at the node.
+            # The machine's name resolves to the loopback device, which cannot be reached from the other node.
             env=os.environ | {"GLOO_SOCKET_IFNAME": _DEVICE, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -59,7 +59,7 @@ class TwoNodes:
         return process
 
     def link(self, up: bool) -> None:
-        """Put the cable in, or pull it out: connections do not end, nothing comes through them."""
+        """Plug or unplug the cable: connections do not end, but no data passes."""
         self._ip("-n", self.names[1], "link", "set", _DEVICE, "up" if up else "down")
 
     def _build(self) -> None:
@@ -91,7 +91,7 @@ class TwoNodes:
 
 @contextmanager
 def two_nodes() -> Iterator[TwoNodes]:
-    """The nodes exist within it; what still runs on them at its end is killed."""
+    """Create the nodes within the context; processes still running on them at its end are killed."""
     nodes = TwoNodes()
     try:
         nodes._build()

@@ -1,1 +1,1 @@
-"""Training programs drawn at random, run under `Fit` and by a plain loop, and compared."""
+"""Randomly generated training programs, run under `Fit` and by a plain loop, and compared."""

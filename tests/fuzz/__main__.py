@@ -1,4 +1,4 @@
-"""``make fuzz COUNT=2000 SEED=...``: as many programs as are wanted; what is found is printed as a script that runs."""
+"""``make fuzz COUNT=2000 SEED=...``: checks the given number of programs; prints findings as runnable scripts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> int:
-    """Run so many programs and print what differs; returns how many findings there were."""
+    """Run ``count`` programs and print the differences; returns the number of findings."""
     print(f"COUNT={count} SEED={seed}, under {', '.join(strategies)}", flush=True)
     began, found, done = time.monotonic(), 0, 0
     ran = [0]
@@ -60,7 +60,7 @@ def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> i
     while done < count and found < findings:
         size = min(_AT_ONCE, count - done)
         ran[0] = 0
-        # Programs of different chunks are drawn apart: a long search of Hypothesis dwells on what it has seen.
+        # Chunks are drawn independently: a long Hypothesis search concentrates on programs that it has already tried.
         one = search(size, seed * 1_000_003 + done, strategies, attempt=attempt)
         if one is None:
             done += ran[0]
@@ -74,7 +74,7 @@ def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> i
 
 
 def find_plants(names: list[str], count: int, strategies: tuple[str, ...], seeds: tuple[int, ...]) -> int:
-    """Count the programs that it takes to find each planted defect; returns how many were not found."""
+    """Count the programs needed to find each planted defect; returns how many defects were not found."""
     missed = 0
     for name in names:
         for seed in seeds:
@@ -95,7 +95,7 @@ def find_plants(names: list[str], count: int, strategies: tuple[str, ...], seeds
 
 
 def check_with(plant: str, program: Program) -> None:
-    """Check ``program`` with a planted defect; what goes wrong without it does not count."""
+    """Check ``program`` with a planted defect; failures that also occur without it do not count."""
     try:
         check(program, plant)
     except Difference:

@@ -1,4 +1,4 @@
-"""Runs a program both ways and compares: what tests, the command and printed scripts call."""
+"""Runs a program both ways and compares the results; used by tests, the command and printed scripts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from worlds import on_ranks
 
 
 class Difference(AssertionError):
-    """What came out is not what must."""
+    """Raised when results differ from the expected ones."""
 
 
 def check(program: Program, plant: str = "") -> None:
     """Run ``program`` under the engine and by hand.
 
     Raises:
-        Difference: they differ; says in what.
+        Difference: the results differ; the message states in what.
     """
     found = found_in(program, plant)
     if found:
@@ -30,7 +30,7 @@ def check(program: Program, plant: str = "") -> None:
 
 
 def found_in(program: Program, plant: str = "") -> list[str]:
-    """What differs, a phrase each."""
+    """Return the differences, as one phrase each."""
     expected = interpret(program)
     if program.launcher:
         return differences(program, expected, [launched(program, plant)])
@@ -53,7 +53,10 @@ def found_in(program: Program, plant: str = "") -> list[str]:
 
 
 def is_stable(program: Program, expected: Outcome) -> bool:
-    """Whether the loop comes to nearly the same end where it begins a rounding apart: else its numbers tell nothing."""
+    """Return whether the loop has nearly the same results after a rounding-sized change of the initial weights.
+
+    The results of other programs cannot be compared.
+    """
     if expected.error:
         return True
     near = LOOSE[program.precision] / 4
@@ -61,5 +64,5 @@ def is_stable(program: Program, expected: Outcome) -> bool:
 
 
 def on(ranks: int, program: Program, root: str, resumed: bool, plant: str) -> list[Outcome]:
-    """Run on so many kept ranks."""
+    """Run on the given number of shared ranks."""
     return on_ranks(run, ranks, program, root, resumed, plant, timeout=30)

@@ -1,4 +1,4 @@
-"""How what came out differs from what must."""
+"""Finds the differences between actual and expected results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOSE = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed": 1e-3
 
 
 def differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False) -> list[str]:
-    """One phrase for everything that differs; none where all is as it must be."""
+    """Return one phrase for every difference; none if everything is as expected."""
     errors = {one.error for one in ranks}
     if errors - {""}:
         return refused(program, expected, ranks)
@@ -32,11 +32,11 @@ def differences(program: Program, expected: Outcome, ranks: list[Outcome], resum
     for rank, outcome in enumerate(ranks):
         found += [f"rank {rank}: {what}" for what in weights_of(expected.weights, outcome.weights, near)]
     first = ranks[0]
-    if program.launcher:  # nothing else comes back to the caller
+    if program.launcher:  # a launched run returns nothing else to the caller
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
         return found + metrics_of(expected, first, near)
     strategy = program.resume.strategy if resumed and program.resume is not None else program.strategy
-    if not strategy.startswith("deepspeed"):  # whose optimizer holds flat parts, under names of its own
+    if not strategy.startswith("deepspeed"):  # whose optimizer holds flat partitions, under names of its own
         found += states_of(expected, first, near)
     if not program.stop or program.stop.how == "max_steps":
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
@@ -47,7 +47,7 @@ def differences(program: Program, expected: Outcome, ranks: list[Outcome], resum
 
 
 def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
-    """A run that raised: what the program raises itself, or a refusal that is permitted and came in time."""
+    """Judge a run that raised: the error is the program's own, or a permitted refusal before any step differs."""
     kinds = {one.error for one in ranks}
     said = next(one for one in ranks if one.error)
     if len(kinds) > 1 and "RankFailedError" not in kinds:
@@ -64,7 +64,7 @@ def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[s
 
 
 def in_time(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
-    """Whether no step went wrong before the run ended."""
+    """Return whether no step differs before the end of the run."""
     found = []
     for rank, outcome in enumerate(ranks):
         for at, ((steps, held), (must, wanted)) in enumerate(zip(outcome.steps, expected.steps, strict=False)):
@@ -115,7 +115,7 @@ def rates_of(expected: Outcome, outcome: Outcome, resumed: bool) -> list[str]:
 
 
 def order_of(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool) -> list[str]:
-    """Samples and hooks, in their order."""
+    """Compare samples and hooks, in their order."""
     found = []
     after = expected.saved_after if resumed else 0
     wanted = expected.samples[after:]
@@ -126,7 +126,7 @@ def order_of(program: Program, expected: Outcome, ranks: list[Outcome], resumed:
         hooks = ["on_train_start", *expected.hooks[expected.saved_hooks :]]
     held = ranks[0].hooks
     if any(one.kind in ("lbfgs", "sam") for one in program.optimizers):
-        # How often a loss is evaluated anew is the optimizer's affair.
+        # How often a loss is re-evaluated is up to the optimizer.
         held, hooks = ([one for one in each if "backward" not in one] for each in (held, hooks))
     if held != hooks:
         at = next(
@@ -166,7 +166,7 @@ def metrics_of(expected: Outcome, outcome: Outcome, near: float) -> list[str]:
 
 
 def merged(flushes: list[tuple[int, dict[str, float]]]) -> list[tuple[int, str, float]]:
-    """Every value with its step; how many calls brought them does not matter."""
+    """Return every value with its step, regardless of how they were split over calls."""
     return sorted(
         ((step, key, value) for step, values in flushes for key, value in values.items() if key != "epoch"),
         key=lambda one: one[:2],

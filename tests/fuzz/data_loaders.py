@@ -1,4 +1,4 @@
-"""The user's data: data sets, samplers and loaders in plain PyTorch."""
+"""User code of a program: data sets, samplers and loaders in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ NAMES = ("x", "y", "index")
 
 
 def numbers(samples: int, on_tokens: bool, first: int = 0) -> Parts:
-    """Inputs, targets and indices of so many samples from ``first`` on; a sample is the same wherever it comes."""
+    """Return inputs, targets and indices of ``samples`` samples from ``first`` on; a sample depends only on its
+    index.
+    """
     generator = torch.Generator().manual_seed(11)
     count = first + samples
     index = torch.arange(count)
@@ -45,7 +47,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class Backwards(Sampler[int]):
-    """A sampler of the user's own."""
+    """A user-defined sampler."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -58,7 +60,7 @@ class Backwards(Sampler[int]):
 
 
 class Ragged(Sampler[list[int]]):
-    """A batch sampler whose batches are of different sizes; its length is what it claims."""
+    """A batch sampler with batches of different sizes; its length may be wrong."""
 
     def __init__(self, data: Data) -> None:
         self.data = data
@@ -76,20 +78,22 @@ class Ragged(Sampler[list[int]]):
 
 
 class Unmeasured(Ragged):
-    """One that has no length."""
+    """A variant without a length."""
 
     __len__ = None  # type: ignore[assignment]
 
 
 def part_of_rank(data: Data, ranks: int, rank: int) -> list[int]:
-    """The samples of an iterable data set that are a rank's own; no two ranks have as many."""
+    """Return the samples of an iterable data set that belong to a rank; each rank has a different number."""
     shares = [one + 1 if data.rising else ranks - one for one in range(ranks)]
     start, stop = (data.samples * sum(shares[:bound]) // sum(shares) for bound in (rank, rank + 1))
     return list(range(start, stop))
 
 
 def batches_of_rank(data: Data, ranks: int, rank: int) -> list[list[int]]:
-    """The batches of that part; where workers share its samples each makes batches of its own, and they take turns."""
+    """Return the batches of that part; if workers share its samples, each makes its own batches, and they take
+    turns.
+    """
     own = part_of_rank(data, ranks, rank)
     if data.kind == "sharded":
         parts = [in_batches(own[worker :: data.workers], data.batch) for worker in range(data.workers)]
@@ -102,12 +106,12 @@ def in_batches(indices: list[int], size: int) -> list[list[int]]:
 
 
 def claimed(data: Data, ranks: int, rank: int) -> int:
-    """Batches that a rank's loader of such a part says there are; it knows nothing of what workers get."""
+    """Return the number of batches that a rank's loader reports; it does not account for how workers share the data."""
     return max(1, len(in_batches(part_of_rank(data, ranks, rank), data.batch)) + (data.claims or 0))
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
-    """An iterable data set of whole batches; of several workers each reads every n-th."""
+    """An iterable data set of whole batches; with several workers each reads every n-th one."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         self.parts = numbers(data.samples, on_tokens)
@@ -123,13 +127,13 @@ class Stream(IterableDataset[dict[str, Tensor]]):
             if self.reuses:
                 if not kept:
                     kept = [part.clone() for part in parts]
-                # Into the same memory, as one does who pins it.
+                # Into the same memory, as a loader with pinned buffers does.
                 parts = [old[: len(part)].copy_(part) for old, part in zip(kept, parts, strict=True)]
             yield dict(zip(NAMES, parts, strict=True))
 
 
 class MeasuredStream(Stream):
-    """One that says how long it is, right or wrong."""
+    """A stream with a length, right or wrong."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         super().__init__(data, on_tokens, ranks, rank)
@@ -140,7 +144,7 @@ class MeasuredStream(Stream):
 
 
 class Sharded(IterableDataset[dict[str, Tensor]]):
-    """An iterable data set of samples, which the workers share."""
+    """An iterable data set of samples that its workers share."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         self.parts = numbers(data.samples, on_tokens)
@@ -154,7 +158,7 @@ class Sharded(IterableDataset[dict[str, Tensor]]):
 
 
 class MeasuredShards(Sharded):
-    """One with a length, from which torch estimates the loader's: in samples, and not of what each worker gets."""
+    """A variant with a length in samples, from which torch estimates the loader's length regardless of workers."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         super().__init__(data, on_tokens, ranks, rank)
@@ -165,7 +169,7 @@ class MeasuredShards(Sharded):
 
 
 def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
-    """A loader of a rank's own part."""
+    """Return a loader of a rank's own part."""
     if data.kind == "sharded":
         shards = (Sharded if data.claims is None else MeasuredShards)(data, on_tokens, ranks, rank)
         return DataLoader(shards, data.batch, num_workers=data.workers)
@@ -174,7 +178,7 @@ def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
 
 
 def training_loader(program: Program, ranks: int, rank: int) -> Any:
-    """The loader that the user hands to ``fit``."""
+    """Return the loader that the user passes to ``fit``."""
     data, on_tokens = program.data, program.net.family != "mlp"
     options: dict[str, Any] = {"num_workers": data.workers}
     if data.kind in OWN_PARTS:
@@ -188,7 +192,7 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
 
 
 def validation_loader(program: Program, ranks: int, rank: int) -> Any:
-    """The loader of validation."""
+    """Return the validation loader."""
     assert program.validation is not None
     on_tokens = program.net.family != "mlp"
     if program.validation.kind != "map":
@@ -197,7 +201,7 @@ def validation_loader(program: Program, ranks: int, rank: int) -> Any:
     return DataLoader(dataset, program.validation.batch)
 
 
-def taken(batch: dict[str, Tensor], spoils: bool) -> Parts:
-    """What a step takes of a batch; ``spoils`` leaves the dict empty."""
+def parts_of(batch: dict[str, Tensor], spoils: bool) -> Parts:
+    """Return the parts of a batch that a step uses; ``spoils`` empties the dict."""
     x, y, index = (batch.pop(name) if spoils else batch[name] for name in NAMES)
     return x, y, index

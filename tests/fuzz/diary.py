@@ -1,4 +1,4 @@
-"""What a program logs, kept by hand: plain lists, and sums over them."""
+"""What a program logs, recorded by hand: plain lists, and sums over them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Call:
 
 
 class Diary:
-    """Keeps every value, and adds up."""
+    """Records every logged value, and reduces them."""
 
     def __init__(self, program: Program, outcome: Outcome) -> None:
         self.logs = list(enumerate(program.logs))
@@ -41,11 +41,11 @@ class Diary:
         self.began = False
 
     def begin(self, stage: str) -> None:
-        """An epoch begins: what the stage gathered is forgotten."""
+        """Begin an epoch: discard the values that the stage has collected."""
         self.enter(stage)
         first, self.began = not self.began, True
         if stage == "train" and first:
-            return  # what on_train_start has logged is the first epoch's
+            return  # values logged in on_train_start belong to the first epoch
         for number, log in self.logs:
             if stage_of(log) == stage:
                 self.calls.pop(key_of(log, number), None)
@@ -64,7 +64,7 @@ class Diary:
         parts: Parts | None,
         samples: int | None = None,
     ) -> None:
-        """Log, on one rank, everything that the program logs at this place."""
+        """Log, on one rank, all values that the program logs at this place."""
         for number, log in self.logs:
             if log.where != where:
                 continue
@@ -87,13 +87,13 @@ class Diary:
         return [(key_of(log, number), log) for number, log in self.logs if stage_of(log) == self.stage]
 
     def after_step(self, steps: int) -> None:
-        """Flush to the loggers, every so many steps."""
+        """Flush to the loggers, at the logging interval."""
         if self.every and steps % self.every == 0:
             values = self.steps()
             self.outcome.flushes.append((steps, values))
 
     def steps(self) -> dict[str, float]:
-        """The values of steps that came since they were last asked for: rank 0's, or of all ranks together."""
+        """Return the step values since the last call: rank 0's, or reduced over all ranks."""
         values = {}
         for key, log in self.of_stage():
             if not log.on_step or key not in self.fresh:
@@ -109,7 +109,7 @@ class Diary:
         return values
 
     def reduced(self) -> dict[str, float]:
-        """The epoch's values over all ranks."""
+        """Return the epoch's values over all ranks."""
         values = {}
         for key, log in self.of_stage():
             if not log.on_epoch or key not in self.calls:
@@ -135,12 +135,12 @@ class Diary:
         self.outcome.flushes.append((steps, values))
 
     def monitored(self) -> float:
-        """What a plateau scheduler watches."""
+        """Return the value that a plateau scheduler monitors."""
         number, log = next((number, log) for number, log in self.logs if log.where == "validation_step")
         return self.results[key_of(log, number) + ("_epoch" if log.on_step else "")]
 
     def metrics(self) -> dict[str, float]:
-        """All values, under every name that is theirs alone."""
+        """Return all values, under every name that is unambiguous."""
         values = dict(self.results)
         for number, log in self.logs:
             key = key_of(log, number)
@@ -163,11 +163,11 @@ def combined(log: Log, values: list[float], weights: list[float]) -> float:
 
 
 def metric(log: Log, seen: list[tuple[int, Parts]]) -> float:
-    """The metric over all samples of the epoch."""
+    """Return the metric over all samples of the epoch."""
     if log.what == "metric":
         return float(torch.cat([parts[2] for _, parts in seen]).double().mean())
     if all(len(parts[0]) == 1 for _, parts in seen) and len({rank for rank, _ in seen}) == len(seen):
-        return math.nan  # torchmetrics holds a variance for nothing where no rank has two samples
+        return math.nan  # torchmetrics considers the variance zero if no rank has two samples
     x = torch.cat([parts[0][:, 0] for _, parts in seen]).double()
     y = torch.cat([parts[1][:, 0] for _, parts in seen]).double()
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])

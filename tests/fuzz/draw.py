@@ -1,4 +1,4 @@
-"""The strategies of Hypothesis that draw programs: every choice shrinks to the plainest one."""
+"""Hypothesis strategies that draw programs: every choice shrinks to the simplest one."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ ZERO_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed") if FP16 else ("32-true",
 
 
 class Drawn:
-    """Draws the parts of one program."""
+    """Draws the parts of a program."""
 
     def __init__(self, draw: Any, strategies: Sequence[str]) -> None:
         self.draw = draw
         self.strategies = strategies
 
     def one_of(self, *choices: Any) -> Any:
-        """One of these; the first is the plainest."""
+        """Choose one of the options; the first is the simplest."""
         return self.draw(st.sampled_from(choices))
 
     def chance(self, percent: int) -> bool:
-        """True so often."""
+        """Return True with the given probability."""
         return bool(self.draw(st.integers(0, 99)) >= 100 - percent)
 
     def between(self, low: int, high: int) -> int:
@@ -86,12 +86,12 @@ class Drawn:
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
             if resume is not None:  # a resumed run calls on_train_start again
                 logs = tuple(log for log in logs if log.where != "on_train_start")
-                if resume.ranks != ranks:  # whose values a rank's own are then is open
+                if resume.ranks != ranks:  # for which the meaning of a rank's own values is undefined
                     logs = tuple(log for log in logs if log.sync_dist is not False)
         estimated = data.claims is not None and (resume is None or resume.ranks == ranks)
-        in_window = any(change.hook == "on_validation_end" for change in changes)  # where it may be refused
+        in_window = any(change.hook == "on_validation_end" for change in changes)  # because it may be refused
         accumulate = 1 if manual or in_window else self.one_of(1, 1, 2, 3)
-        zero = strategy.startswith("deepspeed")  # clips by the norm alone
+        zero = strategy.startswith("deepspeed")  # it clips by norm only
         clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
         schedulers = () if manual or closure else self.schedulers(validation, logs, changes, estimated)
         return Program(
@@ -123,7 +123,7 @@ class Drawn:
         )
 
     def launched(self) -> Program:
-        """A small one that is started by a launcher of its own."""
+        """Return a small program whose processes are started by a launcher."""
         return Program(
             strategy="ddp",
             ranks=2,
@@ -174,7 +174,7 @@ class Drawn:
         kind = self.one_of("sgd", "momentum", "adamw", "adamw")
         zero = strategy.startswith("deepspeed")
         if precision in ("32-true", "64-true", "bf16-mixed") and not net.dropout and not zero and self.chance(12):
-            # A line search goes where rounding sends it.
+            # A line search amplifies rounding.
             return (Optimizer("sam" if precision == "bf16-mixed" else self.one_of("lbfgs", "sam"), "all", lr),)
         if net.tied or strategy.startswith("deepspeed") or not self.chance(50 if manual else 20):
             return (Optimizer(kind, "all", lr),)
@@ -185,7 +185,7 @@ class Drawn:
             return (Turn(closure=True),)
         toggles = len(optimizers) > 1 and self.chance(30)
         turns = []
-        scales = precision == "16-mixed"  # where it matters how often something steps or clips
+        scales = precision == "16-mixed"  # combinations in which the number of steps or clips matters
         for _ in range(self.between(1, 2)):
             for number in range(len(optimizers)):
                 clips = self.one_of(0, 1, 2) if scales else self.one_of(0, 0, 1, 2)

@@ -1,4 +1,4 @@
-"""The program under `Fit`, on one rank."""
+"""Runs the program under `Fit`, on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
-from fuzz.data_loaders import taken, training_loader, validation_loader
+from fuzz.data_loaders import parts_of, training_loader, validation_loader
 from fuzz.nets import Model, add_group, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
 from fuzz.plants import planted
@@ -24,7 +24,7 @@ from fuzz.program import Change, Program
 
 
 class Planned(Exception):
-    """What a program raises itself."""
+    """An error that a program raises on purpose."""
 
 
 class Trained(TrainModule):
@@ -50,7 +50,7 @@ class Trained(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         program = self.program
-        parts = taken(batch, program.data.spoils)
+        parts = parts_of(batch, program.data.spoils)
         if program.manual:
             return self.turns(parts, batch_idx)
         if program.nothing == "always" or (program.nothing == "odd" and batch_idx % 2):
@@ -89,7 +89,7 @@ class Trained(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.program.validation is not None
-        parts = taken(batch, self.program.data.spoils)
+        parts = parts_of(batch, self.program.data.spoils)
         if self.program.validation.draws:
             torch.rand(3)
         self.say("validation_step", self.net.loss(parts), batch_idx, parts)
@@ -126,14 +126,14 @@ class Trained(TrainModule):
 
 
 class Weighed(Trained):
-    """One that says over how many items its loss is a mean."""
+    """A module that states the number of items over which its loss is a mean."""
 
     def batch_weight(self, batch: Any) -> float:
-        return self.net.weight(taken(batch, False))
+        return self.net.weight(parts_of(batch, False))
 
 
 class Steps(Trained):
-    """One without validation."""
+    """A module without validation."""
 
     validation_step = TrainModule.validation_step  # type: ignore[assignment]
 
@@ -143,14 +143,14 @@ class WeighedSteps(Weighed):
 
 
 def monitored(program: Program) -> str:
-    """The key that a plateau scheduler watches: of the first value that is logged in validation."""
+    """Return the key that a plateau scheduler monitors: that of the first value logged in validation."""
     number = next(number for number, log in enumerate(program.logs) if log.where == "validation_step")
     log = program.logs[number]
     return key_of(log, number) + ("_epoch" if log.on_step else "")
 
 
 class Kept(Logger):
-    """A logger that keeps what it gets."""
+    """A logger that records its values."""
 
     name = "kept"
     version = "0"
@@ -163,7 +163,7 @@ class Kept(Logger):
 
 
 class Recorder(Callback):
-    """Writes down what is compared, and does in hooks what the program says."""
+    """Records the values to compare, and performs the program's actions in hooks."""
 
     def __init__(self, program: Program, outcome: Outcome, path: str, resumed: bool, anew: bool) -> None:
         self.program = program
@@ -175,7 +175,7 @@ class Recorder(Callback):
         self.trained = 0
 
     def at(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
-        """What happens in every hook."""
+        """Perform the actions that are common to every hook."""
         program, outcome = self.program, self.outcome
         if trainer.sanity_checking and hook != "on_sanity_check_start":
             return
@@ -282,14 +282,14 @@ class Recorder(Callback):
 def counts(trainer: Any) -> dict[str, int]:
     return {
         "steps": trainer.global_step,
-        "epochs": trainer.progress.epoch,  # those that were trained on as a whole
+        "epochs": trainer.progress.epoch,  # those that were completely trained on
         "micro_batches": trainer.micro_batches,
         "samples": trainer.samples_seen,
     }
 
 
 def changed(net: Model, change: Change, optimizers: Any, program: Program) -> None:
-    """Change what trains, as user code does."""
+    """Change the trainable parameters, as user code does."""
     for one in part_of(net, change.part):
         one.requires_grad_(change.what != "freeze")
     if change.what == "group":
@@ -297,13 +297,13 @@ def changed(net: Model, change: Change, optimizers: Any, program: Program) -> No
 
 
 def whole(value: Any) -> Tensor:
-    """A number, or a tensor that may be spread over the ranks, as a tensor of this process."""
+    """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
     return value.detach().clone()
 
 
 def strategy_of(name: str, program: Program) -> Any:
-    """The strategy that ``Fit`` gets."""
+    """Return the strategy that ``Fit`` gets."""
     if name.startswith("ddp") and program.broadcast is not None:
         return DDPStrategy(
             broadcast_buffers=program.broadcast,
@@ -311,14 +311,14 @@ def strategy_of(name: str, program: Program) -> Any:
             find_unused_parameters=name == "ddp_find_unused_parameters_true",
         )
     if name == "deepspeed_stage_2" and program.net.norm == "batch":
-        # A single sample is not normalised: gradients arise in another order there, which is refused else.
+        # A single sample is not normalised: gradients then arrive in another order, which would be refused.
         return DeepSpeedStrategy(stage=2, find_unused_parameters=True)
     return name
 
 
 @contextlib.contextmanager
 def _errors_alone() -> Iterator[None]:
-    """Nothing below an error is logged within it: other tests run on these ranks too."""
+    """Log only errors within the context: other tests use these ranks too."""
     loggers = [logging.getLogger(name) for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed")]
     levels = [one.level for one in loggers]
     for one in loggers:
@@ -331,9 +331,9 @@ def _errors_alone() -> Iterator[None]:
 
 
 def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
-    """Train ``program`` on this rank, in a run's folder below ``root`` if there is one; what came of it.
+    """Train ``program`` on this rank, in a run folder below ``root`` if there is one; return the outcome.
 
-    Where it is ``resumed``, it goes on in that folder, from the checkpoint that is there.
+    If ``resumed``, the run resumes in that folder, from its checkpoint.
     """
     path = f"{root}/drivetrain_logs/version_0/checkpoints/saved" if root else ""
     outcome = Outcome()
@@ -362,7 +362,7 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
             assert not root or trainer.log_dir == path.rpartition("/checkpoints/")[0]
         except Exception as error:
             if program.ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
-                raise  # the others wait for this rank: the world ends them, and says what it was
+                raise  # the others wait for this rank: the world ends them, and reports this error
             outcome.error, outcome.text = type(error).__name__, str(error)
             if not outcome.counts and trainer is not None:
                 with contextlib.suppress(Exception):
@@ -374,7 +374,7 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
 
 
 def launched(program: Program, plant: str = "") -> Outcome:
-    """Train ``program`` in processes that `Fit` starts itself; what comes back to the caller."""
+    """Train ``program`` in processes that `Fit` starts; return what comes back to the caller."""
     outcome = Outcome()
     kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
     with warnings.catch_warnings(), planted(plant):
@@ -398,7 +398,7 @@ def launched(program: Program, plant: str = "") -> Outcome:
 
 
 def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
-    """What ``Fit`` is told."""
+    """Return the arguments of ``Fit``."""
     validation, stop = program.validation, program.stop
     options: dict[str, Any] = {
         "accelerator": "cpu",

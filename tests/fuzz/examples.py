@@ -1,4 +1,4 @@
-"""Programs in which something was found, shrunken: each is run again by `make test`."""
+"""Programs with past findings, shrunk; `make test` runs each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fuzz.program import (
 
 
 class Example(NamedTuple):
-    """A program, and what it found."""
+    """A program, and its finding."""
 
     name: str
     found: str

@@ -1,6 +1,6 @@
-"""The program as a loop written by hand: one process that plays all ranks in turn, and shares nothing with the engine.
+"""The program as a hand-written loop: one process that plays all ranks in turn, and shares no code with the engine.
 
-What a rank has of its own is its buffers, its random generator and its gradients. Weights and optimizers are common.
+Buffers, random generators and gradients are kept per rank. Weights and optimizers are common.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class Stopped(Exception):
-    """The run ends here."""
+    """Raised when the run ends."""
 
 
 @dataclass
 class Rank:
-    """What a rank has of its own."""
+    """The state of one rank."""
 
     buffers: dict[str, Tensor]
     generator: Tensor
     gradients: list[Tensor | None] = field(default_factory=list)
-    last: Any = None  # the micro-batch before, which it joins with where the data is its own part
+    last: Any = None  # the previous micro-batch, used for joining if the data is the rank's own part
 
 
 class Loop:
@@ -68,7 +68,7 @@ class Loop:
         self.averages: dict[str, Tensor] = {}
         self.updates = 0
 
-    # A rank at a time
+    # Ranks, one at a time
 
     def fresh_rank(self, rank: int, seed: int) -> Rank:
         buffers = {name: one.clone() for name, one in self.net.named_buffers()}
@@ -76,7 +76,7 @@ class Loop:
 
     @contextlib.contextmanager
     def playing(self, rank: int) -> Iterator[Rank]:
-        """Within it the network and the process are those of ``rank``."""
+        """Give the network and the process the state of ``rank`` within the context."""
         this = self.ranks[rank]
         outside = torch.get_rng_state()
         torch.set_rng_state(this.generator)
@@ -94,13 +94,13 @@ class Loop:
 
     @contextlib.contextmanager
     def in_half(self) -> Iterator[None]:
-        """Let ZeRO compute with parameters in half precision, as it says; what is stepped on stays exact."""
+        """Compute with half-precision parameters as ZeRO does; the optimizer's parameters stay exact."""
         dtype = AUTOCAST.get(self.program.precision)
         if dtype is None or not self.strategy.startswith("deepspeed"):
             yield
             return
         norms = [layer for layer in self.net.modules() if isinstance(layer, torch.nn.BatchNorm1d)]
-        cast_again = {id(one) for layer in norms for one in layer.parameters()}  # rounded, they compute in float32
+        cast_again = {id(one) for layer in norms for one in layer.parameters()}  # rounded, but used in float32
         exact = [(parameter, parameter.data, parameter.grad) for parameter in self.parameters]
         for parameter, data, _ in exact:
             parameter.grad = None
@@ -115,7 +115,7 @@ class Loop:
                 parameter.grad = before if fresh is None else fresh if before is None else before + fresh
 
     def average_gradients(self) -> None:
-        """What is in `Rank.gradients` becomes the mean over ranks, everywhere."""
+        """Replace `Rank.gradients` by their mean over ranks, on all ranks."""
         for position, parameter in enumerate(self.parameters):
             held = [rank.gradients[position] for rank in self.ranks]
             if any(gradient is not None for gradient in held):
@@ -126,12 +126,12 @@ class Loop:
             parameter.grad = self.ranks[0].gradients[position]
 
     def begin_forward(self, at: int) -> None:
-        """What DDP does before micro-batch ``at`` of a window: buffers go out after a backward that exchanged."""
+        """Broadcast buffers as DDP does before micro-batch ``at`` of a window: after a backward that synchronised."""
         if self.broadcasts() and at == 0:
             self.give_out_buffers()
 
     def give_out_buffers(self) -> None:
-        """All ranks take rank 0's."""
+        """Copy rank 0's buffers to all ranks."""
         for rank in self.ranks[1:]:
             rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
 
@@ -175,7 +175,7 @@ class Loop:
         return stop is not None and stop.how == "max_steps" and self.steps >= stop.at
 
     def train_epoch(self) -> None:
-        """Train on an epoch's windows, going on with other ranks where the run is resumed on them."""
+        """Train on an epoch's windows; a run that is resumed continues on other ranks."""
         program = self.program
         for rank in range(self.world):
             with self.playing(rank):
@@ -190,9 +190,9 @@ class Loop:
                 over = start + len(window) == len(micros)
                 if not self.window(window, over):
                     left = []
-                    break  # the data is as good as over
+                    break  # the data is nearly exhausted
                 done += sum(len(one) for micro in window for one in micro)
-                if self.moves and not over:  # the run was saved here, and goes on from there on other ranks
+                if self.moves and not over:  # the run was saved here, and continues on other ranks
                     self.moves = False
                     left = left[done:]
                     self.batch_idx = math.ceil((program.data.samples - len(left)) / (self.world * program.data.batch))
@@ -211,9 +211,10 @@ class Loop:
         return dealt(data, left, self.world)
 
     def ends_after_window(self, over: bool) -> bool:
-        """Whether somebody asked for the end while there is data left."""
+        """Return whether a stop was requested while there is data left."""
         self.limited = self.reached_limit()
-        over = over and said(self.program.data, self.world) == self.batch_idx  # else nobody knows it yet
+        # otherwise the end of the data is not known yet
+        over = over and said(self.program.data, self.world) == self.batch_idx
         return not over and (self.should_stop or self.limited)
 
     def end_epoch(self, cut: bool) -> None:
@@ -235,7 +236,7 @@ class Loop:
     # A window
 
     def window(self, window: list[Micro], over: bool) -> bool:
-        """Train on one window; False where a hook ended the epoch."""
+        """Train on one window; return False if a hook ended the epoch."""
         program = self.program
         batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
         weights = [
@@ -298,7 +299,7 @@ class Loop:
         return False
 
     def parts(self, micro: Micro, rank: int) -> tuple[Parts, bool]:
-        """A rank's batch, and whether the rank only joins with it."""
+        """Return a rank's batch, and whether the rank only joins with it."""
         data, mine = self.program.data, micro[rank]
         joins = not mine
         if joins and data.kind in OWN_PARTS:
@@ -322,7 +323,9 @@ class Loop:
     def forward_backward(
         self, micro: Micro, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
     ) -> float:
-        """One micro-batch on all ranks; returns its part of the window's loss. ``first``: it is logged, hooks run."""
+        """Run one micro-batch on all ranks; return its part of the window's loss. With ``first``, it is logged and
+        hooks run.
+        """
         program = self.program
         part = 0.0
         silent = program.nothing == "always" or (program.nothing == "odd" and self.batch_idx % 2 == 1)
@@ -352,10 +355,10 @@ class Loop:
     def close(
         self, window: list[Micro], batches: list[Any], weights: list[list[float]], total: float, loss: float
     ) -> bool:
-        """Step on what the window has gathered; False where its gradients overflowed."""
+        """Step with the gradients of the window; return False if they overflowed."""
         program = self.program
         self.average_gradients()
-        if self.strategy.startswith("deepspeed"):  # as it says: its partitions are flat, and what is missing is zero
+        if self.strategy.startswith("deepspeed"):  # its partitions are flat, with zeros for missing gradients
             for parameter in self.parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -387,7 +390,7 @@ class Loop:
     def evaluate(
         self, window: list[Micro], batches: list[Any], weights: list[list[float]], total: float, first_idx: int
     ) -> float:
-        """The window once more, at the point where the optimizer now stands; nothing is logged."""
+        """Evaluate the window again at the optimizer's current point, without logging."""
         self.clear(self.parameters)
         with torch.enable_grad():
             value = 0.0
@@ -398,7 +401,7 @@ class Loop:
         return value
 
     def unscale(self, parameters: list[Any]) -> bool:
-        """Divide gradients by the loss scale; whether all are finite."""
+        """Divide gradients by the loss scale; return whether all are finite."""
         gradients = [one.grad for one in parameters if one.grad is not None]
         for gradient in gradients:
             gradient.div_(self.scale)
@@ -429,7 +432,7 @@ class Loop:
     # Manual optimization
 
     def turns(self, micro: Micro, batches: list[tuple[Parts, bool]]) -> None:
-        """The module's own loop, on all ranks in lockstep."""
+        """Run the module's own loop on all ranks in lockstep."""
         finite = True
         losses: list[Tensor] = []
         buffers = [dict(rank.buffers) for rank in self.ranks]
@@ -506,7 +509,7 @@ class Loop:
         self.share_gradients()
         return finite, losses
 
-    # Around the steps
+    # Other parts of a step
 
     def broadcasts(self) -> bool:
         program = self.program
@@ -520,7 +523,7 @@ class Loop:
 
     def step_scheduler(self, scheduler: Any, kind: str) -> None:
         if kind == "linear" and self.steps > self.estimate():
-            self.outcome.error = "ConfigurationError"  # it has run out, and there is more data
+            self.outcome.error = "ConfigurationError"  # the schedule has ended, but there is more data
             raise Stopped
         if kind == "plateau":
             scheduler.step(self.diary.monitored())
@@ -528,7 +531,7 @@ class Loop:
             scheduler.step()
 
     def hook(self, name: str, micro: Micro | None = None) -> None:
-        """A hook: what the program does in it, on all ranks."""
+        """Call a hook: perform the program's actions in it, on all ranks."""
         program = self.program
         count = self.calls.get(name, 0)
         self.calls[name] = count + 1
@@ -555,7 +558,7 @@ class Loop:
         return at if name in ("on_train_batch_start", "on_train_batch_end") else 0
 
     def save_where_asked(self) -> None:
-        """Note a save, and go on from it on other ranks where the program says so."""
+        """Record a save, and resume from it on other ranks if the program says so."""
         if not self.saves:
             return
         self.saves = False
@@ -577,7 +580,7 @@ class Loop:
     # Averages
 
     def update_average(self) -> None:
-        """Take the weights into their averages. What has not trained yet is its own."""
+        """Update the averages from the weights. A parameter that has not been trained yet is its own average."""
         decay = self.program.average
         if decay is None:
             return
@@ -593,7 +596,7 @@ class Loop:
         self.updates += 1
 
     def exchange(self) -> dict[str, Tensor]:
-        """Put the averages in the network; return what trains."""
+        """Load the averages into the network; return the trained weights."""
         trains = {}
         for name, one in self.net.named_parameters():
             if name in self.averages:
@@ -632,21 +635,21 @@ class Loop:
             return validation.interval
         assert validation.interval is not None
         length = said(data, self.world)
-        return max(1, int((2**31 if length is None else length) * validation.interval))  # of None: it is refused
+        return max(1, int((2**31 if length is None else length) * validation.interval))  # None would be refused
 
     def missed(self) -> bool:
-        """Whether the data ended before a validation to which, by the length that was said, the epoch would come."""
+        """Return whether the data ended before a validation that the stated length had promised."""
         validation, length = self.program.validation, said(self.program.data, self.world)
         assert validation is not None
         if length is None or validation.interval is None:
             return False
         interval = self.interval()
-        if isinstance(validation.interval, int):  # where none came at all: how many come is for the data to say
+        if isinstance(validation.interval, int):  # if there was none at all, their number depends on the data
             return self.batch_idx < interval <= length
         return (self.batch_idx // interval + 1) * interval <= length
 
     def estimate(self) -> int:
-        """The run's steps by what the loaders say."""
+        """Return the run's number of steps, as estimated from the lengths of loaders."""
         program = self.program
         length = said(program.data, self.world)
         steps = -(-length // program.accumulate) * program.epochs if length is not None else 0
@@ -654,7 +657,7 @@ class Loop:
         return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps
 
     def validate(self) -> None:
-        """Validate on all ranks, with rank 0's buffers; training's own, its generators and modes are as before."""
+        """Validate on all ranks with rank 0's buffers; training's own buffers, generators and modes are restored."""
         validation = self.program.validation
         assert validation is not None
         self.validated_at = self.micro_batches
@@ -695,14 +698,16 @@ class Loop:
 
 
 def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:
-    """Make these the network's buffers: the tensors themselves."""
+    """Make these tensors the network's buffers, without copying."""
     for name, value in buffers.items():
         path, _, last = name.rpartition(".")
         net.get_submodule(path)._buffers[last] = value
 
 
 def interpret(program: Program, nudged: int | None = None) -> Outcome:
-    """What must come out of ``program``. ``nudged``, a seed, begins a rounding away from the weights that it has."""
+    """Return the expected results of ``program``. With ``nudged``, a seed, the initial weights differ by a rounding
+    error.
+    """
     loop = Loop(program)
     if nudged is not None:
         signs = torch.Generator().manual_seed(nudged)

@@ -1,4 +1,4 @@
-"""The user's code: networks and their losses in plain PyTorch, which the loop and the engine train alike."""
+"""User code of a program: networks and their losses in plain PyTorch, trained by both the loop and the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parts = tuple[Tensor, Tensor, Tensor]
 
 
 class Model(nn.Module):
-    """A network made of a body and a head."""
+    """A network consisting of a body and a head."""
 
     drift: Tensor
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
         elif plan.family == "gru":
             self.body = Recurrent(plan.dropout)
         else:
-            self.body = Attending(plan.dropout)
+            self.body = Transformer(plan.dropout)
         self.head = nn.Linear(WIDTH, VOCABULARY if self.on_tokens else 1, bias=not plan.tied)
         if plan.tied:
             self.head.weight = self.body.embedding.weight  # type: ignore[union-attr, assignment]
@@ -63,7 +63,7 @@ class Model(nn.Module):
         return output if self.scale is None else output * self.scale
 
     def loss(self, parts: Parts) -> Tensor:
-        """The mean over samples, or over tokens that are not padding, of what the network gets wrong."""
+        """Return the mean loss over samples, or over tokens that are not padding."""
         x, y, _ = parts
         output = self(x)
         if self.on_tokens:
@@ -71,16 +71,16 @@ class Model(nn.Module):
         return nn.functional.mse_loss(output, y)
 
     def weight(self, parts: Parts) -> float:
-        """Over how many items `loss` is a mean."""
+        """Return the number of items over which `loss` is a mean."""
         return float((parts[1] != PADDING).sum()) if self.on_tokens else float(len(parts[1]))
 
     def penalty(self) -> Tensor:
-        """Something to add to the loss: how large the head is."""
+        """Return a regularisation term: the magnitude of the head."""
         return 0.1 * self.head.weight.square().mean()
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """One that does not normalise a single sample, which has no variance."""
+    """A batch norm that does not normalise a single sample, which has no variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if len(x) > 1 else x * self.weight + self.bias
@@ -100,7 +100,7 @@ class Recurrent(nn.Module):
         return output
 
 
-class Attending(nn.Module):
+class Transformer(nn.Module):
     """An embedding and one layer of a transformer."""
 
     def __init__(self, dropout: float) -> None:
@@ -114,12 +114,12 @@ class Attending(nn.Module):
 
 
 def part_of(net: Model, name: str) -> list[nn.Parameter]:
-    """The parameters of "all", "body" or "head"; none for ""."""
+    """Return the parameters of "all", "body" or "head"; none for ""."""
     if not name:
         return []
     if name == "all":
         return list(net.parameters())
-    if name == "body":  # and what is neither
+    if name == "body":  # and parameters of neither
         head = {id(one) for one in net.head.parameters()}
         return [one for one in net.parameters() if id(one) not in head]
     body = {id(one) for one in net.body.parameters()}
@@ -127,14 +127,14 @@ def part_of(net: Model, name: str) -> list[nn.Parameter]:
 
 
 def add_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Have ``optimizer`` train these as well, unless a hook that is called again has seen to it."""
+    """Let ``optimizer`` train these parameters too, unless an earlier call of the hook has added them."""
     known = {id(one) for group in optimizer.param_groups for one in group["params"]}
     if not any(id(one) in known for one in parameters):
         optimizer.add_param_group({"params": parameters})
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it is commonly written: its step cannot do without a closure."""
+    """Sharpness-aware minimisation as commonly implemented: its step requires a closure."""
 
     def __init__(self, parameters: Iterable[Any], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -157,7 +157,9 @@ class Sam(torch.optim.Optimizer):
 
 
 def make_optimizer(net: Model, program: Program, number: int) -> torch.optim.Optimizer:
-    """Build an optimizer over its part: all of it where what is frozen is trained later without a group of its own."""
+    """Build an optimizer over its part; over all of it if frozen parameters are trained later without a group of
+    their own.
+    """
     plan = program.optimizers[number]
     later = any(change.what == "unfreeze" for change in program.changes)
     exact = program.precision in ("32-true", "64-true")
@@ -165,10 +167,10 @@ def make_optimizer(net: Model, program: Program, number: int) -> torch.optim.Opt
 
 
 def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool) -> torch.optim.Optimizer:
-    """Build an optimizer over ``parameters``; ``exact``: gradients are rounded to no less than float32."""
+    """Build an optimizer over ``parameters``; ``exact``: gradients are at least in float32 precision."""
     if plan.kind == "adamw":
-        # The default eps amplifies rounding in gradients that are nearly zero. That of the key's bias in attention is
-        # nothing else: softmax cancels it.
+        # The default eps amplifies rounding in gradients that are nearly zero. The gradient of the key's bias in
+        # attention consists of rounding errors only, because softmax cancels it.
         return AdamW(parameters, lr=0.1 * plan.lr, eps=1e-4 if exact else 1e-2, weight_decay=0.1)
     if plan.kind == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
@@ -178,7 +180,7 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: int) -> Any:
-    """Build a scheduler; "linear" takes so many steps."""
+    """Build a scheduler; "linear" decays over ``steps`` steps."""
     if plan.kind == "linear":
         return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
     if plan.kind == "warmup":
@@ -189,9 +191,9 @@ def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: int
 
 
 def seeded_model(program: Program) -> Model:
-    """Build the network in float32 with the same weights everywhere; the process's generator is left alone."""
+    """Build the network in float32 with the same weights everywhere, without changing the process's generator."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # another one draws other numbers
+    torch.set_default_dtype(torch.float32)  # another network draws other numbers
     try:
         with torch.random.fork_rng():
             torch.manual_seed(program.seed)

@@ -1,4 +1,4 @@
-"""What comes out of a program, as the loop says and as a rank of the engine saw it."""
+"""The results of a program, as computed by the loop and as observed on a rank of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGE = 2**24 + 1
 
 @dataclass
 class Outcome:
-    """What is compared.
+    """The values that are compared.
 
     Attributes:
         weights: parameters and buffers after the run, by name.
@@ -37,7 +37,7 @@ class Outcome:
         saved_rates: entries of ``rates`` until then.
         saved_flushes: entries of ``flushes`` until then.
         error: the type of what was raised, or "".
-        text: and what it said.
+        text: the error's message.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class Outcome:
 
 
 def key_of(log: Log, number: int) -> str:
-    """The name under which a program's ``number``-th log goes."""
+    """Return the name under which a program's ``number``-th value is logged."""
     return f"{log.what}_{number}"
 
 
 def value_of(log: Log, net: Model, loss: Tensor | None, at: int) -> Any:
-    """What is logged, exactly as user code would hand it over."""
+    """Return the value to log, exactly as user code would pass it."""
     if log.what == "loss":
         return loss
     if log.what == "number":
@@ -78,7 +78,7 @@ def value_of(log: Log, net: Model, loss: Tensor | None, at: int) -> Any:
 
 
 def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict[str, dict[str, Tensor]]:
-    """An optimizer's state by parameter name; what is no number is left out."""
+    """Return an optimizer's state by parameter name, without entries that are not numbers."""
     return {
         names[parameter]: {
             key: torch.as_tensor(value).detach().clone()
@@ -90,5 +90,5 @@ def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """A scheduler's count of steps, and the learning rates it has come to."""
+    """Return a scheduler's count of steps, and its current learning rates."""
     return {"steps": scheduler.last_epoch, "rates": [float(rate) for rate in scheduler.get_last_lr()]}

@@ -1,7 +1,7 @@
-"""Defects that are planted one by one, by replacing functions, to see that the generator finds each.
+"""Defects that are planted one at a time, by replacing functions, to check that the fuzzer finds them.
 
-They are planted in what users see rather than in how it is mended, so that they stay what they are when the code around
-them changes. Each is numbered as the defect was that it brings back.
+They reproduce the visible effect of an old defect rather than undo its fix, so that they stay valid when the code
+changes. Each has the number of the defect that it reproduces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Plant = contextlib.AbstractContextManager[None]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within it ``owner.name`` is what ``by`` makes of it. One that is not there is not put there."""
+    """Replace ``owner.name`` by ``by(original)`` within the context. Missing attributes are not created."""
     if not hasattr(owner, name):
         yield
         return
@@ -46,7 +46,7 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
 
 
 def logged_values_change() -> Plant:
-    """1: what is logged is the very tensor, and changes with it."""
+    """1: the logged value is the tensor itself, and changes with it."""
 
     def by(record: Any) -> Any:
         def planted_record(self: MetricStore, name: str, value: Any, *options: Any, **named: Any) -> None:
@@ -66,18 +66,18 @@ def logged_values_change() -> Plant:
 
 
 def unscaled_once() -> Plant:
-    """2: fp16 gradients are unscaled once a `training_step`, however often the optimizer steps."""
+    """2: fp16 gradients are unscaled once per `training_step`, however often the optimizer steps."""
     return replaced(LossScaler, "scale_again", _nothing)
 
 
 def stale_casts() -> Plant:
-    """3: autocast's cache of casts outlives an optimizer's step."""
+    """3: autocast's cache of casts survives an optimizer step."""
     return replaced(torch, "clear_autocast_cache", _nothing)
 
 
 @contextlib.contextmanager
 def unfrozen_unnoticed() -> Iterator[None]:
-    """4: what is unfrozen within a run is not synchronised."""
+    """4: parameters unfrozen within a run are not synchronised."""
     with contextlib.ExitStack() as stack:
         for strategy in (DDPStrategy, FSDPStrategy):
             if "trainable_changed" in vars(strategy):
@@ -87,7 +87,7 @@ def unfrozen_unnoticed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def length_cuts() -> Iterator[None]:
-    """5: `len(loader)` ends the epoch, whatever data is left."""
+    """5: `len(loader)` ends the epoch even if there is more data."""
 
     def by(epoch: Any) -> Any:
         def planted_epoch(self: Any, number: int, start: int = 0, *rest: Any, **named: Any) -> Any:
@@ -102,7 +102,7 @@ def length_cuts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def joiners_leave_buffers() -> Iterator[None]:
-    """8: a buffer that a joiner reassigns keeps what the joiner made of it."""
+    """8: a buffer that a joining rank reassigns keeps the joining rank's value."""
 
     @contextlib.contextmanager
     def leaving_a_trace(module: Any, metrics: Any) -> Iterator[None]:
@@ -124,7 +124,7 @@ def joiners_leave_buffers() -> Iterator[None]:
 
 
 def joiners_share_containers() -> Plant:
-    """8: who joins gets the batch that a step has taken to pieces before."""
+    """8: a joining rank gets the batch that a step has already modified."""
     return replaced(windows, "copy_containers", _as_it_is)
 
 
@@ -142,7 +142,7 @@ def validation_draws() -> Plant:
 
 
 def layers_stay_behind() -> Plant:
-    """11: layers built in `configure_model` do not come back from processes that were started."""
+    """11: layers built in `configure_model` do not come back from started processes."""
 
     def by(fill: Any) -> Any:
         def planted_fill(self: Outcome, module: Any) -> None:
@@ -193,7 +193,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Within it the defect ``name`` is there; none for ""."""
+    """Plant the defect ``name`` within the context; none for ""."""
     if not name:
         yield
         return

@@ -1,4 +1,4 @@
-"""Which programs may be refused, and by what: a refusal that is not here is a finding."""
+"""Which programs may be refused, and with which message: any other refusal is a finding."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from fuzz.program import Program
 
 Permit = tuple[str, Callable[[Program], bool]]
-"""Words of the error, and whether a program may be refused so."""
+"""A part of the error message, and whether a program may be refused with it."""
 
 PERMITTED: tuple[Permit, ...] = (
     ("val_check_interval=", lambda program: _interval_is_too_long(program)),
     ("with a training loader of unknown length", lambda program: program.data.claims is None),
-    ("ranks' PearsonCorrCoef", lambda program: _merges_correlations(program)),
+    ("The states of PearsonCorrCoef", lambda program: _merges_correlations(program)),
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
     ("find_unused_parameters", lambda program: program.net.unused and program.strategy == "ddp"),
 )
@@ -24,11 +24,11 @@ def _interval_is_too_long(program: Program) -> bool:
 
 
 def permitted(program: Program, text: str) -> bool:
-    """Whether ``program`` may be refused with an error that says ``text``."""
+    """Return whether ``program`` may be refused with an error that contains ``text``."""
     return any(words in text and may(program) for words, may in PERMITTED)
 
 
 def _merges_correlations(program: Program) -> bool:
-    """Whether states of ranks come together that torchmetrics has no way to merge."""
+    """Return whether metric states that torchmetrics cannot merge come together from several ranks."""
     resume = program.resume
     return resume is not None and resume.ranks < program.ranks and any(log.what == "pearson" for log in program.logs)

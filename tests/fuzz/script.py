@@ -1,4 +1,4 @@
-"""Prints a program as a script that runs it again."""
+"""Prints a program as a script that runs it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ if __name__ == "__main__":
 
 
 def script(program: Program, text: str, name: str = "program.py") -> str:
-    """Return the script; ``text`` says what was found."""
+    """Return the script; ``text`` describes the finding."""
     said = text.replace("\\", "\\\\").replace('"""', "'''")
     return _SCRIPT.format(text=said, name=name, program=program)

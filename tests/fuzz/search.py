@@ -1,4 +1,4 @@
-"""Draws programs by the hundred and runs them."""
+"""Draws and runs programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def search(
     shrinks: bool = True,
     attempt: Callable[[Program], None] = check,
 ) -> tuple[Program, str, int] | None:
-    """Try so many programs; the first that fails, shrunken, with what it says and how many it took. None for none."""
+    """Try ``count`` programs; return the first failing one, shrunk, with its message and the number of tries, or
+    None.
+    """
     failed: list[tuple[Program, str]] = []
     tried = 0
     first = 0

@@ -1,4 +1,4 @@
-"""Which samples each rank gets, as docs/distributed.md says it: written down anew, but for the order of an epoch."""
+"""The samples of each rank, implemented independently from docs/distributed.md, except for the order of an epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Micro = list[list[int]]
 
 
 def epoch_of(data: Data, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch's samples."""
+    """Return the order of an epoch's samples."""
     if data.kind == "sampler":
         return list(range(data.samples - 1, -1, -1))
     if data.kind == "map" and data.shuffle:
@@ -23,7 +23,7 @@ def epoch_of(data: Data, seed: int, epoch: int) -> list[int]:
 
 
 def dealt(data: Data, indices: list[int], ranks: int) -> list[Micro]:
-    """Deal what is left of an epoch's order: whole global micro-batches in equal slices, the last one evenly."""
+    """Deal the remaining part of an epoch's order: full global micro-batches in equal slices, the last one evenly."""
     if data.kind == "batch_sampler":
         return ragged(data, indices, ranks)
     size = data.batch * ranks
@@ -34,7 +34,7 @@ def dealt(data: Data, indices: list[int], ranks: int) -> list[Micro]:
 
 
 def ragged(data: Data, indices: list[int], ranks: int) -> list[Micro]:
-    """W of the sampler's own batches make a global one; what is left in the end is dealt evenly."""
+    """Combine W of the sampler's own batches into a global one; the rest is dealt evenly."""
     done = data.samples - len(indices)
     batches = [[one for one in batch if one >= done] for batch in Ragged(data)]
     batches = [batch for batch in batches if batch]
@@ -46,14 +46,14 @@ def ragged(data: Data, indices: list[int], ranks: int) -> list[Micro]:
 
 
 def streamed(data: Data, ranks: int) -> list[Micro]:
-    """Each rank reads its own part to its end, and then joins."""
+    """Let each rank read its own part to its end, and then join."""
     parts = [batches_of_rank(data, ranks, rank) for rank in range(ranks)]
     longest = max(map(len, parts))
     return [[part[at] if at < len(part) else [] for part in parts] for at in range(longest)]
 
 
 def evaluated(samples: int, batch: int, ranks: int) -> list[Micro]:
-    """Deal for evaluation: a last group with fewer samples than ranks is dealt with the one before it, as two."""
+    """Deal for evaluation: a last group with fewer samples than ranks is merged with the one before it."""
     size = batch * ranks
     groups = [list(range(start, min(samples, start + size))) for start in range(0, samples, size)]
     if len(groups) > 1 and len(groups[-1]) < ranks <= (len(groups[-2]) + len(groups[-1])) // 2:
@@ -64,15 +64,15 @@ def evaluated(samples: int, batch: int, ranks: int) -> list[Micro]:
 
 
 def evenly(indices: list[int], ranks: int) -> Micro:
-    """Contiguous slices whose sizes differ by at most one, lower ranks first."""
+    """Yield contiguous slices whose sizes differ by at most one, with larger ones on lower ranks."""
     return [part.tolist() for part in torch.tensor_split(torch.tensor(indices, dtype=torch.int64), ranks)]
 
 
 def said(data: Data, ranks: int) -> int | None:
-    """Micro-batches that an epoch has by what the loaders say; None where they say nothing."""
+    """Return the number of micro-batches of an epoch according to the loaders; None if they do not state it."""
     if data.claims is None:
         return None
-    if data.kind in OWN_PARTS:  # the longest ends the epoch
+    if data.kind in OWN_PARTS:  # the longest part ends the epoch
         return max(claimed(data, ranks, rank) for rank in range(ranks))
     if data.kind == "batch_sampler":
         return -(-len(Ragged(data)) // ranks)

@@ -1,4 +1,4 @@
-"""A fixed handful of drawn programs, those that found something before, and that the comparison can fail."""
+"""A fixed set of drawn programs, past findings, and a check that the comparison can fail."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fuzz.search import search
 COUNT, SEED = 60, 16
 
 
-def test_a_fixed_handful_of_programs_comes_out_as_the_loop_says() -> None:
+def test_a_fixed_set_of_programs_equals_the_loop() -> None:
     one = search(COUNT, SEED)
     assert one is None, script(*one[:2])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[one.name for one in EXAMPLES])
-def test_what_was_found_before(example: Example) -> None:
+def test_past_findings_are_fixed(example: Example) -> None:
     check(example.program)
 
 
-def test_a_program_prints_as_a_script_that_builds_it_again() -> None:
+def test_a_printed_script_rebuilds_its_program() -> None:
     program = Program(ranks=2, strategy="ddp", net=Net(dropout=0.3), logs=(Log(what="number"), Log()))
     names: dict[str, object] = {}
     exec(compile(script(program, 'it said """no"""').split("if __name__")[0], "script", "exec"), names)
     assert names["PROGRAM"] == program
 
 
-def test_the_comparison_sees_another_program() -> None:
-    """What comes of a program is held against what another must give: each difference is seen."""
+def test_the_comparison_detects_another_program() -> None:
+    """Compare the results of a program with those of another one: each difference must be found."""
     from fuzz.compare import differences
     from fuzz.interpreter import interpret
 

@@ -1,8 +1,8 @@
-"""Python imports this as it starts, in every process that a test starts: it has tests/conftest.py's PYTHONPATH.
+"""Python imports this at start-up in every process that a test starts, through the PYTHONPATH of tests/conftest.py.
 
-Such processes import torch, train for a few steps, and end: 3.0 s of processor time. Two thirds of it is spent on what
-none of them needs. Garbage is looked for among the hundred thousand objects that torch's import leaves for good, and
-once more as Python ends; and an optimizer's first step imports torch's compiler, which is as large as torch itself.
+Such processes import torch, train for a few steps, and exit: 3.0 s of processor time, two thirds of it for work that
+none of them needs. Garbage collection examines the hundred thousand permanent objects of torch's import, and does so
+again at exit; and an optimizer's first step imports torch's compiler, which is as large as torch itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ atexit.register(gc.freeze)
 
 _COMPILER = "torch._dynamo"
 
-# What eager code of torch tells its compiler, or asks it, where None stands for the answer by default. It is told so
-# once it is there.
+# Calls by which eager code of torch configures or queries its compiler, with the default answers. The compiler gets the
+# configuration once it is imported.
 _MESSAGES = {
     "graph_break",
     "trace_rules.LEGACY_MOD_INLINELIST.add",
@@ -35,7 +35,7 @@ _MESSAGES = {
 
 
 class _Compiler(ModuleType):
-    """``torch._dynamo``, executed at its first use other than these messages."""
+    """``torch._dynamo``, executed at its first use other than these calls."""
 
     def __getattr__(self, name: str) -> Any:
         with _executing:
@@ -51,7 +51,7 @@ class _Compiler(ModuleType):
         if wrapping or options:
             self.execute()
             return getattr(self, "disable")(fn, recursive, wrapping=wrapping, **options)  # noqa: B009
-        # torch._compile asks, and keeps the answer as an attribute of the function.
+        # torch._compile calls it, and keeps the answer as an attribute of the function.
         _disabled.append((fn, recursive))
         return fn
 
@@ -69,7 +69,7 @@ class _Compiler(ModuleType):
 
 
 class _Part:
-    """An attribute of the compiler that is not there yet, by its path."""
+    """An attribute, given by its path, of the compiler that is not imported yet."""
 
     def __init__(self, compiler: _Compiler, path: str) -> None:
         self._compiler = compiler
@@ -96,11 +96,11 @@ class _OnDemand(Loader):
         self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """A module as Python makes it."""
+        """Return None: Python creates an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__class__ = _Compiler
-        del module.__path__  # so that to import a part of it is a use
+        del module.__path__  # so that importing one of its submodules counts as a use
 
 
 class _Finder:

@@ -1,6 +1,6 @@
 """``make parity``: runs the suite and prints the matrix of strategies and cases; ``--write`` puts it into the docs.
 
-With ``-k`` a part of it is run, and what is not run stays in the docs as it was: ``--write -k deepspeed``.
+With ``-k`` only a part is run, and the rest stays in the docs unchanged: ``--write -k deepspeed``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
 
 
 class Matrix:
-    """A pytest plugin that gathers what the tests say of a row and a column."""
+    """A pytest plugin that collects the results of each row and column."""
 
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], str] = {}
@@ -30,12 +30,12 @@ class Matrix:
         place = told["row"], told["column"]
         self.shows[told["row"]] = told["shows"]
         passed = told.get("cell", "equal") if report.passed else "DIFFERS" if report.failed else "skipped"
-        # A row may stand for several tests, of several world sizes: all have to pass.
+        # A row may stand for several tests, of several world sizes: all of them must pass.
         if self.cells.get(place) != "DIFFERS":
             self.cells[place] = passed
 
     def keep(self, page: str) -> None:
-        """Take from a page what was not run."""
+        """Copy results from a page for everything that was not run."""
         lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
         (_, *columns, _), *rows = (
             [cell.strip(" `") if number else cell for number, cell in enumerate(line)] for line in lines
@@ -48,7 +48,7 @@ class Matrix:
         self.cells, self.shows = {**known, **self.cells}, {**shows, **self.shows}
 
     def markdown(self) -> str:
-        """The matrix: a line a case, a column a strategy."""
+        """Return the matrix: one line per case, one column per strategy."""
         columns = list(dict.fromkeys(column for _, column in self.cells))
         lines = [
             f"| Case | {' | '.join(f'`{column}`' for column in columns)} | Shows |",
@@ -61,7 +61,7 @@ class Matrix:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the suite, with further arguments for pytest; returns its exit code."""
+    """Run the suite, with further arguments for pytest; return its exit code."""
     write = "--write" in arguments
     matrix = Matrix()
     options = [argument for argument in arguments if argument != "--write"]

@@ -1,4 +1,4 @@
-"""Starts a strategy's processes once for all tests of it, and tells the matrix what came of them."""
+"""Starts a strategy's processes once for all of its tests, and records the results for the matrix."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def results() -> Callable[[Candidate, int], Results]:
-    """What came of a strategy on so many ranks; its processes are started when the first test asks."""
+    """Return the results of a strategy on a number of ranks; the first test that requests them starts the processes."""
     by_name = cache(lambda name, ranks: run(BY_NAME[name], ranks))
     return lambda candidate, ranks: by_name(candidate.name, ranks)
 
 
 @pytest.fixture(scope="session")
 def references() -> Callable[..., Trace]:
-    """The reference's trace of a case, by its name; see `reference`."""
+    """Return the reference's trace of a case, by its name; see `reference`."""
     from parity_cases import BY_NAME as CASES
 
     return cache(

@@ -1,4 +1,4 @@
-"""The cases: what is trained, and how. The reference loop and the engine both take them from here."""
+"""The training cases, shared by the reference loop and the engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Schedulers = list[tuple[Any, str]]
 
 
 def adamw(net: Net) -> list[Optimizer]:
-    # The default eps amplifies rounding in gradients that are nearly zero (acceptance B-01).
-    # Fused: two thirds of the time under FSDP. Cases with optimizers of their own step one parameter at a time.
+    # The default eps amplifies rounding in gradients that are nearly zero (acceptance B-01). The fused kernel takes two
+    # thirds of the time under FSDP. Cases with optimizers of their own step one parameter at a time.
     return [AdamW(net.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1, fused=True)]
 
 
@@ -50,28 +50,28 @@ def no_schedule(optimizers: Sequence[Optimizer]) -> Schedulers:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that must come out alike under every strategy.
+    """A training that must give the same results under every strategy.
 
     Attributes:
-        name: of the matrix' row.
-        shows: the acceptance rows, and in a few words what is special.
+        name: the name of the row in the matrix.
+        shows: the acceptance rows, and a short description.
         net: builds the network.
-        data: builds the data set's tensors, each with the samples first.
-        batch: samples of a whole global micro-batch: W * b.
+        data: builds the data set's tensors; their first dimension is the sample.
+        batch: samples of a global micro-batch: W * b.
         epochs: to train.
         optimize: builds the optimizers.
         schedule: builds the schedulers.
-        accumulate: micro-batches of a window.
+        accumulate: micro-batches per window.
         clip: value and algorithm.
         weighs: the module overrides ``batch_weight``.
-        by_rank: the reference computes each rank's micro-batch by itself and averages, instead of one big batch;
-            says why.
-        worlds: run on four ranks too.
-        own_parts: rank r reads a stream of its own; the samples of its batches, for every r.
+        by_rank: why the reference computes each rank's micro-batch separately and averages, instead of one big batch;
+            empty otherwise.
+        worlds: also run on four ranks.
+        own_parts: for every rank that reads a stream of its own, the samples of its batches.
         atol: absolute tolerance of losses, norms, weights and optimizer state.
-        why: the reason for a wider one than 1e-5.
-        compares_state: compare the optimizer state too.
-        automatic: False for manual optimization, whose loop the module writes.
+        why: the reason for a tolerance wider than 1e-5.
+        compares_state: also compare the optimizer state.
+        automatic: False for manual optimization.
     """
 
     name: str
@@ -96,16 +96,16 @@ class Case:
 
 
 def position_of(samples: int, start: int, stop: int) -> torch.Tensor:
-    """Indices of the samples that the first epoch deals at positions ``start`` to ``stop``."""
+    """Return the samples that the first epoch deals at positions ``start`` to ``stop``."""
     return order(samples, SEED, 0)(torch.arange(start, stop))
 
 
 def uneven_tokens() -> Batch:
-    """Samples with one to five tokens, and some stretches of the first epoch with none at all."""
+    """Return samples with one to five tokens, and with none in some stretches of the first epoch."""
     words, labels, indices = tokens(80)
     keep = torch.randint(1, 6, (80,), generator=torch.Generator().manual_seed(3))
     labels = labels.masked_fill(torch.arange(5) >= keep[:, None], PADDING)
-    # Micro-batches are 8 positions; of two ranks each has 4 of them, and of four ranks 2.
+    # Micro-batches are 8 positions: 4 for each of two ranks, or 2 for each of four ranks.
     for start, stop in (
         (20, 24),  # one rank's part of the third
         (32, 40),  # the whole fifth, the first of a window of two
@@ -117,18 +117,18 @@ def uneven_tokens() -> Batch:
 
 
 def weightless_window_tokens() -> Batch:
-    """Tokens of which the second window of two micro-batches has none."""
+    """Return tokens of which the second window of two micro-batches has none."""
     words, labels, indices = uneven_tokens()
     labels[position_of(80, 16, 32)] = PADDING
     return words, labels, indices
 
 
 def overflowing_numbers() -> Batch:
-    """One sample, dealt to the last rank in the fourth step, that fp16 cannot hold."""
+    """Return data in which one sample, dealt to the last rank in the fourth step, overflows in fp16."""
     x, y, indices = numbers(80)
     x = x.clone()
     x[position_of(80, 31, 32)] = 1e30
-    # Small enough that nothing else overflows at the first scale, 65536.
+    # Small enough that nothing else overflows at the initial scale, 65536.
     return x, 0.3 * y, indices
 
 
@@ -170,7 +170,7 @@ def by_epoch(optimizers: Sequence[Optimizer]) -> Schedulers:
 
 
 def few() -> Batch:
-    """Five steps: for what shows at once."""
+    """Five steps, for effects that show at once."""
     return numbers(40)
 
 
@@ -232,7 +232,7 @@ CASES = [
         "BatchNorm",
         "B-08: normalised over each rank's samples; running statistics are rank 0's",
         net=NormedMlp,
-        batch=16,  # four samples a rank even of four: normalised over two, rounding is amplified a thousandfold
+        batch=16,  # four samples per rank even on four ranks: with two, normalization amplifies rounding a thousandfold
         epochs=1,
         by_rank="BatchNorm sees a rank's samples, not the global batch's",
     ),

@@ -1,4 +1,4 @@
-"""Where the suite computes: on the CPU, or on a device where `make cuda` asks for that by these variables."""
+"""The device of the suite: the CPU, or the one that `make cuda` requests by these environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCES = {"32-true": 1e-4, "64-true": 1e-10, "bf16-mixed": 4 * BF16, "16-mix
 
 @contextlib.contextmanager
 def group(rank: int) -> Iterator[None]:
-    """Within it this rank has its device, and a group on NCCL."""
+    """Set this rank's device and create an NCCL group within the context."""
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:

@@ -24,7 +24,7 @@ from drivetrain import Callback, Fit, RunContext, TrainModule
 
 @dataclass
 class Record:
-    """What one rank saw of a run."""
+    """What one rank observed in a run."""
 
     losses: list[float] = field(default_factory=list)
     weights_of_losses: list[float] = field(default_factory=list)
@@ -58,14 +58,14 @@ class Trained(TrainModule):
 
 
 class Weighed(Trained):
-    """One that says over how many items its loss is a mean."""
+    """A module that states the number of items over which its loss is a mean."""
 
     def batch_weight(self, batch: Batch) -> float:
         return self.net.weight(batch)
 
 
 class Players(Trained):
-    """A GAN, which steps by itself."""
+    """A GAN with manual optimization."""
 
     net: Gan
 
@@ -87,7 +87,9 @@ class Players(Trained):
 
 
 class Recorder(Callback):
-    """Writes down what is compared. Asks the strategy, which alone knows where gradients and state are."""
+    """Records the values to compare. The strategy provides gradients and state, since it knows where they are
+    stored.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -103,7 +105,7 @@ class Recorder(Callback):
                 return
         else:
             optimizers = [optimizer]
-        # A bound that nothing reaches: only to learn the norm before clipping.
+        # A bound that is never reached, to learn the norm before clipping.
         norm = float(trainer.strategy.clip_gradients(optimizers, 1e30))
         self.record.trace.norms.append(norm if math.isfinite(norm) else math.inf)
         self.record.trace.rates.append([group["lr"] for one in optimizers for group in one.param_groups])
@@ -136,13 +138,13 @@ class Recorder(Callback):
 
 
 def whole(value: Any) -> Any:
-    """A tensor that is spread over the ranks, gathered, in the host's memory; anything else as it is."""
+    """Return a tensor that is sharded over ranks as a gathered CPU tensor, and anything else unchanged."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 class Parts(IterableDataset[Batch]):
-    """A stream of batches of this rank's own, or of its own and of those that read the same data."""
+    """A stream of batches for this rank alone, or shared with the ranks that read the same data."""
 
     def __init__(self, case: Case, data_rank: int) -> None:
         self._case = case
@@ -153,7 +155,7 @@ class Parts(IterableDataset[Batch]):
 
 
 def settings(candidate: Candidate, ranks: int) -> dict[str, Any]:
-    """What every run of the suite has in common."""
+    """Return settings that all runs of the suite share."""
     return {
         "strategy": candidate.strategy(),
         "devices": ranks,
@@ -197,7 +199,7 @@ def train(case: Case, candidate: Candidate, rank: int, ranks: int, precision: st
 
 
 def train_all(jobs: Sequence[tuple[str, str]], candidate: Candidate, rank: int, ranks: int) -> list[Record]:
-    """Train every case, given as its name and a precision; one that fails is told as such."""
+    """Train every case, given as its name and a precision; failures are returned as such."""
     records = []
     for name, precision in jobs:
         try:
@@ -208,11 +210,11 @@ def train_all(jobs: Sequence[tuple[str, str]], candidate: Candidate, rank: int, 
 
 
 def together(case: Case, records: Sequence[Record]) -> Trace:
-    """What all ranks saw, as one: losses weighted over ranks and micro-batches; each global micro-batch's samples.
+    """Merge the records of all ranks: losses weighted over ranks and micro-batches; each global micro-batch's samples.
 
     Args:
-        case: what was trained.
-        records: of one rank for each share of the data.
+        case: the case.
+        records: the record of one rank for each share of the data.
     """
     first = records[0].trace
     trace = Trace(
@@ -229,7 +231,7 @@ def together(case: Case, records: Sequence[Record]) -> Trace:
         for record in records:
             window = zip(record.losses[start:stop], record.weights_of_losses[start:stop], strict=True)
             for loss, weight in window:
-                if weight:  # the mean over nothing may be NaN
+                if weight:  # the mean over no items may be NaN
                     total += weight
                     mean += weight * loss
         trace.losses.append(mean / total if total else math.nan)
@@ -242,7 +244,7 @@ def together(case: Case, records: Sequence[Record]) -> Trace:
 
 
 def _ends_of_windows(case: Case, micro_batches: int) -> Iterator[int]:
-    """Where windows end, counted over the whole run: an epoch's last one may be short."""
+    """Return the ends of windows, counted over the whole run: an epoch's last one may be short."""
     epoch = micro_batches // case.epochs
     for start in range(0, micro_batches, epoch):
         for offset in range(0, epoch, case.accumulate):

@@ -1,4 +1,4 @@
-"""What a strategy measures, predicts and draws, beside what it trains."""
+"""What a strategy measures, predicts and draws, in addition to training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def classes(samples: int) -> Batch:
 
 @dataclass
 class Findings:
-    """What one rank saw, by what was asked."""
+    """The observations of one rank, by subject."""
 
     scores: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     predictions: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Scored(TrainModule):
         self.net = Mlp()
         self._splits = splits
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
-        # One for each of several loaders; a metric object is of one data set.
+        # One for each loader; a metric object belongs to one data set.
         self.accuracies: Any = nn.ModuleList(self.accuracy.clone() for _ in SIZES)
 
     def configure_model(self) -> None:
@@ -69,7 +69,7 @@ class Scored(TrainModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, y, _ = batch
         output = self.net(x)
-        # Other answers are right in every epoch: what an epoch kept of the one before would show.
+        # The correct answers differ in each epoch, so that values kept from a previous epoch would show.
         self.accuracy(output, (y + self.current_epoch) % CLASSES)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         return nn.functional.cross_entropy(output, y)
@@ -102,7 +102,7 @@ class EpochAccuracy(Callback):
 
 
 class Dropping(TrainModule):
-    """Keeps the masks that dropout draws, and the weights it starts from."""
+    """Records the dropout masks, and the initial weights."""
 
     def __init__(self, splits: bool, net: nn.Module | None = None) -> None:
         super().__init__()
@@ -133,13 +133,13 @@ def scored(splits: bool = False) -> Scored:
     return Scored(splits)
 
 
-def look(candidate: Candidate, ranks: int, rank: int) -> Findings:
+def observe(candidate: Candidate, ranks: int, rank: int) -> Findings:
     """Evaluate, predict, and draw."""
     findings = Findings()
     splits = candidate.tensor > 1
     try:
         common: dict[str, Any] = settings(candidate, ranks)
-        # One data set by itself, and all the others in one run.
+        # One data set alone, and all the others in one run.
         _evaluate(findings, common, splits, *SIZES[:1])
         _evaluate(findings, common, splits, *SIZES[1:])
         accuracy = EpochAccuracy()
@@ -175,10 +175,10 @@ def _evaluate(findings: Findings, common: dict[str, Any], splits: bool, *sizes: 
 
 
 def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:
-    """After each micro-batch, how many gradient buckets were reduced so far."""
+    """Record, after each micro-batch, how many gradient buckets have been reduced so far."""
     count = [0]
 
-    def hook(state, bucket):  # torch looks at annotations, and not at strings
+    def hook(state, bucket):  # torch inspects annotations, which must not be strings
         count[0] += 1
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the whole world
 
@@ -197,7 +197,7 @@ def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:
 
 
 def _count_own_exchanges(findings: Findings, common: dict[str, Any], strategy: DistributedStrategy) -> None:
-    """After each micro-batch, how often the strategy exchanged gradients so far."""
+    """Record, after each micro-batch, how often the strategy has exchanged gradients so far."""
     count = [0]
     exchange = strategy.exchange_gradients
 
@@ -216,12 +216,12 @@ def _count_own_exchanges(findings: Findings, common: dict[str, Any], strategy: D
     )
 
 
-# What FSDP calls, and newer versions of DeepSpeed; torch 2.11 knows it under its older name.
+# What FSDP and newer versions of DeepSpeed call; torch 2.11 has it under its older name.
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate: Candidate) -> None:
-    """After each micro-batch, how often the gradients of all units were reduced so far."""
+    """Record, after each micro-batch, how often the gradients of all units have been reduced so far."""
     count = [0]
     reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
@@ -246,7 +246,7 @@ def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate
 
 
 def _count_exchanges(findings: Findings, common: dict[str, Any]) -> None:
-    """After each micro-batch, how often ZeRO exchanged gradients so far."""
+    """Record, after each micro-batch, how often ZeRO has exchanged gradients so far."""
     count = [0]
 
     def counted(function: Any) -> Any:
@@ -275,7 +275,7 @@ def _count_exchanges(findings: Findings, common: dict[str, Any]) -> None:
 def _draw(findings: Findings, common: dict[str, Any], rank: int, splits: bool) -> None:
     loader = DataLoader(TensorDataset(*numbers(32)), batch_size=4)
     for _ in range(2):
-        # What the process drew before a seeded run is of no account.
+        # Draws of the process before a seeded run must not matter.
         torch.manual_seed(100 + 10 * rank + len(findings.masks))
         module = Dropping(splits)
         Fit(**common, seed=SEED, max_epochs=1).fit(module, loader)

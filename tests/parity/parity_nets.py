@@ -1,4 +1,4 @@
-"""The networks that the cases train: plain `torch.nn` modules with a ``loss(batch)``, known to no engine."""
+"""The networks that the cases train: plain `torch.nn` modules with a ``loss(batch)``, independent of any engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
     splits: ClassVar[dict[str, ParallelStyle]] = {}
 
     def split(self, mesh: DeviceMesh) -> None:
-        """Split them over ``mesh``, as a user does in ``configure_model``."""
+        """Split the layers over ``mesh``, as a user does in ``configure_model``."""
         parallelize_module(self, mesh, self.splits)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Mlp(Net):
-    """Six numbers to three."""
+    """Maps six numbers to three."""
 
     splits: ClassVar[dict[str, ParallelStyle]] = {"body.0": ColwiseParallel(), "body.2": RowwiseParallel()}
 
@@ -56,7 +56,7 @@ class Mlp(Net):
 
 
 class FrozenMlp(Mlp):
-    """The first layer does not train."""
+    """An MLP whose first layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class FrozenMlp(Mlp):
 
 
 class OrphanMlp(Mlp):
-    """A trainable layer that no loss ever sees."""
+    """An MLP with a trainable layer that no loss uses."""
 
     splits: ClassVar[dict[str, ParallelStyle]] = {**Mlp.splits, "spare": ColwiseParallel()}
 
@@ -74,7 +74,7 @@ class OrphanMlp(Mlp):
 
 
 class NormedMlp(Mlp):
-    """With BatchNorm, whose statistics are of the batch that a rank holds."""
+    """An MLP with BatchNorm, whose statistics are those of each rank's own batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class NormedMlp(Mlp):
 
 
 class TiedTokens(Net):
-    """Tokens to tokens, the embedding and the output layer being one parameter; the loss is a mean over tokens."""
+    """Maps tokens to tokens; embedding and output layer share one parameter, and the loss is a mean over tokens."""
 
     splits: ClassVar[dict[str, ParallelStyle]] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
@@ -103,7 +103,7 @@ class TiedTokens(Net):
 
     def split(self, mesh: DeviceMesh) -> None:
         super().split(mesh)
-        self.head.weight = self.embed.weight  # each was given a parameter of its own
+        self.head.weight = self.embed.weight  # splitting gave each layer a parameter of its own
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
@@ -121,7 +121,7 @@ class TiedTokens(Net):
 
 
 class TiedSamples(TiedTokens):
-    """The same where every sample has as many tokens, and the samples weigh."""
+    """The same for samples with equal numbers of tokens; the loss is weighted by samples."""
 
     def weight(self, batch: Batch) -> float:
         return len(batch[0])
@@ -140,7 +140,7 @@ class SparseBag(Net):
 
 
 class Gan(Net):
-    """A generator and a discriminator, each a layer or two."""
+    """A generator and a discriminator, with a layer or two each."""
 
     splits: ClassVar[dict[str, ParallelStyle]] = {
         "generator.0": ColwiseParallel(),

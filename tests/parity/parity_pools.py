@@ -1,4 +1,4 @@
-"""Runs everything that the suite asks of a strategy in one start of its processes."""
+"""Runs everything that the suite requires of a strategy in one start of its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import parity_device
 import torch.distributed as dist
 from parity_cases import BY_NAME, CASES, OVERFLOW, SEVERAL, Case
 from parity_engine import Record, train_all
-from parity_evaluation import Findings, look
+from parity_evaluation import Findings, observe
 from parity_strategies import Candidate, Job
 
 from worlds import on_ranks
@@ -20,7 +20,7 @@ PRECISION_CASES = ("plain", "clipped by norm", "accumulated", "token-weighted", 
 
 
 def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
-    """What the suite asks of ``candidate`` on ``ranks`` ranks, refusals included."""
+    """Return all jobs of ``candidate`` on ``ranks`` ranks, including refusals."""
     cases = [case for case in CASES if not candidate.only or case.name in candidate.only]
     if ranks != candidate.ranks:
         return [(case.name, "32-true") for case in cases if case.four_ranks and case.name not in candidate.refuses]
@@ -30,30 +30,30 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
         jobs += [("plain", precision) for precision in refused]
         jobs += [(name, precision) for precision in PRECISIONS if precision not in refused for name in PRECISION_CASES]
         jobs.append((SEVERAL.name, "bf16-mixed"))
-        if candidate.zero:  # whose parameters are in half precision beside statistics in float32
+        if candidate.zero:  # whose parameters are in half precision, with statistics in float32
             jobs.append(("BatchNorm", "bf16-mixed"))
         if "16-mixed" not in refused:
             jobs.append((OVERFLOW.name, "16-mixed"))
         if ranks // candidate.tensor < 4 and "16-mixed" not in refused:
-            # Of two samples a rank the first step overflows, in one optimizer's gradients: there torch's scaler, and
-            # with it the reference, steps the other one, where a step of ours is made or skipped as a whole.
+            # With two samples per rank the first step overflows in one optimizer's gradients: there torch's scaler, and
+            # therefore the reference, steps the other one, whereas the engine makes or skips a step as a whole.
             jobs.append((SEVERAL.name, "16-mixed"))
     if parity_device.DEVICE != "cpu" and candidate.name == "ddp":
-        jobs = [job for job in jobs if job[0] != "sparse embedding"]  # NCCL reduces no sparse gradients
+        jobs = [job for job in jobs if job[0] != "sparse embedding"]  # NCCL cannot reduce sparse gradients
     return [job for job in jobs if not parity_device.CASES or job[0] in parity_device.CASES]
 
 
 @dataclass
 class Results:
-    """What all ranks saw."""
+    """The observations of all ranks."""
 
     records: dict[Job, list[Record]]
     findings: list[Findings]
 
 
 def run(candidate: Candidate, ranks: int) -> Results:
-    """Run every job of ``candidate``, in this process where it takes one."""
-    # What is refused comes first: it must not show in what the same processes do afterwards (G-07).
+    """Run every job of ``candidate``, in this process if it needs only one."""
+    # Refusals come first: they must not affect later runs of the same processes (G-07).
     jobs = sorted(jobs_of(candidate, ranks), key=lambda job: candidate.refusal(job) is None)
     looks = not candidate.only
     if parity_device.DEVICE != "cpu":
@@ -68,7 +68,7 @@ def run(candidate: Candidate, ranks: int) -> Results:
 
 def _work(candidate: Candidate, ranks: int, jobs: Sequence[Job], looks: bool) -> tuple[list[Record], Findings]:
     rank = dist.get_rank() if ranks > 1 else 0
-    findings = look(candidate, ranks, rank) if looks else Findings()
+    findings = observe(candidate, ranks, rank) if looks else Findings()
     return train_all(jobs, candidate, rank, ranks), findings
 
 

@@ -1,4 +1,4 @@
-"""The reference: a loop written by hand in plain PyTorch, in one process, on the same global batches."""
+"""The reference: a hand-written loop in plain PyTorch, in one process, on the same global batches."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 @dataclass
 class Trace:
-    """What is compared: one entry a window; ``steps`` and ``batches`` have one a micro-batch.
+    """The compared values: one entry per window; ``steps`` and ``batches`` have one per micro-batch.
 
     Attributes:
-        losses: the weighted mean over all that a window holds; NaN where it holds nothing.
-        norms: of all gradients, before clipping; infinite where one overflowed.
-        rates: every group's learning rate, in the step.
-        scales: the loss scale after the step, where there is one.
+        losses: the weighted mean over a window; NaN for a window without weight.
+        norms: the norm of all gradients before clipping; infinite if one overflowed.
+        rates: every group's learning rate in the step.
+        scales: the loss scale after the step, if there is one.
         steps: optimizer steps made, after each micro-batch.
-        batches: the samples of each global micro-batch, by their index in the data set.
-        planned: optimizer steps that the run will make, as known before it.
+        batches: the indices of the samples of each global micro-batch.
+        planned: the number of optimizer steps, as estimated before the run.
         weights: after the run.
-        states: of each optimizer after the run, by the parameters' names.
+        states: the state of each optimizer after the run, by parameter name.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -65,15 +65,15 @@ def reference(
     """Train ``case`` by hand as ``world`` ranks would.
 
     Args:
-        case: what.
-        world: how many ranks the global batches are for; matters only where each has a part of its own.
+        case: the case.
+        world: the number of ranks; it matters only if each rank has its own part.
         precision: a hand-written loop of the same precision.
-        by_rank: compute each rank's micro-batches by themselves and average their gradients; else every window is one
+        by_rank: compute each rank's micro-batches separately and average their gradients; otherwise every window is one
             big batch. None leaves it to the case.
-        in_two: compute the layers that tensor parallelism splits in two parts, each of which is rounded by itself.
-        zero: as under that stage of ZeRO: a parameter that gets no gradient gets one of zeros; with autocast, what
-            computes is in half precision, with float32 masters, and BatchNorm casts its weights; at stage 3 a bias is
-            added to a product that is rounded already.
+        in_two: compute the layers that tensor parallelism splits in two parts, each of which is rounded separately.
+        zero: compute as under that stage of ZeRO: a parameter without a gradient gets one of zeros; with autocast,
+            computation uses half-precision parameters with float32 masters, and BatchNorm casts its weights; at stage 3
+            a bias is added to a product that is already rounded.
     """
     by_rank = bool(case.by_rank) if by_rank is None else by_rank
     torch.manual_seed(SEED)
@@ -121,7 +121,7 @@ def reference(
 
 
 class Loop:
-    """Steps on windows."""
+    """Trains on windows."""
 
     def __init__(
         self, case: Case, net: Net, optimizers: list[Optimizer], precision: str, trace: Trace, zero: int = 0
@@ -143,7 +143,7 @@ class Loop:
                     layer.forward = partial(_bias_at_last, layer)  # type: ignore[method-assign]
 
     def window(self, window: Window) -> bool:
-        """Step on a window; whether a step was made."""
+        """Train on a window; returns whether a step was made."""
         trace = self.trace
         if isinstance(self.net, Gan):
             return self.turns(self.net, window[0][0])
@@ -175,7 +175,7 @@ class Loop:
         return self.scaler.get_scale() >= before
 
     def backward(self, window: Window) -> Tensor:
-        """Leave the window's gradient in the parameters; returns its loss."""
+        """Accumulate the window's gradient in the parameters; returns its loss."""
         ranks = len(window)
         total = sum(self.net.weight(batch) for rank in window for batch in rank)
         parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
@@ -209,7 +209,7 @@ class Loop:
         return mean
 
     def computing(self) -> Net:
-        """The network that runs: the one that is trained, or its parameters in half precision."""
+        """The network that runs: the trained one, or its parameters in half precision."""
         if self.halves is None:
             return self.net
         for half, master in zip(self.halves.parameters(), self.net.parameters(), strict=True):
@@ -217,7 +217,7 @@ class Loop:
         return self.halves
 
     def collect(self) -> None:
-        """Add the gradients of what ran to those of the masters: what was rounded once is not rounded again."""
+        """Add the gradients of the running network to those of the masters: rounded gradients are not rounded again."""
         if self.halves is None:
             return
         for half, master in zip(self.halves.parameters(), self.net.parameters(), strict=True):
@@ -234,7 +234,7 @@ class Loop:
         return evaluate
 
     def turns(self, net: Gan, batch: Batch) -> bool:
-        """One round of a GAN: the discriminator first."""
+        """Do one round of a GAN, with the discriminator first."""
         generator, discriminator = self.optimizers
         losses = []
         for optimizer, play in ((discriminator, net.discriminator_loss), (generator, net.generator_loss)):
@@ -257,7 +257,8 @@ class Loop:
         parameters = [parameter for parameter in self.net.parameters() if parameter.grad is not None]
         if algorithm == "value":
             torch.nn.utils.clip_grad_value_(parameters, value)
-        elif any(one.grad is not None and one.grad.is_sparse for one in parameters):  # torch's own cannot
+        # torch's function does not support sparse gradients
+        elif any(one.grad is not None and one.grad.is_sparse for one in parameters):
             coefficient = value / (self.trace.norms[-1] + 1e-6)
             for gradient in _gradients(self.optimizers):
                 gradient.mul_(min(1.0, coefficient))
@@ -269,14 +270,14 @@ class Loop:
 
 
 def _bias_at_last(layer: nn.Linear, x: Tensor) -> Tensor:
-    """DeepSpeed's linear layer at stage 3, which keeps no gathered weight for backward."""
+    """DeepSpeed's linear layer at stage 3, which keeps no gathered weight for the backward."""
     if layer.bias is None or x.dim() == 2:
         return nn.functional.linear(x, layer.weight, layer.bias)
     return nn.functional.linear(x, layer.weight) + layer.bias
 
 
 def _normed_in_float32(layer: nn.BatchNorm1d, x: Tensor) -> Tensor:
-    """Its weights are rounded to half precision; they and its statistics compute in float32."""
+    """BatchNorm whose weights are rounded to half precision; they and its statistics are used in float32."""
     assert layer.num_batches_tracked is not None
     if layer.training:
         layer.num_batches_tracked += 1
@@ -295,11 +296,11 @@ def windows(case: Case, world: int, epoch: int) -> Iterator[Window]:
 
 
 def dealt(case: Case, world: int, epoch: int) -> list[list[Batch]]:
-    """The epoch's global micro-batches, each cut into contiguous parts, one for each rank (api.md: Dealing)."""
+    """Yield the epoch's global micro-batches, each cut into contiguous parts, one for each rank (api.md: Dealing)."""
     data = case.data()
     samples = len(data[0])
     indices = order(samples, SEED, epoch)(torch.arange(samples))
-    # Equal parts of a whole one; of the last, parts that differ by at most one, lower ranks first.
+    # Equal parts of a full one; parts of the last one differ by at most one sample, larger ones on lower ranks.
     return [
         [tuple(part[chosen] for part in data) for chosen in torch.tensor_split(whole, world)]
         for whole in indices.split(case.batch)
@@ -307,7 +308,7 @@ def dealt(case: Case, world: int, epoch: int) -> list[list[Batch]]:
 
 
 def streamed(case: Case, world: int) -> list[list[Batch]]:
-    """The micro-batches of streams that each rank has of its own."""
+    """Yield the micro-batches of streams that belong to each rank."""
     parts = [list(stream(case, rank)) for rank in range(world)]
     nothing = tuple(part[:0] for part in parts[0][0])
     return [
@@ -317,7 +318,7 @@ def streamed(case: Case, world: int) -> list[list[Batch]]:
 
 
 def stream(case: Case, rank: int) -> Iterator[Batch]:
-    """The batches that rank ``rank`` reads."""
+    """Yield the batches that rank ``rank`` reads."""
     data, start = numbers(200), 50 * rank
     for size in case.own_parts[rank]:
         yield tuple(part[start : start + size] for part in data)
@@ -325,7 +326,7 @@ def stream(case: Case, rank: int) -> Iterator[Batch]:
 
 
 def _one(window: Window) -> Batch:
-    """All that a window holds, as one batch in the order of micro-batches and ranks."""
+    """Return a whole window as one batch, in the order of micro-batches and ranks."""
     batches = [rank[position] for position in range(max(map(len, window))) for rank in window if position < len(rank)]
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 

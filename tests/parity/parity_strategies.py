@@ -1,4 +1,4 @@
-"""The strategies that must give the reference's numbers. A new one joins by a line here."""
+"""The strategies that must give the reference's numbers. A new one is added by a line here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Candidate:
     """A strategy as the suite runs it.
 
     Attributes:
-        name: as `Fit(strategy=...)` takes it, save where layers are split.
-        ranks: on how many ranks it runs every case.
-        also_on: on how many more it runs the cases where that matters.
-        refuses: cases that it cannot train, with a part of the message that says so before or on the first step.
+        name: as `Fit(strategy=...)` takes it, except if layers are split.
+        ranks: the number of ranks on which it runs every case.
+        also_on: a larger number of ranks, for the cases that depend on it.
+        refuses: cases that it cannot train, with a part of the error message, raised before or in the first step.
         refuses_precisions: the same for precisions.
-        only: the cases it is for; empty for all.
-        shards: a rank holds parts of gradients, so that norms are summed up part by part.
-        tensor: over how many ranks the networks' layers are split, by hand; these ranks read the same data.
-        make: builds it with settings that its name has not.
+        only: the only cases that it runs; empty for all.
+        shards: a rank holds parts of gradients, so norms are summed part by part.
+        tensor: the number of ranks over which layers are split by user code; these ranks read the same data.
+        make: builds it with settings that its name does not include.
         zero: a parameter without a gradient counts as one whose gradient is zero; mixed precision keeps parameters in
             half precision; at stages 2 and 3 gradients are exchanged after every micro-batch.
     """
@@ -46,13 +46,13 @@ class Candidate:
     zero: int = 0
 
     def strategy(self) -> str | Strategy:
-        """What `Fit` is given."""
+        """Return the argument of `Fit`."""
         if self.make is not None:
             return self.make()
         return self.name
 
     def refusal(self, job: Job) -> str | None:
-        """A part of the message with which it refuses a job, or None."""
+        """Return a part of the message with which it refuses a job, or None."""
         case, precision = job
         return self.refuses_precisions.get(precision) or self.refuses.get(case)
 
@@ -76,17 +76,17 @@ if not FP16 and parity_device.DEVICE == "cpu":
 
 
 def everything_spread() -> Strategy:
-    """Stage 3 leaves small parameters whole: here none is small (E-13)."""
+    """Return ZeRO 3 with all parameters sharded; it leaves small ones whole by default (E-13)."""
     return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)
 
 
 def copied_shards() -> Strategy:
-    """Gathers a network as one: what several units come to on two by two ranks is in test_fsdp_meshes.py."""
+    """Return a hybrid with one unit; several units on two by two ranks are tested in test_fsdp_meshes.py."""
     return FSDPStrategy(sharding="hybrid", wrap=[])
 
 
 def split_layers() -> Strategy:
-    """The same, the layers split over two ranks besides."""
+    """Return the same, with layers additionally split over two ranks."""
     return FSDPStrategy(tensor_parallel=2, wrap=[])
 
 
@@ -96,7 +96,7 @@ STRATEGIES = [
         "ddp",
         ranks=2,
         also_on=(4,),
-        # C-01: by name, and on the first step.
+        # C-01: refused by name, in the first step.
         refuses={"orphan parameter": "got no gradient: 'net.spare.weight', 'net.spare.bias'"},
     ),
     Candidate(
@@ -105,7 +105,7 @@ STRATEGIES = [
         also_on=(4,),
         refuses={"GAN": "static_graph=True together with manual optimization"},
     ),
-    # K-01: with public names alone, as somebody else's would be.
+    # K-01: with public names only, as in a third-party package.
     Candidate("averaging", ranks=2, make=Averaging),
     Candidate(
         "averaging_in_context",
@@ -113,7 +113,7 @@ STRATEGIES = [
         only=("plain", "accumulated", "uneven data, joiners", "several optimizers", "LBFGS", "GAN"),
         make=AveragingInContext,
     ),
-    # Its difference from "ddp" is in which parameters it waits for.
+    # It differs from "ddp" in the parameters that it waits for.
     Candidate(
         "ddp_find_unused_parameters_true",
         ranks=2,

@@ -29,7 +29,7 @@ BF16 = 2.0**-8
 
 
 class Precise(NamedTuple):
-    """How a precision is compared."""
+    """The tolerances and reference settings of a precision."""
 
     atol: float
     by_rank: bool
@@ -39,7 +39,7 @@ class Precise(NamedTuple):
 PRECISIONS = {
     "32-true": Precise(1e-5, False, "a sum over a window in another order"),
     "64-true": Precise(1e-12, False, "the same, in double"),
-    # Each rank's micro-batch is rounded by itself: the reference computes them one by one, too.
+    # Each rank's micro-batch is rounded separately, so the reference computes them one by one too.
     "bf16-mixed": Precise(1e-6, True, "the same roundings; the norm is summed up in another order"),
     "16-mixed": Precise(1e-6, True, "the same roundings; the norm is summed up in another order"),
     "bf16-true": Precise(0.0, True, "the same roundings"),
@@ -90,9 +90,9 @@ def test_training(cell: Cell, results: Run, references: Reference) -> None:
     records = _records(results(cell.candidate, cell.ranks), cell.job)
     precise = PRECISIONS[precision]
     by_rank = True if precise.by_rank else None
-    # Global batches are the same at every world size, unless each rank computes, or reads, by itself.
+    # Global batches are the same at every world size, unless each rank computes or reads separately.
     world = cell.data_ranks if precise.by_rank or case.by_rank or case.own_parts else 1
-    # A layer that is split rounds each part: in a low precision the reference computes it in two parts, too.
+    # A split layer rounds each part, so in a low precision the reference computes it in two parts too.
     in_two = precise.by_rank and cell.candidate.tensor > 1
     expected = references(case.name, world, precision, by_rank, in_two, cell.candidate.zero)
     actual = together(case, records[:: cell.candidate.tensor])
@@ -115,14 +115,14 @@ def test_training(cell: Cell, results: Run, references: Reference) -> None:
 
 @pytest.mark.parametrize("cell", REFUSED, ids=str, indirect=True)
 def test_refused_by_name(cell: Cell, results: Run) -> None:
-    # C-01, B-13, G-07: on every rank; all that the same processes train after it is equal again
+    # C-01, B-13, G-07: on every rank; later training in the same processes still matches
     for record in results(cell.candidate, cell.ranks).records[cell.job]:
         assert "ConfigurationError" in record.error
         assert str(cell.candidate.refusal(cell.job)) in record.error
 
 
-def test_the_cases_are_what_they_say(references: Reference) -> None:
-    """A case that lost what makes it one would go on being green."""
+def test_the_cases_have_their_stated_properties(references: Reference) -> None:
+    """Check the properties of the cases, without which their tests would pass without testing anything."""
     # B-05: clipping changes most steps
     plain = references("plain", 1, "32-true", None)
     for name in ("clipped by norm", "several optimizers", "sparse embedding"):
@@ -143,15 +143,17 @@ def test_the_cases_are_what_they_say(references: Reference) -> None:
     overflow = references("fp16 overflow on one rank", 2, "16-mixed", True)
     assert overflow.steps == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9]
     assert overflow.scales == [65536.0] * 3 + [32768.0] * 7
-    # B-04: the tail leaves ranks without a sample, at two and at four
+    # B-04: the tail leaves ranks without samples, for two ranks and for four
     assert [len(batch) for batch in references("uneven data, joiners", 1, "32-true", None).batches[:3]] == [32, 32, 1]
 
 
 @pytest.mark.parametrize(
     "candidate", [one for one in STRATEGIES if one.ranks > 1 and not one.only], ids=lambda one: one.name
 )
-def test_what_the_mean_over_ranks_is_not(candidate: Candidate, results: Run, references: Reference) -> None:
-    """BatchNorm under DDP is not BatchNorm of the global batch: the case compares with what it is instead."""
+def test_batch_norm_under_ddp_uses_per_rank_statistics(
+    candidate: Candidate, results: Run, references: Reference
+) -> None:
+    """BatchNorm under DDP is not BatchNorm of the global batch: the case compares with per-rank statistics."""
     records = _records(results(candidate, candidate.ranks), ("BatchNorm", "32-true"))
     of_the_global_batch = references("BatchNorm", 1, "32-true", False)
     gap = records[0].trace.weights["head.weight"] - of_the_global_batch.weights["head.weight"]
@@ -164,7 +166,8 @@ def test_what_the_mean_over_ranks_is_not(candidate: Candidate, results: Run, ref
         pytest.param(candidate, precision, id=f"{candidate.name}-{precision}")
         for candidate in STRATEGIES
         for precision, precise in PRECISIONS.items()
-        # Of two samples a rank, the first losses overflow at the first scale: those steps are skipped, as they should.
+        # With two samples per rank, the first losses overflow at the initial scale: those steps are skipped, as they
+        # should be.
         if precise.by_rank
         and not candidate.only
         and precision not in candidate.refuses_precisions
@@ -174,8 +177,8 @@ def test_what_the_mean_over_ranks_is_not(candidate: Candidate, results: Run, ref
 def test_low_precision_stays_near_full(
     candidate: Candidate, precision: str, results: Run, references: Reference
 ) -> None:
-    # B-01: what the dtype explains. Losses are of order 1 and each is rounded at least once: some units in the last
-    # place of the compute dtype (2**-8 for bf16, 2**-11 for fp16), which 20 steps of training carry along.
+    # B-01: the difference that the dtype explains. Losses are of order 1 and each is rounded at least once: some units
+    # in the last place of the compute dtype (2**-8 for bf16, 2**-11 for fp16), which 20 steps of training propagate.
     unit = 2.0**-11 if precision == "16-mixed" else BF16
     job = ("plain", precision)
     records = _records(results(candidate, candidate.ranks), job)
@@ -217,7 +220,7 @@ def test_clipping_returns_the_norm_before_it(candidate: Candidate, results: Run)
 
 
 @pytest.mark.parametrize("candidate", [one for one in STRATEGIES if not one.only], ids=lambda one: one.name)
-def test_a_window_of_no_weight_is_told_once(candidate: Candidate, results: Run) -> None:
+def test_a_window_without_weight_is_warned_about_once(candidate: Candidate, results: Run) -> None:
     # B-21
     for record in _records(results(candidate, candidate.ranks), ("window of no weight", "32-true")):
         assert [warning for warning in record.warnings if "weights sum to zero" in warning] == [
@@ -226,7 +229,7 @@ def test_a_window_of_no_weight_is_told_once(candidate: Candidate, results: Run) 
 
 
 @pytest.mark.parametrize("candidate", STRATEGIES, ids=lambda one: one.name)
-def test_what_gets_no_gradient_has_no_state(candidate: Candidate, results: Run) -> None:
+def test_a_parameter_without_gradient_has_no_state(candidate: Candidate, results: Run) -> None:
     # B-07, B-08
     records = results(candidate, candidate.ranks).records
     for name, absent in (
@@ -235,7 +238,7 @@ def test_what_gets_no_gradient_has_no_state(candidate: Candidate, results: Run) 
         ("tied weights", ["head.weight"]),  # the same parameter as embed.weight, which has one state
     ):
         if candidate.zero and name == "orphan parameter":
-            continue  # partitions are flat: a missing gradient counts as zero, as the reference's does there
+            continue  # partitions are flat: a missing gradient counts as zero, as in the reference
         if (name, "32-true") in records and name not in candidate.refuses:
             torch.manual_seed(5)
             before = BY_NAME[name].net().state_dict()
@@ -266,7 +269,7 @@ def _tolerance(cell: Cell, case: Case) -> float:
         # Muon computes in bf16.
         return max(parity_device.TOLERANCES[precision], 8 * BF16 if case.name == "several optimizers" else 0.0)
     if cell.candidate.shards:
-        # The norm is summed up shard by shard, and four ranks' gradients in another order than one by one.
+        # The norm is summed shard by shard, and four ranks' gradients in another order than one by one.
         in_order = cell.data_ranks == 2 and case.clip is None
         if precision == "bf16-true":
             return 0.0 if in_order else 4 * BF16

@@ -1,4 +1,4 @@
-"""Every strategy measures every sample once, predicts in the data set's order, and draws what it should."""
+"""Every strategy evaluates every sample once, predicts in data set order, and draws the right random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[[Candidate, int], Results]
 
 
 class Place(NamedTuple):
-    """A strategy on so many ranks."""
+    """A strategy on a number of ranks."""
 
     candidate: Candidate
     ranks: int
@@ -65,7 +65,7 @@ def test_evaluation(place: Place, samples: int, batch_size: int, findings: list[
     for rank in findings:
         scores = rank.scores[samples, batch_size]
         assert scores["loss"] == pytest.approx(cross_entropy(output, y).item(), abs=1e-6)
-        # One sample counted twice, or left out, would show in the first digits.
+        # One sample counted twice, or omitted, would show in the first digits.
         assert scores["accuracy"] == pytest.approx((output.argmax(-1) == y).double().mean().item(), abs=1e-7)
         assert scores["most"] == pytest.approx(output.max().item(), abs=1e-6)
 
@@ -85,7 +85,7 @@ def test_prediction(place: Place, samples: int, batch_size: int, findings: list[
 
 @pytest.mark.row("torchmetrics in training", "B-14: over all ranks, joiners left out, reset every epoch")
 def test_training_accuracy(place: Place, findings: list[Findings]) -> None:
-    # B-14, B-04: over all ranks, without what joiners saw, and anew in every epoch
+    # B-14, B-04: over all ranks, without the batches of joining ranks, and restarted in every epoch
     x, y, _ = classes(97)
     with torch.no_grad():
         answers = scored().net(x).argmax(-1)
@@ -97,7 +97,7 @@ def test_training_accuracy(place: Place, findings: list[Findings]) -> None:
 
 @pytest.mark.row("dropout masks", "B-18: differ between ranks and steps, the same again on a rerun")
 def test_dropout(place: Place, findings: list[Findings]) -> None:
-    # B-18: W masks, not W copies of one; alike where layers are split; the same again on a rerun
+    # B-18: W different masks; the same where layers are split; the same again in a second run
     for rank in findings:
         first, again = rank.masks
         assert len(first) == -(-32 // (4 * place.data_ranks))
@@ -108,7 +108,7 @@ def test_dropout(place: Place, findings: list[Findings]) -> None:
 
 @pytest.mark.row("initialisation", "B-18: with a seed as by hand; without one, rank 0's")
 def test_initialisation(place: Place, findings: list[Findings]) -> None:
-    # B-18: with a seed alike everywhere, and as by hand; without one, rank 0's
+    # B-18: with a seed equal everywhere, and equal to a hand-written loop; without one, rank 0's
     torch.manual_seed(SEED)
     seeded = nn.Linear(6, 3).weight
     torch.manual_seed(0)

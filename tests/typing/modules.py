@@ -1,4 +1,6 @@
-"""What users with a type checker write, in every form that a step may have. `make types` checks this file strictly."""
+"""Code that users with a type checker write, in every supported form of a step. `make types` checks this file
+strictly.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class WithIndices(TrainModule):
-    """Steps with everything they may take."""
+    """Steps with all parameters that they may take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class WithIndices(TrainModule):
 
 
 class WithoutIndices(TrainModule):
-    """Steps with the batch alone, by any name."""
+    """Steps with only the batch, under any name."""
 
     def training_step(self, texts: Tensor) -> dict[str, Tensor]:
         return {"loss": texts.mean()}
@@ -66,7 +68,7 @@ class Watch(Callback):
         trainer.should_stop = trainer.current_epoch == 2
 
     def on_fit_end(self, trainer: RunContext, module: Any) -> None:
-        assert isinstance(trainer, Fit)  # whoever wants all of it
+        assert isinstance(trainer, Fit)  # for hooks that need all of it
         assert trainer.checkpoint_callback is not None
         trainer.save_checkpoint(trainer.checkpoint_callback.best_model_path)
 

@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"loggers", "profilers"},
     {"strategies"},
-    {"run_context"},  # what all above may know of a run
+    {"run_context"},  # what all units above may know about a run
     {"callback", "module"},
     {"data"},
     {"_loops"},
@@ -95,7 +95,7 @@ def imports_of(name: str, source: str) -> list[Import]:
     for node in ast.walk(ast.parse(source)):
         targets: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            # `from package import name` means the submodule where there is one, and the package itself else.
+            # `from package import name` refers to the submodule if there is one, otherwise to the package.
             targets = [
                 f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else node.module
                 for alias in node.names
@@ -144,13 +144,13 @@ def test_every_unit_has_a_layer() -> None:
     assert not units - LAYER_OF.keys(), "assign these a layer in LAYERS"
 
 
-def test_every_unit_is_on_the_page_of_the_architecture() -> None:
+def test_every_unit_is_on_the_architecture_page() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     units = {unit_of(name) for name in MODULES if is_ours(name) and name != "drivetrain"}
     assert not [unit for unit in units if f"`{unit}`" not in page]
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_to_lower_layers() -> None:
     assert not layer_violations(IMPORTS)
 
 
@@ -226,7 +226,7 @@ def test_a_module_without_underscore_is_exported() -> None:
     assert not unused
 
 
-def test_public_packages_are_those_of_the_contract() -> None:
+def test_public_packages_are_the_documented_ones() -> None:
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and not is_private(name)}
     promised = {
         "callbacks",
@@ -351,7 +351,7 @@ def test_packages_are_marked_as_typed() -> None:
     assert all((package / "py.typed").exists() for package in packages)
 
 
-# J-06: what comes from elsewhere is not unpickled
+# J-06: data from outside is not unpickled
 
 PICKLES = {
     "drivetrain._distributed.failure": "an error, through a file that only this user can write",
@@ -401,7 +401,7 @@ ALLOWED_CLASSES = {
         "ProgressBar",
         "ModelSummary",
         "Checkpoint",
-    },  # the user's own replaces the default one
+    },  # the user's own callback replaces the default one
     # Fit.checkpoint_callback, early_stopping_callback and progress_bar_callback return instances of these.
     "drivetrain._engine.session_context": {"Checkpoint", "EarlyStopping", "ProgressBar"},
 }

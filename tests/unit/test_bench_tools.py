@@ -1,4 +1,4 @@
-"""What `make bench` stands on: equal work is checked, and the pictures are whole."""
+"""Tests of `make bench`'s tools: equal work is checked, and the pictures are complete."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from benchmarks.work import WAYS, WORKS, Way, raw
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_the_engine_does_the_raw_loops_work(way: Way, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bare, a logging and a typical run end at the same weights, and nothing is printed into the table."""
+def test_the_engine_does_the_same_work_as_the_raw_loop(way: Way, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bare, a logging and a typical run produce the same weights, and print nothing into the table."""
     assert ours.train(WORKS["linear"], way, 7) == raw(WORKS["linear"], 7)
     assert capsys.readouterr().out == ""
 
@@ -36,7 +36,7 @@ def test_loops_that_did_different_work_are_refused() -> None:
 
 
 def test_loops_take_turns_at_the_same_steps() -> None:
-    """One runs at a time; neither start and end nor the first turn of each are counted."""
+    """One loop runs at a time; start-up, end and the first turn of each are not counted."""
     steps, batch, seen = 2, 3, []
     turns = Turns(steps, batch)
 
@@ -56,7 +56,7 @@ def test_loops_take_turns_at_the_same_steps() -> None:
         turns.run({name: partial(loop, name, result) for name, result in (("a", 1.0), ("b", 1.0 + 1e-12))})
 
 
-def test_a_loop_that_fails_among_others_is_told() -> None:
+def test_a_failing_loop_is_reported() -> None:
     turns = Turns(1, 1)
 
     def loop(name: str) -> float:
@@ -89,8 +89,8 @@ def test_every_path_of_ours_in_the_table_of_parts_exists(fragment: str) -> None:
     assert Path(f"{root.parents[1]}{fragment}").exists()
 
 
-def test_bytecodes_are_those_of_the_steps() -> None:
-    """What comes before and after them drops out, and twice the work is twice as many."""
+def test_bytecodes_are_counted_per_step() -> None:
+    """Work before and after the steps is removed, and twice the work has twice the count."""
 
     def once(step: int) -> int:
         return step + 1
@@ -109,13 +109,13 @@ def test_bytecodes_are_those_of_the_steps() -> None:
     assert double[name] == 2 * single[name]
 
 
-def test_without_valgrind_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_valgrind_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="apt-get install valgrind"):
         instructions_a_step(dict, (1, 2))
 
 
-def test_the_readable_page_is_what_the_long_tables_say() -> None:
+def test_the_summary_page_matches_the_long_tables() -> None:
     page, pictures = results.page(results.DOCS)
     assert (results.DOCS / "benchmarks.md").read_text() == page, "run `python -m benchmarks.results`"
     for name, picture in pictures.items():

@@ -1,4 +1,4 @@
-"""Settings: code > environment > file > default (A-07), read without a trace (A-01, A-05)."""
+"""Settings: code > environment > file > default (A-07), read without side effects (A-01, A-05)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Arguments of every kind that `Fit` has."""
+    """Has arguments of every kind that `Fit` has."""
 
     settings: Settings
 
@@ -57,7 +57,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A-07: code > environment > file > default, and each value's source is told
+    # A-07: code > environment > file > default, and the source of each value is recorded
     (tmp_path / "drivetrain.toml").write_text('max_epochs = 1\ndevices = 1\nprecision = "64-true"\n')
     monkeypatch.setenv("DRIVETRAIN_MAX_EPOCHS", "2")
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
@@ -80,7 +80,7 @@ def test_an_explicit_value_equal_to_the_default_counts_as_set(monkeypatch: pytes
     assert engine.values["inference_mode"] is True
 
 
-def test_two_in_one_process_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     # A-07
     first = Engine(max_epochs=1)
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "4")
@@ -179,7 +179,7 @@ def test_an_unknown_variable_gets_the_nearest_name(monkeypatch: pytest.MonkeyPat
         Engine()
 
 
-def test_a_variable_in_small_letters_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lower_case_variable_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_max_epochs", "3")
     with pytest.raises(ConfigurationError, match=r"Did you mean 'DRIVETRAIN_MAX_EPOCHS'\?"):
         Engine()
@@ -210,7 +210,7 @@ def test_an_argument_without_a_name_is_refused() -> None:
         Engine("ddp")  # type: ignore[call-arg]
 
 
-def test_the_file_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_named_by_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "drivetrain.toml").write_text("max_epochs = 1\n")
     (tmp_path / "other.toml").write_text('devices = [0, 1]\nlogger = "none"\nlimit_train_batches = 0.5\n')
     monkeypatch.setenv("DRIVETRAIN_CONFIG", "other.toml")
@@ -219,7 +219,7 @@ def test_the_file_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert engine.values["logger"] is None
     assert engine.settings["logger"].source != "default"
     assert engine.values["limit_train_batches"] == 0.5
-    assert engine.settings["max_epochs"].source == "default"  # the named file stands in for the other
+    assert engine.settings["max_epochs"].source == "default"  # the named file replaces the default one
 
 
 @pytest.mark.parametrize("name", ["missing.toml", ""])
@@ -230,14 +230,14 @@ def test_a_named_file_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("text", "match"), [("max_epochs = ", "is not TOML"), ('max_epochs = "3"', "accepts a whole")])
-def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, match: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "drivetrain.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=match) as caught:
         Engine()
     assert str(tmp_path / "drivetrain.toml") in str(caught.value)
 
 
-def test_reading_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reading_has_no_side_effects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # A-01, A-05
     (tmp_path / "drivetrain.toml").write_text("max_epochs = 1\n")
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
@@ -249,14 +249,14 @@ def test_reading_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (tmp_path / "drivetrain.toml").stat().st_mtime_ns == stamp
 
 
-def test_the_signature_is_the_real_one() -> None:
+def test_the_signature_is_preserved() -> None:
     parameters = inspect.signature(Engine).parameters
     assert parameters["gradient_clip_algorithm"].default == "norm"
     assert parameters["max_epochs"].kind is inspect.Parameter.KEYWORD_ONLY
     assert Engine.__init__.__doc__ == "What an engine does."
 
 
-def test_a_subclass_may_pass_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subclass_may_pass_on_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     class Special(Engine):
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**{"max_epochs": 9, **arguments})

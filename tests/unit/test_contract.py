@@ -1,4 +1,4 @@
-"""The names that the documentation promises are where it says, whichever file they are written in."""
+"""The names that the documentation promises exist at the promised place, in whichever file they are defined."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PROMISED = {
 
 
 @pytest.mark.parametrize("module", PROMISED)
-def test_promised_names_are_there(module: str) -> None:
+def test_promised_names_exist(module: str) -> None:
     found = importlib.import_module(module)
     missing = [name for name in PROMISED[module] if not hasattr(found, name)]
     assert not missing

@@ -1,4 +1,4 @@
-"""The recipes of the cookbook, run as they stand: each comes to the number that its page promises."""
+"""The recipes of the cookbook run unchanged, and produce the number that their page promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "cookbook"
 PAGES = ROOT / "docs" / "cookbook"
 
-# Executes a notebook's cells in the shell that a kernel has.
+# Executes a notebook's cells in the same shell as a kernel.
 RUN_NOTEBOOK = """
 import json
 import sys
@@ -40,7 +40,7 @@ def printed_by(script: Path, *arguments: str, folder: Path) -> str:
 
 
 def numbers(pattern: str, printed: str) -> list[float]:
-    """The groups of the last place where ``pattern`` fits."""
+    """Return the groups of the last match of ``pattern``."""
     found = list(re.finditer(pattern, printed))
     assert found, f"{pattern!r} is not in:\n{printed[-3000:]}"
     return [float(group.replace(",", "")) for group in found[-1].groups()]
@@ -48,7 +48,7 @@ def numbers(pattern: str, printed: str) -> list[float]:
 
 @pytest.fixture
 def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For recipes that need neither: a checkpoint an epoch waits for the disk."""
+    """Disable files that recipes do not need: checkpoints at every epoch would wait for the disk."""
     monkeypatch.setenv("DRIVETRAIN_ENABLE_CHECKPOINTING", "false")
     monkeypatch.setenv("DRIVETRAIN_LOGGER", "false")
 
@@ -57,7 +57,7 @@ def last_line(printed: str) -> str:
     return printed.strip().splitlines()[-1]
 
 
-# What it takes to run them
+# Tests of the recipes
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_gan_draws_the_circle(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_files")
 @requires_package("sklearn")
-def test_ema_teacher_mends_random_labels(tmp_path: Path) -> None:
+def test_ema_teacher_corrects_random_labels(tmp_path: Path) -> None:
     printed = printed_by(RECIPES / "ema_teacher.py", folder=tmp_path)
     student_alone, _ = numbers(r"Accuracy without teacher: student ([\d.]+)%, average ([\d.]+)%", printed)
     student, teacher = numbers(r"Accuracy with teacher: student ([\d.]+)%, average ([\d.]+)%", printed)
@@ -119,7 +119,7 @@ def test_several_optimizers_train_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streaming_data_reads_nothing_twice(tmp_path: Path) -> None:
+def test_streaming_data_reads_no_sample_twice(tmp_path: Path) -> None:
     printed = printed_by(RECIPES / "streaming_data.py", folder=tmp_path)
     whole, part, rest = numbers(r"Pieces read: (\d+) in one run; (\d+) before a stop and (\d+) after it", printed)
     assert part + rest == whole
@@ -186,7 +186,7 @@ def test_the_notebook_trains_on_two_processes(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_the_recipe_for_pytest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # In this process, whose fork server has torch already.
+    # In this process, whose fork server has already imported torch.
     monkeypatch.setattr(sys, "path", [*sys.path])
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", f"--rootdir={RECIPES}"]
     assert pytest.main([*options, str(RECIPES / "test_a_module.py")]) == pytest.ExitCode.OK
@@ -219,14 +219,14 @@ def test_debugging_nan_finds_the_batch_and_the_operation(tmp_path: Path) -> None
     assert len(lines) == 4
 
 
-# Their pages
+# Pages of the recipes
 
 
 def _recipes() -> list[Path]:
     return sorted(path for path in RECIPES.iterdir() if path.suffix in (".py", ".ipynb"))
 
 
-def test_there_is_a_recipe_a_page() -> None:
+def test_there_is_one_recipe_per_page() -> None:
     pages = {page.stem.replace("-", "_") for page in PAGES.glob("*.md")} - {"index"}
     assert {recipe.stem for recipe in _recipes()} == pages
     assert len(pages) == 14

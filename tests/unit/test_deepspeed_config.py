@@ -1,4 +1,4 @@
-"""What DeepSpeed gets: the user's configuration, completed from `Fit`, contradictions refused (E-02, E-03, E-09)."""
+"""DeepSpeed's configuration: the user's, completed from `Fit`, with contradictions refused (E-02, E-03, E-09)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _resolved(
     return resolve(read_config(config), arguments or StrategyArguments(), run, precision, ranks=2)
 
 
-def test_what_is_missing_comes_from_fit() -> None:
+def test_missing_values_come_from_fit() -> None:
     # E-03, E-09: clipping is always written, since DeepSpeed's default is 1.0; accumulation is fixed at one (E-01)
     assert _resolved({}) == {
         "train_micro_batch_size_per_gpu": 8,
@@ -52,15 +52,15 @@ def test_what_is_missing_comes_from_fit() -> None:
         "loss_scale": 0,
         "initial_scale_power": 8,
         "enabled": True,
-        # as torch's GradScaler: B-06
+        # like torch's GradScaler: B-06
         "hysteresis": 1,
         "loss_scale_window": 2000,
     }
     assert _resolved({"fp16": {"hysteresis": 2}}, precision="16-mixed")["fp16"]["hysteresis"] == 2
 
 
-def test_what_agrees_is_replaced_by_ours() -> None:
-    # E-03: compared with Fit's, and then replaced
+def test_matching_values_are_replaced_by_ours() -> None:
+    # E-03: compared with Fit's, and then replaced by it
     config = {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 8,
@@ -73,13 +73,13 @@ def test_what_agrees_is_replaced_by_ours() -> None:
     resolved = _resolved(config, StrategyArguments(stage=3, zero={"sub_group_size": 10, "overlap_comm": False}))
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 1)
     assert resolved["zero_optimization"] == {"stage": 3, "sub_group_size": 10, "overlap_comm": False}
-    assert config == before  # E-03: never mutated
+    assert config == before  # E-03: the user's dict is not changed
     resolved["zero_optimization"]["stage"] = 1
     assert config == before
 
 
 def test_auto_is_filled() -> None:
-    # E-03: as people write it for Hugging Face
+    # E-03: as commonly written for Hugging Face
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -97,7 +97,7 @@ def test_auto_is_filled() -> None:
         _resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
 
 
-def test_clipping_in_the_config_holds_where_fit_sets_none() -> None:
+def test_clipping_of_the_config_is_used_without_one_of_fit() -> None:
     # E-03, and api.md
     assert _resolved({"gradient_clipping": 2.0}, run=RunSettings(batch_size=8))["gradient_clipping"] == 2.0
 
@@ -156,7 +156,7 @@ def test_clipping_in_the_config_holds_where_fit_sets_none() -> None:
 def test_a_contradiction_names_both_sides(
     config: dict[str, Any], arguments: StrategyArguments, precision: str, parts: tuple[str, str]
 ) -> None:
-    # E-03; E-09: unknown top-level keys, which DeepSpeed accepts in silence
+    # E-03; E-09: unknown top-level keys, which DeepSpeed silently accepts
     with pytest.raises(ConfigurationError) as error:
         _resolved(config, arguments, precision=precision)
     assert all(part in str(error.value) for part in parts), str(error.value)
@@ -195,8 +195,8 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
         ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, "zero_optimization.offload_param='cpu'"),
     ],
 )
-def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
-    # G-06: as it is built
+def test_invalid_arguments_are_refused(options: dict[str, Any], part: str) -> None:
+    # G-06: at construction
     with pytest.raises(ConfigurationError) as error:
         DeepSpeedStrategy(**options)
     assert part in str(error.value)
@@ -209,7 +209,7 @@ def test_outside_of_a_run_there_is_no_engine() -> None:
 
 
 def test_the_keys_are_those_that_deepspeed_reads() -> None:
-    """The list is ours: here DeepSpeed itself says what it looks for."""
+    """The list is ours: this test records the keys that DeepSpeed itself reads."""
     import_library()
     from deepspeed.runtime import config as theirs
 
@@ -238,7 +238,8 @@ def test_the_keys_are_those_that_deepspeed_reads() -> None:
     theirs.DeepSpeedConfig(Asking(train_batch_size=1, train_micro_batch_size_per_gpu=1))
     removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     assert arguments - removed <= TOP_LEVEL_KEYS
-    assert TOP_LEVEL_KEYS - arguments == {"data_parallel_size", "sequence_parallel_size"}  # which its initialize reads
+    # which deepspeed.initialize reads
+    assert TOP_LEVEL_KEYS - arguments == {"data_parallel_size", "sequence_parallel_size"}
 
 
 def test_every_stage_has_its_names() -> None:
@@ -276,8 +277,8 @@ def test_without_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_an_old_one(tmp_path: Path) -> None:
-    # E-07: what another installation would say of itself
+def test_an_old_version_is_refused(tmp_path: Path) -> None:
+    # E-07: the version that another installation would report
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("")
     info = tmp_path / "deepspeed-0.16.4.dist-info"
@@ -291,7 +292,7 @@ def test_an_old_one(tmp_path: Path) -> None:
     assert "deepspeed 0.16.4 is installed, but 0.19.8 or newer is required" in done.stderr
 
 
-def test_one_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06
+def test_a_version_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06
     import_library()
     check_names()
     monkeypatch.delattr("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._pre_step")
@@ -303,7 +304,7 @@ def test_one_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06
 
 
 @pytest.mark.slow
-def test_settings_import_nothing() -> None:
+def test_settings_do_not_import_deepspeed() -> None:
     # H-02, A-01
     done = _run(
         "import os, sys\n"
@@ -318,7 +319,7 @@ def test_settings_import_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_import_leaves_no_variable_and_no_text() -> None:
+def test_the_import_leaves_no_variable_and_prints_nothing() -> None:
     # E-12
     done = _run(
         "import os\n"
@@ -331,7 +332,7 @@ def test_the_import_leaves_no_variable_and_no_text() -> None:
     assert done.stdout == ""
 
 
-def test_each_stage_advises_the_next_where_memory_lacks() -> None:
+def test_each_stage_advises_the_next_when_out_of_memory() -> None:
     # K-02
     def told(stage: int) -> list[str]:
         return [one.text for one in DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1))]

@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs as it stands, and the links between the pages lead somewhere."""
+"""The code in README.md and docs/ runs unchanged, and the links between the pages are valid."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
 
 
 def runnable(markdown: str) -> str:
-    """The page's ``python`` blocks as one script, every line where it stands on the page; ``notest`` leaves one out.
+    """Return the page's ``python`` blocks as one script with the page's line numbers; ``notest`` excludes a block.
 
-    Blocks on one page share a namespace, and a traceback names the line of the page.
+    Blocks on one page share a namespace, and a traceback gives the line of the page.
     """
     script: list[str] = []
     closing = indent = ""
@@ -59,7 +59,7 @@ def _name(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page.read_text()).strip()], ids=_name)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
-    # A script of its own, so that pages may start further processes of themselves, as a user's script does.
+    # A separate script, so that pages may start further processes of themselves, as a user's script does.
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     script.write_text(runnable(page.read_text()))
     if not STARTS_PROCESSES.search(script.read_text()):
@@ -80,7 +80,7 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     targets = {link["target"] for link in LINK.finditer(page.read_text())}
     local = {target for target in targets if "://" not in target and not target.startswith("mailto:")}
     missing = {target for target in local if not (page.parent / target).exists()}
@@ -118,7 +118,7 @@ def test_every_id_of_a_behaviour_is_explained() -> None:
     assert explained == set(re.findall(r"\b[A-O]-\d\d\b", tests))
 
 
-def test_the_page_of_arguments_is_what_the_docstrings_say() -> None:
+def test_the_page_of_arguments_matches_the_docstrings() -> None:
     generator = ROOT / "docs" / "plain_reference.py"
     written = generator.with_name("at-a-glance.md").read_text()
     assert runpy.run_path(str(generator))["page"]() == written, "run `make reference`"

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, with small settings: they learn, and print what they promise."""
+"""The examples, run as a user runs them, with small settings: they learn, and print the promised results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(example: str, *arguments: str, folder: Path) -> str:
-    if example != "fsdp_from_meta.py" and "2" not in arguments:  # one process is all there is
+    if example != "fsdp_from_meta.py" and "2" not in arguments:  # use a single process
         code, printed = run_script(EXAMPLES / example, *arguments, folder=folder)
         assert code == 0, printed
         assert "Traceback" not in printed
@@ -74,7 +74,7 @@ GPT_RUNS = {
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Path]]:
-    """What a run of the GPT printed, and where."""
+    """Return a function that runs the GPT, and gives its output and folder."""
 
     @cache
     def ran(name: str) -> tuple[str, Path]:
@@ -86,7 +86,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, 
 
 
 @pytest.mark.parametrize("name", ["one process", "ddp", "static graph in bf16"])
-def test_gpt_learns_and_says_how_well(name: str, gpt: Callable[[str], tuple[str, Path]]) -> None:
+def test_gpt_learns_and_prints_its_loss(name: str, gpt: Callable[[str], tuple[str, Path]]) -> None:
     printed, where = gpt(name)
     before = number(r"before: loss ([\d.]+) nats", printed)
     after = number(r"after: loss ([\d.]+) nats", printed)
@@ -96,7 +96,7 @@ def test_gpt_learns_and_says_how_well(name: str, gpt: Callable[[str], tuple[str,
     assert number(r"Throughput: ([\d,]+) bytes", printed) > 0
     assert "Before training it writes" in printed
     assert f"After {GPT_STEPS} steps it writes" in printed
-    # L-09: it can be read, and says what it leaves and what to run next
+    # L-09: the output is readable, and states the remaining files and the next command
     told = [line for line in printed.splitlines() if line.startswith("    ")]
     assert all(len(line) <= 110 and line.isprintable() for line in told), told
     folder = re.search(r"Files in (.*):\n((?:    .*\n)+)", printed)
@@ -112,8 +112,8 @@ def test_gpt_learns_and_says_how_well(name: str, gpt: Callable[[str], tuple[str,
     assert [path.name for path in (where / "runs" / "gpt_stdlib").iterdir()] == ["version_0"]
 
 
-def test_gpt_ends_under_fsdp_where_it_ends_under_ddp(gpt: Callable[[str], tuple[str, Path]]) -> None:
-    # In float64, so that sums taken in another order do not show.
+def test_gpt_has_the_same_result_under_fsdp_and_ddp(gpt: Callable[[str], tuple[str, Path]]) -> None:
+    # In float64, so that a different order of sums has no visible effect.
     losses = []
     for strategy in ("ddp", "fsdp"):
         _, folder = gpt(strategy)

@@ -1,4 +1,4 @@
-"""O-05: `make cuda` on a machine without a GPU: what it refuses, how it goes on, and all of it rehearsed."""
+"""O-05: `make cuda` on a machine without a GPU: what it refuses, how it resumes, and a complete rehearsal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.cuda", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    # Where a script runs the tests in the background, SIGINT is ignored here, and would be in the process as well.
+    # If a script runs the tests in the background, SIGINT is ignored here, and would be in the process too.
     settings.setdefault("preexec_fn", partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen(command, cwd=ROOT, env=environment, **{**pipes, **settings})
 
@@ -45,7 +45,7 @@ def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @requires_emulated_cuda()
 @pytest.mark.timeout(600)
-def test_a_rehearsal_that_was_stopped_goes_on_and_its_report_has_every_part(tmp_path: Path) -> None:
+def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Path) -> None:
     # O-05
     asked = ["--rehearse", "--folder", str(tmp_path), *PIECES.values()]
     first = tmp_path / "parts" / "tests-loss_scaling.json"
@@ -96,7 +96,7 @@ def test_a_rehearsal_that_was_stopped_goes_on_and_its_report_has_every_part(tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
-def test_without_a_gpu_it_says_what_was_looked_for_and_what_to_do() -> None:
+def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:
     # O-05
     refused = started("steps")
     said, _ = refused.communicate(timeout=60)
@@ -106,7 +106,7 @@ def test_without_a_gpu_it_says_what_was_looked_for_and_what_to_do() -> None:
     assert "make cuda REHEARSE=1" in said
 
 
-def test_the_parts_fit_into_the_time_that_there_is() -> None:
+def test_the_parts_fit_into_the_available_time() -> None:
     # O-05
     for devices in (1, 8):
         assert sum(part.seconds for part in parts(devices)) <= ALL
@@ -122,7 +122,7 @@ def test_every_file_with_tests_for_a_device_is_a_piece() -> None:
     assert {"on_a_device", "strategies_on_a_device", "fsdp_cuda", "nccl_failures", "loss_scaling"} <= files
 
 
-def test_parts_and_pieces_are_asked_for_by_name() -> None:
+def test_parts_and_pieces_are_selected_by_name() -> None:
     # O-05
     assert [part.name for part in chosen(["steps", "memory/fsdp"], 1)] == ["steps", "memory"]
     assert [piece.name for piece in chosen(["steps", "memory/fsdp"], 1)[1].pieces] == ["fsdp"]
@@ -139,7 +139,7 @@ def test_with_several_devices_parity_is_on_all_of_them_too() -> None:
 
 
 @requires_linux()
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_hanging_command_is_ended_with_its_subprocesses(tmp_path: Path) -> None:
     # O-05
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '300'], process_group=0).pid, flush=True)"
     ended = run([sys.executable, "-c", f"{child}; time.sleep(300)"], 1.5, tmp_path / "log", {}, "it")
@@ -149,7 +149,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) 
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_command_that_dies_says_how(tmp_path: Path) -> None:
+def test_the_end_of_a_dying_command_is_described(tmp_path: Path) -> None:
     # O-05
     ended = run([sys.executable, "-c", "import os; print('so far'); os.abort()"], 30, tmp_path / "log", {}, "it")
     assert ended.how == "it was ended by SIGABRT"
@@ -166,14 +166,14 @@ ABOUT: dict[str, Any] = {
 ABOUT |= {"processor": "any", "cores": 16, "command": "python -m benchmarks.cuda", "nccl": "2.28.9", "driver": "580"}
 
 
-def test_what_failed_crashed_or_lacks_a_package_is_in_the_report_with_its_reason(tmp_path: Path) -> None:
+def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
     # O-05
     ends = {"linear": "ok", "mlp": "failed", "gpt": "crashed", "gpt-124m": "a package is missing"}
     for name, status in ends.items():
         record = {"status": status, "reason": f"because of {name}", "seconds": 1.0, "log": "a.log", "commit": "abc"}
         rows = {"columns": ["Network"], "rows": [[name]], "date": "today", "name": name, "part": "steps"}
         outcome.write_json(report.path_of(tmp_path, Piece("steps", name, 1)), {**record, **rows})
-    report.path_of(tmp_path, Piece("steps", "gpt-124m-ddp", 1)).write_text('{"status": "o')  # cut short
+    report.path_of(tmp_path, Piece("steps", "gpt-124m-ddp", 1)).write_text('{"status": "o')  # interrupted
     page = report.write(tmp_path, ABOUT, 2)
     assert (
         "2 x A100; any, 16 cores; Python 3.12.3, torch 2.11.0, CUDA 13.0, driver 580, NCCL 2.28.9; commit abc" in page
@@ -201,7 +201,7 @@ def test_the_report_goes_into_the_page_on_benchmarks(tmp_path: Path) -> None:
     assert after.partition("<!-- end of cuda -->")[2] == before.partition("<!-- end of cuda -->")[2]
 
 
-def test_what_a_piece_found_decides_how_it_came_out() -> None:
+def test_the_status_of_a_piece_depends_on_its_findings() -> None:
     # O-05
     rows: dict[str, Any] = {"columns": ["a"], "rows": [["1"]]}
     assert outcome.Outcome(**rows).status == "ok"
@@ -209,14 +209,14 @@ def test_what_a_piece_found_decides_how_it_came_out() -> None:
     assert outcome.Outcome(**rows, failures=["it differs"], not_shown=["graphs"]).record()["reason"] == "it differs"
 
 
-def test_a_number_that_is_none_is_written_as_text(tmp_path: Path) -> None:
+def test_a_non_finite_number_is_written_as_text(tmp_path: Path) -> None:
     # O-05: a loss that became NaN must not cost the report
     outcome.write_json(tmp_path / "a.json", {"apart": float("nan"), "times": (1.0, float("inf"))})
     assert json.loads((tmp_path / "a.json").read_text()) == {"apart": "nan", "times": [1.0, "inf"]}
 
 
-def test_what_is_packed_is_all_that_is_needed_and_never_torch() -> None:
-    # O-05: installed one by one, so whatever a packed one requires has to be packed, or come with torch
+def test_the_packed_wheels_are_complete_without_torch() -> None:
+    # O-05: installed one by one, so every requirement of a packed one must be packed too, or come with torch
     import importlib.metadata
     import re
 
@@ -252,5 +252,5 @@ def test_a_piece_that_was_run_by_another_torch_is_run_again(tmp_path: Path) -> N
     assert not _stands(before, {**about, "torch": "2.13.0"}, None)
 
 
-def test_a_part_is_pieces_with_their_key() -> None:
+def test_pieces_have_the_key_of_their_part() -> None:
     assert [piece.key for piece in Part("steps", "", 1, (Piece("steps", "gpt", 1),)).pieces] == ["steps/gpt"]

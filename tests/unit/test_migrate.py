@@ -60,7 +60,7 @@ tell(trainer.global_step)
 """
 
 
-def test_a_script_runs_as_it_comes_back(tmp_path: Path) -> None:
+def test_a_migrated_script_runs(tmp_path: Path) -> None:
     # L-10
     migrated = migrate(SCRIPT)
     assert migrated.remaining == []
@@ -95,7 +95,7 @@ def test_a_script_runs_as_it_comes_back(tmp_path: Path) -> None:
         ("from mine import Trainer\nTrainer(gpus=1)\n", "from mine import Trainer\nTrainer(gpus=1)\n"),
     ],
 )
-def test_names_are_changed_where_they_are_lightnings(before: str, after: str) -> None:
+def test_only_lightnings_names_are_changed(before: str, after: str) -> None:
     migrated = migrate(before)
     assert (migrated.source, migrated.remaining) == (after, [])
 
@@ -103,7 +103,7 @@ def test_names_are_changed_where_they_are_lightnings(before: str, after: str) ->
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        # what stands in an import's lines stays
+        # the lines of an import are kept
         ("import os; import lightning as L; L.Trainer()\n", "import os; import drivetrain as L; L.Fit()\n"),
         ("try: import lightning as L\nexcept E: L = 0\n", "try: import drivetrain as L\nexcept E: L = 0\n"),
         ("import lightning as L  # noqa\n", "import drivetrain as L  # noqa\n"),
@@ -112,14 +112,14 @@ def test_names_are_changed_where_they_are_lightnings(before: str, after: str) ->
             "if x:\n\t# a\n\t# b\n\tfrom drivetrain import Fit  # c\n",
         ),
         ("import lightning as L", "import drivetrain as L"),
-        # lines are Python's
+        # line breaks as Python defines them
         ("import lightning as L\r\nL.Trainer()\r\n", "import drivetrain as L\r\nL.Fit()\r\n"),
         ("import os\n\x0c\nimport lightning as L\nL.Trainer()\n", "import os\n\x0c\nimport drivetrain as L\nL.Fit()\n"),
         (
             "s = '\u2028\x1c'\nimport lightning as L\nL.Trainer()\n",
             "s = '\u2028\x1c'\nimport drivetrain as L\nL.Fit()\n",
         ),
-        # another thing by the old name, or by the new one
+        # another object with the old name, or the new one
         ("from .lightning import Model, Trainer\nTrainer()\n",) * 2,
         (
             "from lightning import Trainer\ndef f(x, Trainer=Trainer):\n    return Trainer\nf(1, Trainer=2)\n",
@@ -139,7 +139,7 @@ def test_names_are_changed_where_they_are_lightnings(before: str, after: str) ->
             "from drivetrain import Fit as Trainer\n__all__ = ['Trainer']\n",
         ),
         ("import lightning as L\nf = lambda L: L.Trainer\n", "import drivetrain as L\nf = lambda L: L.Trainer\n"),
-        # longer ways to a class
+        # longer paths to a class
         ("import lightning\nlightning.pytorch.Trainer()\n", "import drivetrain\ndrivetrain.Fit()\n"),
         ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import drivetrain as L\nL.callbacks.Timer()\n"),
         (
@@ -154,7 +154,7 @@ def test_names_are_changed_where_they_are_lightnings(before: str, after: str) ->
             "import pytorch_lightning.loggers\npytorch_lightning.loggers.CSVLogger\n",
             "import drivetrain.loggers\ndrivetrain.loggers.CSVLogger\n",
         ),
-        # strings that are Python
+        # strings that contain Python code
         (
             "from lightning import Trainer\nimport lightning as L\n"
             "def f(a: 'Trainer | None') -> \"list[L.Trainer]\": return f'{Trainer} Trainer'\n",
@@ -178,13 +178,13 @@ def test_nothing_else_is_changed(before: str, after: str) -> None:
         ("x.patch('lightning.pytorch.Trainer')\n", 1, "in a string"),
     ],
 )
-def test_ways_round_an_import_are_listed(source: str, line: int, what: str) -> None:
+def test_indirect_imports_are_listed(source: str, line: int, what: str) -> None:
     [(at, text)] = migrate(source).remaining
     assert at == line
     assert what in text
 
 
-def test_a_logarithm_is_no_logging() -> None:
+def test_a_logarithm_is_not_a_log_call() -> None:
     assert migrate("from lightning import Trainer\nnp.log(1, 2, 3)\nlogging.log(1, 'a', 2)\n").remaining == []
 
 
@@ -222,7 +222,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [script]
 
 
-def test_what_is_left_is_listed_by_line() -> None:
+def test_remaining_work_is_listed_by_line() -> None:
     source = """\
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -259,10 +259,10 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken.write_text("def\n")
     assert main([str(script), str(other)]) == 0
     assert "+class Model(L.TrainModule)" in capsys.readouterr().out
-    assert script.read_text() == SCRIPT  # it was only shown
+    assert script.read_text() == SCRIPT  # it was only displayed
     assert main(["--write", str(script), str(other), str(broken)]) == 1
     assert "broken.py" in capsys.readouterr().err
     assert script.read_text() == migrate(SCRIPT).source
     assert other.read_text() == "import os\n"
-    assert migrate(script.read_text()).source == script.read_text()  # once more changes nothing
+    assert migrate(script.read_text()).source == script.read_text()  # a second run changes nothing
     assert "lightning" not in sys.modules

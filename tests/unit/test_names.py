@@ -79,7 +79,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points:
     monkeypatch.syspath_prepend(folder)
 
 
-CASES = {  # by setting: the group, a built-in name, and what a third party registers
+CASES = {  # by setting: the entry point group, a built-in name, and a class that a third party registers
     "strategy": ("drivetrain.strategies", "ddp", "OneDevice"),
     "launcher": ("drivetrain.launchers", "fork", "Fine"),
     "logger": ("drivetrain.loggers", "csv", "Kept"),
@@ -90,7 +90,7 @@ CASES = {  # by setting: the group, a built-in name, and what a third party regi
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_an_unknown_name_is_refused_as_the_fit_is_built(
+def test_an_unknown_name_is_refused_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     group, ours, theirs = CASES[setting]
@@ -102,7 +102,7 @@ def test_an_unknown_name_is_refused_as_the_fit_is_built(
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_nobody_takes_one_of_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+def test_built_in_names_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     group, ours, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, **{ours: "builtins:dict"})
     fit = Fit(**{**QUIET, setting: ours})
@@ -119,7 +119,7 @@ def test_nobody_takes_one_of_our_names(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_what_makes_something_else_is_refused_by_name(
+def test_a_factory_of_another_type_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     group, _, _ = CASES[setting]
@@ -134,7 +134,7 @@ def test_what_makes_something_else_is_refused_by_name(
         names.make("gone", *arguments)
 
 
-def test_names_of_ours_are_known_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(**_: Any) -> Any:
         raise AssertionError("nobody asked for anything of another package")
 
@@ -147,7 +147,7 @@ def test_names_of_ours_are_known_without_metadata(monkeypatch: pytest.MonkeyPatc
 # Loggers
 
 
-def test_loggers_by_name_and_beside_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_by_name_and_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:Kept")
     own = Kept("mine")
     fit = Fit(**QUIET, logger=["csv", own, "cargo", "tensorboard"], default_root_dir=tmp_path / "runs")
@@ -161,7 +161,7 @@ def test_loggers_by_name_and_beside_objects(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("off", [{"fast_dev_run": True}, {}])
-def test_a_misspelt_logger_is_refused_where_none_is_used_too(off: dict[str, Any]) -> None:
+def test_a_misspelt_logger_is_refused_even_if_unused(off: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
         Fit(**QUIET, logger="cvs", **off)
 

@@ -56,7 +56,7 @@ def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
     assert again == value
 
 
-def test_what_is_not_a_number_stays_so_and_subclasses_come_back_plain() -> None:
+def test_nan_is_kept_and_subclasses_become_plain() -> None:
     assert math.isnan(decode(encode((math.nan,)))[0])
     values: list[Any] = [_Named("x", 1), _Kind.SOME, MappingProxyType({"a": 1})]
     again = decode(encode(values))
@@ -65,12 +65,12 @@ def test_what_is_not_a_number_stays_so_and_subclasses_come_back_plain() -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", torch.zeros(1), torch.float32])
-def test_what_is_no_plain_value_is_refused_by_its_type(value: Any) -> None:
+def test_other_values_are_refused_by_their_type(value: Any) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         encode({"a": [(value,)]})
 
 
-def test_a_pickle_is_no_text() -> None:
+def test_a_pickle_is_refused() -> None:
     with pytest.raises(ValueError, match=r"decode|JSON|Expecting"):
         decode(pickle.dumps([1]))
 
@@ -81,7 +81,7 @@ def _sent(plain_values: tuple[Any, ...]) -> Any:
     return again
 
 
-def test_what_ranks_say_as_they_save_is_plain() -> None:
+def test_messages_of_saving_ranks_are_plain() -> None:
     regions: list[Mapping[str, Any]] = [{"w": Box((0, 2), (3, 4)), "v": None}, {"m": Span(3, 9), "scalar": Box((), ())}]
     state = [Spec("generator", torch.uint8, (5056,)), Spec("half", torch.bfloat16, ())]
     request = WriteRequest("/runs/x", {"folder": "y"}, ["digest"], regions, state, "sha256")

@@ -72,7 +72,7 @@ _FIELDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("field", _FIELDS)
-def test_each_field_comes_back(field: str) -> None:
+def test_each_field_is_restored(field: str) -> None:
     read, change = _FIELDS[field]
     before = read()
     with ProcessState(generators=True):
@@ -88,14 +88,14 @@ def _change_everything_and_raise() -> None:
         raise RuntimeError("from inside")
 
 
-def test_everything_comes_back_after_an_exception() -> None:
+def test_everything_is_restored_after_an_exception() -> None:
     before = {name: read() for name, (read, _) in _FIELDS.items()}
     with pytest.raises(RuntimeError, match="from inside"):
         _change_everything_and_raise()
     assert {name: read() for name, (read, _) in _FIELDS.items()} == before
 
 
-def test_the_compilers_deterministic_flag_comes_back() -> None:
+def test_the_compilers_deterministic_flag_is_restored() -> None:
     with ProcessState():  # importing the compiler sets variables
         from torch._inductor import config
     with ProcessState():
@@ -105,7 +105,7 @@ def test_the_compilers_deterministic_flag_comes_back() -> None:  # A-03
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_generators_are_left_alone_unless_asked_for() -> None:
+def test_generators_are_only_restored_on_request() -> None:
     with ProcessState():
         torch.rand(())
         random.random()

@@ -29,12 +29,12 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("name", SECRET)
-def test_a_secrets_name(name: str) -> None:  # J-11
+def test_names_of_secrets(name: str) -> None:  # J-11
     assert names_a_secret(name)
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_no_secrets_name(name: str) -> None:  # J-11
+def test_names_of_other_values(name: str) -> None:  # J-11
     assert not names_a_secret(name)
 
 
@@ -79,13 +79,13 @@ def test_values_without_secrets(values: Any, kept: Any, left_out: list[str]) -> 
     assert repr(values) == before  # the user's values do not change
 
 
-def test_what_holds_no_secret_stays_the_object_that_it_is() -> None:
+def test_an_object_without_secrets_is_returned_unchanged() -> None:
     values = {"login": Login("u", ""), "count": Counter("aab"), "point": Point(1, 2), "type": Login}
     kept, _ = without_secrets(values)
     assert all(kept[name] is value for name, value in values.items())
 
 
-def test_what_holds_itself_is_passed_through() -> None:
+def test_a_recursive_value_is_passed_through() -> None:
     values: dict[str, Any] = {"token": "t"}
     values["self"] = values["again"] = values
     kept, left_out = without_secrets(values)
@@ -116,7 +116,7 @@ def test_a_command_line_without_secrets(arguments: list[str], kept: list[str], l
     assert arguments_without_secrets(arguments) == (kept, left_out)
 
 
-def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-11
+def test_a_job_is_not_identified_by_digests_of_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-11
     """The command line's digests are sent over the network, and a short password can be found from its digest."""
     monkeypatch.chdir(tmp_path)
     jobs = [
@@ -128,7 +128,7 @@ def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.M
     assert jobs[0].describe_difference(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
 
 
-def test_what_is_left_out_is_said_once() -> None:  # J-11
+def test_omitted_values_are_reported_once() -> None:  # J-11
     left_out = SecretFilter()
     with captured_warnings() as lines:
         kept, names = left_out.take_out({"api_token": "sk-1", "auth": {"password": "p"}, "lr": 1})

@@ -62,5 +62,5 @@ def test_derived_seeds_are_the_same_in_another_process() -> None:
     assert int(run.stdout) == derive_seed(5, 6)
 
 
-def test_a_derived_seed_suits_torch() -> None:
+def test_torch_accepts_a_derived_seed() -> None:
     torch.Generator().manual_seed(derive_seed(1, 2))

@@ -63,7 +63,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def test_it_is_this_users_alone_until_it_is_removed(place: Path) -> None:
+def test_only_this_user_can_access_the_folder(place: Path) -> None:
     scratch = TemporaryFolder()
     path = Path(scratch.path)
     assert path.parent == place
@@ -74,7 +74,7 @@ def test_it_is_this_users_alone_until_it_is_removed(place: Path) -> None:
     assert not list(place.iterdir())
 
 
-def test_it_goes_with_its_process(place: Path, start: Start) -> None:
+def test_the_folder_is_removed_with_its_process(place: Path, start: Start) -> None:
     process, path = start()
     assert path.is_dir()
     process.communicate("", timeout=30)
@@ -82,7 +82,7 @@ def test_it_goes_with_its_process(place: Path, start: Start) -> None:
     assert not list(place.iterdir())
 
 
-def test_the_next_clears_what_the_dead_left_and_the_living_keep_theirs(place: Path, start: Start) -> None:
+def test_the_next_process_removes_only_folders_of_dead_processes(place: Path, start: Start) -> None:
     dead, left = start()
     _, living = start()
     (left / "below").mkdir()
@@ -94,7 +94,7 @@ def test_the_next_clears_what_the_dead_left_and_the_living_keep_theirs(place: Pa
     scratch.remove()
 
 
-def test_a_forked_copy_holds_it_on_and_does_not_remove_it(place: Path, start: Start) -> None:
+def test_a_forked_copy_keeps_the_folder(place: Path, start: Start) -> None:
     copy = "if os.fork() == 0:\n    sys.stdin.read()\n    sys.exit()"
     process, path = start(copy)
     _kill(process)
@@ -109,7 +109,7 @@ def test_a_forked_copy_holds_it_on_and_does_not_remove_it(place: Path, start: St
     assert not list(place.iterdir())
 
 
-def test_what_is_not_ours_stays(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_folders_are_kept(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def folder(path: Path, *names: str) -> Path:
         path.mkdir()
         for name in names:

@@ -1,4 +1,4 @@
-"""What `docs/versions.md` says of private names of other packages holds for those that are installed."""
+"""The private names of other packages that `docs/versions.md` lists exist in the installed versions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PAGE = (ROOT / "docs" / "versions.md").read_text()
 ROW = re.compile(r"^\| `(?P<owner>[\w.]+)` \| (?P<names>`.*?) \| .* \|$", re.MULTILINE)
 STATED = [(row["owner"], row["names"]) for row in ROW.finditer(PAGE)]
 
-# Public, for all that their names begin so; and marks that Python gives to every named tuple.
-# ``_saved_self`` is what a node of the graph keeps, of which torch's notes on autograd tell.
+# Public despite their underscore, and names that Python gives to every named tuple. ``_saved_self`` is a saved tensor
+# of a graph node, which torch's notes on autograd document.
 PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace", "_saved_self"}
-PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: what counts is the name
-OWN_ASKING = "_emulated_cuda"  # asks for its names as it begins, and refuses a torch without them
+PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: the last part is the name
+OWN_ASKING = "_emulated_cuda"  # it checks its names at start-up, and refuses a torch without them
 
 
 def _owned_by(*packages: str) -> list[Any]:
@@ -37,7 +37,7 @@ def _owned_by(*packages: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("owner", "names"), _owned_by("torch", "torchmetrics", "multiprocessing", "subprocess"))
-def test_private_names_are_there(owner: str, names: str) -> None:  # O-06
+def test_private_names_exist(owner: str, names: str) -> None:  # O-06
     if owner.endswith("NCCL") and not dist.is_nccl_available():
         pytest.skip("needs a build of torch with NCCL")
     assert not _missing(owner, names)
@@ -45,7 +45,7 @@ def test_private_names_are_there(owner: str, names: str) -> None:  # O-06
 
 @requires_package("deepspeed")
 @pytest.mark.parametrize(("owner", "names"), _owned_by("deepspeed"))
-def test_private_names_of_deepspeed_are_there(owner: str, names: str) -> None:  # O-06
+def test_private_names_of_deepspeed_exist(owner: str, names: str) -> None:  # O-06
     import_library()
     assert not _missing(owner, names)
 
@@ -64,7 +64,7 @@ def test_every_private_name_that_is_used_is_stated() -> None:  # O-06
 
 
 @requires_command("make")
-def test_the_lower_bounds_are_those_that_are_tested() -> None:  # O-06
+def test_the_lower_bounds_are_the_tested_ones() -> None:  # O-06
     project = (ROOT / "pyproject.toml").read_text()
     floor = re.search(r'"torch>=([\d.]+)"', project)
     assert floor is not None
@@ -76,7 +76,9 @@ def test_the_lower_bounds_are_those_that_are_tested() -> None:  # O-06
 
 
 def _missing(owner: str, names: str) -> list[str]:
-    """Those of ``names`` that neither the owner has, nor the source of its class or module sets."""
+    """Return those of ``names`` that the owner does not have, and that its class's or module's source does not
+    assign.
+    """
     found = _resolved(owner)
     said = names.replace("` or `", "|").replace("` or none", "|none`")
     choices = [choice.split("|") for choice in re.findall(r"`([\w|]+)`", said)]
@@ -101,7 +103,7 @@ def _resolved(path: str) -> Any:
 
 
 def _code_of(owner: Any) -> str:
-    """The source, without comments and docstrings, of a module, or of the modules of a class and its bases."""
+    """Return the source, without comments and docstrings, of a module, or of the modules of a class and its bases."""
     if isinstance(owner, types.FunctionType):
         modules = [owner.__module__]
     else:
@@ -132,7 +134,7 @@ def _sources() -> Iterator[Path]:
 
 
 def _foreign_private_names(path: Path) -> Iterator[tuple[str, str]]:
-    """Names with one underscore before them that the file uses, and that no file of ours defines."""
+    """Return names with one leading underscore that the file uses, and that none of our files defines."""
     for node in ast.walk(ast.parse(path.read_text())):
         where = f"{os.path.relpath(path, ROOT)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Attribute):

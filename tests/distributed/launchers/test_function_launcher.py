@@ -1,4 +1,4 @@
-"""Functions on ranks that are processes of their own, whatever way they are started."""
+"""Functions on ranks that are separate processes, for all start methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_
 
 
 def _train(weight: torch.Tensor, name: str) -> dict[str, Any]:
-    """What a fit does, in small: a group over the world's store, a change in place, a state to bring back."""
+    """Do what a fit does, on a small scale: a group over the world's store, an in-place change, state to return."""
     world = current_world()
     assert world is not None
     assert world.kind == "function"
@@ -59,9 +59,9 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
     weight = torch.zeros(1 << 19)  # 2 MB: more than any pipe holds
     environment, threads = dict(os.environ), threading.active_count()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
-    temporary = tmp_path / "temporary"  # other runs on this machine come and go in the usual one
+    temporary = tmp_path / "temporary"  # other runs on this machine use the default temporary folder
     temporary.mkdir()
-    multiprocessing.util.get_temp_dir()  # for this process's sockets, where it is always; that path would be too long
+    multiprocessing.util.get_temp_dir()  # for this process's sockets; pytest's path would be too long
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     results = FunctionLauncher(method).launch_all(_TWO, _train, weight, "weight")
@@ -73,7 +73,7 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
         assert result["own"] == method
         assert result["folder"] == str(tmp_path)
         assert result["threads"] >= 1
-    # Sent by value: what the ranks do to their copy is not seen here.
+    # Sent by value: changes on the ranks have no effect here.
     assert not weight.any()
     assert not weight.is_shared()
     assert dict(os.environ) == environment
@@ -96,8 +96,9 @@ def test_one_process_and_later_nodes() -> None:
     assert FunctionLauncher("fork").launch_all(_ONE, _rank) == ["0"]
 
 
-def test_no_thread_of_the_store_is_there_as_processes_are_forked() -> None:
-    # A-02: one that resolved a peer's address then left glibc's lock on it locked in the copy, which waited for ever
+def test_the_store_has_no_threads_when_processes_are_forked() -> None:
+    # A-02: a thread that resolved a peer's address left glibc's lock on it locked in the forked copy, which waited
+    # forever
     watched, seen = [True], []
 
     def threads() -> int:
@@ -126,7 +127,7 @@ def test_forked_processes_compute_after_openmp_has_run_here() -> None:
         torch.set_num_threads(before)
 
 
-def test_what_cannot_be_pickled_can_be_forked() -> None:
+def test_unpicklable_arguments_can_be_forked() -> None:
     assert FunctionLauncher("fork").launch(_TWO, lambda value: value(), lambda: 5) == 5
 
 
@@ -207,8 +208,8 @@ def _killed_beside_one_that_reports(rank: int, ready: Path) -> None:
         raise
 
 
-def test_elastic_ends_nobody_beside_one_that_failed(tmp_path: Path) -> None:  # G-02
-    # A rank dies just when elastic is asked for values, which would end the other.
+def test_elastic_does_not_end_ranks_that_report(tmp_path: Path) -> None:  # G-02
+    # A rank dies just when elastic is asked for values, which would end the other rank.
     processes = Processes.of_function(
         0, _killed_beside_one_that_reports, [(rank, tmp_path / "ready") for rank in range(2)], "fork"
     )
@@ -234,7 +235,7 @@ def _fail_on_a_full_disk(rank: int, ready: Path) -> None:
     time.sleep(60)
 
 
-def test_elastic_cannot_read_what_a_rank_on_a_full_disk_left(tmp_path: Path) -> None:  # F-05, G-01
+def test_elastic_cannot_read_the_error_file_of_a_full_disk(tmp_path: Path) -> None:  # F-05, G-01
     arguments: list[Any] = [(rank, tmp_path / "ready") for rank in range(2)]
     processes = Processes.of_function(0, _fail_on_a_full_disk, arguments, "fork")
     try:
@@ -257,7 +258,7 @@ def test_a_rank_killed_after_its_function_has_returned(tmp_path: Path) -> None: 
     try:
         while not all(path.exists() and path.read_text() for path in paths):
             time.sleep(0.01)
-        time.sleep(0.5)  # by now they wait to be let go
+        time.sleep(0.5)  # by now they wait for permission to exit
         one = int(paths[1].read_text())
         os.kill(one, signal.SIGSTOP)
         asking = threading.Thread(target=processes.values, daemon=True)
@@ -272,7 +273,7 @@ def test_a_rank_killed_after_its_function_has_returned(tmp_path: Path) -> None: 
     assert (failure.rank, failure.signal_name) == (1, "SIGKILL")
 
 
-def test_a_rank_that_does_not_come_out_is_killed(tmp_path: Path) -> None:  # G-01
+def test_a_rank_that_does_not_exit_is_killed(tmp_path: Path) -> None:  # G-01
     with pytest.raises(DistributedError, match="Rank 1 failed with ValueError: from rank one"):
         FunctionLauncher("fork", grace=0.5).launch(_TWO, _raise_on_one_and_hang, str(tmp_path))
     _assert_gone(tmp_path)
@@ -308,7 +309,7 @@ def _exit_all() -> None:
     raise SystemExit(143)
 
 
-def test_what_every_rank_raises_is_raised_as_it_is() -> None:
+def test_an_error_of_every_rank_is_raised_unchanged() -> None:
     with pytest.raises(ConfigurationError, match="devices=9 cannot be had") as caught:
         FunctionLauncher("fork").launch(_TWO, _refuse)
     assert caught.value.fix == "ask for 2"
@@ -327,7 +328,7 @@ def _raise_value_error() -> None:
 def _with_loader(model: int, loader: object) -> None: ...
 
 
-def test_what_cannot_be_sent_is_named() -> None:  # G-06
+def test_unpicklable_arguments_are_named() -> None:  # G-06
     with pytest.raises(ConfigurationError, match=r"(?s)spawn.*the argument 'loader' \(a lock\).*Fix: ") as caught:
         FunctionLauncher("spawn").launch(_TWO, _with_loader, 1, threading.Lock())
     assert caught.value.why
@@ -380,7 +381,7 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     assert run.stdout.split("\n")[-2] == "[2, 2]", run.stderr
 
 
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
     run = _run_script(tmp_path, 'FunctionLauncher("spawn").launch_all(two, work, Settings(1))')
     assert run.returncode != 0
     assert "the script starts processes while it is being imported" in run.stderr

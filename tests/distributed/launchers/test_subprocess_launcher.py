@@ -1,4 +1,4 @@
-"""Scripts that are run again for the other ranks, as their users run them."""
+"""Scripts that are run again for the other ranks, in the way users run them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _environment(tmp_path: Path) -> dict[str, str]:
     return inherited | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "TEST_FOLDER": str(tmp_path),
-        "TMPDIR": str(tmp_path),  # a killed caller leaves its folder
+        "TMPDIR": str(tmp_path),  # where a killed caller leaves its folder
     }
 
 
@@ -86,7 +86,7 @@ def _assert_gone(tmp_path: Path, within: float = 0.0) -> None:
     assert not any(_is_running(pid) for pid in pids)
 
 
-def test_every_rank_goes_on_through_the_script(tmp_path: Path) -> None:  # A-02, A-03
+def test_every_rank_runs_the_whole_script(tmp_path: Path) -> None:  # A-02, A-03
     _write(
         tmp_path,
         """
@@ -129,7 +129,7 @@ def test_every_rank_goes_on_through_the_script(tmp_path: Path) -> None:  # A-02,
     _assert_gone(tmp_path)
 
 
-def test_failures_are_known_to_the_caller_and_make_its_exit_code(tmp_path: Path) -> None:  # G-01, G-02
+def test_failures_reach_the_caller_and_determine_its_exit_code(tmp_path: Path) -> None:  # G-01, G-02
     script = _write(
         tmp_path,
         """
@@ -158,10 +158,10 @@ def test_failures_are_known_to_the_caller_and_make_its_exit_code(tmp_path: Path)
         "2 -9 SIGKILL None killed by SIGKILL",
         "RankFailedError: Rank 1 failed with ValueError: from rank one",
     ]
-    # The caller itself ended well.
+    # The caller itself succeeded.
     assert run.returncode == 1
     assert run.stderr.endswith("Rank 1 failed with ValueError: from rank one\n")
-    assert run.stderr.count("Traceback") == 1  # rank 1's own
+    assert run.stderr.count("Traceback") == 1  # rank 1's own code
     assert "torch.distributed.elastic" not in run.stderr
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_outlives_the_caller_is_stopped_and_counts_as_failed(tmp_pat
     _assert_gone(tmp_path)
 
 
-def test_a_failing_caller_takes_the_others_with_it(tmp_path: Path) -> None:  # G-01
+def test_a_failing_caller_ends_the_others(tmp_path: Path) -> None:  # G-01
     script = _write(
         tmp_path,
         """
@@ -222,7 +222,7 @@ def test_a_failing_caller_takes_the_others_with_it(tmp_path: Path) -> None:  # G
     ["launch(2)", "thread = threading.Thread(target=launch, args=(2,)); thread.start(); thread.join()"],
     ids=["from the main thread", "from a thread that has ended"],
 )
-def test_a_killed_caller_leaves_nobody(tmp_path: Path, how: str) -> None:  # G-02
+def test_a_killed_caller_leaves_no_processes(tmp_path: Path, how: str) -> None:  # G-02
     script = _write(
         tmp_path,
         f"""
@@ -246,7 +246,7 @@ def test_a_killed_caller_leaves_nobody(tmp_path: Path, how: str) -> None:  # G-0
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-def test_without_a_file_there_is_nothing_to_run_again(tmp_path: Path) -> None:  # G-06
+def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:  # G-06
     code = """
     from drivetrain.launchers import choose_launcher
 
@@ -270,13 +270,13 @@ def test_without_a_file_there_is_nothing_to_run_again(tmp_path: Path) -> None:  
     assert forked == "fork7"
 
 
-def test_a_process_that_ours_started_for_other_purposes_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_started_by_a_rank_is_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))  # alive, and not our parent
     assert current_world() is None
 
 
-def test_a_rank_whose_caller_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_its_caller_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
@@ -327,9 +327,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("kind", "of_all"), [("script", True), ("function", False)])
-def test_a_killed_runs_temporary_folder_is_gone_with_the_next_run(
-    tmp_path: Path, kind: str, of_all: bool
-) -> None:  # G-02
+def test_the_next_run_removes_a_killed_runs_temporary_folder(tmp_path: Path, kind: str, of_all: bool) -> None:  # G-02
     script, temporary = tmp_path / "run.py", tmp_path / "t"
     script.write_text(_KILLED)
     temporary.mkdir()

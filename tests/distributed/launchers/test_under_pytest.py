@@ -1,4 +1,4 @@
-"""A `Fit` for several processes within a real pytest session, which runs once. Row I-19."""
+"""A `Fit` for several processes within a real pytest session, which must run only once. Row I-19."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ def test_what_cannot_be_sent_is_refused_with_a_way_out():
 """
 
 
-def test_a_session_runs_once_whatever_its_tests_start(tmp_path: Path) -> None:  # I-19
+def test_a_session_runs_only_once(tmp_path: Path) -> None:  # I-19
     (tmp_path / "conftest.py").write_text(textwrap.dedent(_CONFTEST))
     (tmp_path / "test_mine.py").write_text(textwrap.dedent(_TESTS))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    # Variables of this session's own are none of that one's.
+    # Variables of this session must not affect the inner one.
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)]

@@ -128,22 +128,22 @@ def by_steps(optimizer: Any) -> Any:
 
 
 def given(*loaders: Any) -> Callable[[Path], Run]:
-    """A run with these loaders."""
+    """Return a run with these loaders."""
     return lambda path: Run(fit(path), Net(), loaders)
 
 
 def setting(**options: Any) -> Callable[[Path], Run]:
-    """A run with these arguments of Fit."""
+    """Return a run with these arguments of Fit."""
     return lambda path: Run(fit(path, **options), Net())
 
 
 def calls(callback: Callable[[Path], Callback]) -> Callable[[Path], Run]:
-    """A run with this callback."""
+    """Return a run with this callback."""
     return lambda path: Run(fit(path, callbacks=callback(path)), Net())
 
 
 def resumed(path: str, **options: Any) -> Callable[[Path], Run]:
-    """A run that goes on."""
+    """Return a run that resumes from a checkpoint."""
     return lambda folder: Run(fit(folder, **options), Net(), more={"ckpt_path": str(folder / path)})
 
 

@@ -135,12 +135,12 @@ class Batches:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_batch_keeps_its_form_and_takes_the_precision_s_dtype(tmp_path: Path, form: str, precision: str) -> None:
+def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Path, form: str, precision: str) -> None:
     # I-11
     given, module = FORMS[form](), Taking()
     trainer = fit(tmp_path, precision=precision)
     trainer.fit(module, Batches(given))
-    assert trainer.samples_seen == 3  # of a packed sequence its sequences, and not the steps of all of them
+    assert trainer.samples_seen == 3  # sequences of a packed sequence are counted, rather than time steps
     (came,) = module.came
     assert type(came) is type(given)
     if isinstance(came, PackedSequence):
@@ -149,7 +149,7 @@ def test_a_batch_keeps_its_form_and_takes_the_precision_s_dtype(tmp_path: Path, 
         return
     assert _part(came, "x").dtype == PRECISIONS[precision]
     assert _part(came, "ids").dtype == torch.int64
-    assert _part(given, "x").dtype == torch.float32  # the user's own is as it was
+    assert _part(given, "x").dtype == torch.float32  # the user's own batch is unchanged
     if isinstance(came, Encoding):
         assert came.encodings == given.encodings
         assert came["name"] == "text"
@@ -172,7 +172,7 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any, precision: s
 
     module = Blind()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it counts as one sample, which is said
+        warnings.simplefilter("ignore")  # it counts as one sample, with a warning
         fit(tmp_path, precision=precision, accumulate_grad_batches=2).fit(module, Batches(batch, batch, batch))
         assert fit(tmp_path, precision=precision).predict(module, Batches(batch)) == [batch]
     assert module.came == [batch] * 3
@@ -185,14 +185,14 @@ def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
     assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3
 
 
-def test_what_knows_better_is_asked_for_its_samples() -> None:  # I-11
+def test_batch_classes_report_their_number_of_samples() -> None:  # I-11
     assert samples_in(_packed()) == 3
     assert samples_in({"text": "a", "x": [(_packed(), torch.zeros(7))]}) == 3
     assert samples_in([None, "text", Path("a")]) is None
     assert samples_in(torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(2, 5, 1), [5, 3], batch_first=True)) == 2
 
 
-def test_what_is_no_batch_is_left_alone_by_a_cast() -> None:  # I-11
+def test_objects_that_are_no_batch_are_not_cast() -> None:  # I-11
     class Opaque:
         def to(self, *args: Any) -> None:
             raise AssertionError("nobody knows what it would do with a dtype")
@@ -211,7 +211,7 @@ def test_an_output_moves_as_a_whole() -> None:  # I-11
     assert {moved.x.device, moved.ids.device, moved["x"].device, moved["ids"].device} == {meta}
 
 
-def test_buffers_of_numbers_pass_as_they_are() -> None:  # I-11
+def test_buffers_of_numbers_are_unchanged() -> None:  # I-11
     numbers, view = array("d", [1.0]), memoryview(b"ab")
     moved = move_to({"numbers": numbers, "views": [view]}, torch.device("cpu"))
     assert moved["numbers"] is numbers

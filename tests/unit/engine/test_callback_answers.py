@@ -70,7 +70,7 @@ class Preempted(Callback):
 
 
 @pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint"])
-def test_a_callback_of_the_users_saves_before_a_run_leaves(
+def test_a_third_party_callback_saves_before_a_preempted_run_exits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, leaving: str
 ) -> None:
     undisturbed = Regression()
@@ -88,16 +88,14 @@ def test_a_callback_of_the_users_saves_before_a_run_leaves(
     assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
 
 
-def test_it_is_said_where_nobody_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_preempted_run_that_nothing_saves_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callbacks = [Saver(tmp_path / "own", leaving="nothing"), Preempted()]
     with pytest.raises(SystemExit):
         fit(tmp_path, callbacks=callbacks).fit(Regression(), regression())
     assert NOTHING_SAVED in caplog.text
 
 
-def test_of_several_checkpoint_callbacks_one_that_keeps_whole_ones_saves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_keeps_full_checkpoints_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights, whole = tmp_path / "weights", tmp_path / "whole"
     callbacks = [Checkpoint(weights, save_weights_only=True), Checkpoint(whole), Saver(tmp_path / "own"), Preempted()]
     with pytest.raises(SystemExit):
@@ -108,7 +106,7 @@ def test_of_several_checkpoint_callbacks_one_that_keeps_whole_ones_saves(
     assert NOTHING_SAVED not in caplog.text
 
 
-def test_a_run_goes_back_to_what_a_callback_of_the_users_keeps(tmp_path: Path) -> None:
+def test_a_run_goes_back_to_a_checkpoint_of_a_third_party_callback(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "own", every=2)
 
     class GoesBack(Callback):
@@ -125,7 +123,7 @@ def test_a_run_goes_back_to_what_a_callback_of_the_users_keeps(tmp_path: Path) -
     fit(tmp_path, callbacks=[LossSpikeGuard("rollback"), Saver(tmp_path / "b")]).fit(Regression(), regression())
 
 
-def test_a_folder_of_a_callback_or_a_logger_of_the_users_is_tried_before_the_first_step(tmp_path: Path) -> None:
+def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_first_step(tmp_path: Path) -> None:
     class Rows(Logger):
         name = "rows"
         version = "0"
@@ -142,7 +140,9 @@ def test_a_folder_of_a_callback_or_a_logger_of_the_users_is_tried_before_the_fir
         assert run.global_step == 0
 
 
-def test_what_prints_lines_is_asked_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_through_a_callback_that_offers_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Screen(Callback):
         def __init__(self) -> None:
             self.lines: list[str] = []
@@ -160,7 +160,7 @@ def test_what_prints_lines_is_asked_for_it(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == "loss 5\n"
 
 
-def test_windows_that_a_callback_of_the_users_changes_count_in_the_estimate(tmp_path: Path) -> None:
+def test_windows_changed_by_a_third_party_callback_count_in_the_estimate(tmp_path: Path) -> None:
     class Doubling(Callback):
         def window_of(self, epoch: int) -> int:
             return 2**epoch
@@ -177,7 +177,7 @@ def test_windows_that_a_callback_of_the_users_changes_count_in_the_estimate(tmp_
     assert told == [sum(math.ceil(len(data) / window) for window in (1, 2, 4))]
 
 
-def test_what_a_callback_of_the_users_monitors_is_told_in_the_first_step(
+def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Watches(Callback):
@@ -198,7 +198,7 @@ def test_what_a_callback_of_the_users_monitors_is_told_in_the_first_step(
     )
 
 
-def test_a_run_that_a_callback_of_the_users_ended_has_nothing_left(tmp_path: Path) -> None:
+def test_a_run_ended_by_a_third_party_callback_is_finished(tmp_path: Path) -> None:
     class Enough(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             trainer.should_stop = True

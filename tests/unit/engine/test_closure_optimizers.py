@@ -79,8 +79,8 @@ class Sharp(Regression):
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("kind", [AscendingSGD, AscendingWithoutAutograd, ClosureRequired, EvaluatingTwice])
-def test_equal_the_loop_by_hand(tmp_path: Path, kind: Any, clip: float | None) -> None:
-    # I-06: weights and buffers; what evaluates where it stands has the window's own evaluation
+def test_closure_optimizers_equal_the_hand_written_loop(tmp_path: Path, kind: Any, clip: float | None) -> None:
+    # I-06: weights and buffers; an evaluation at the current point reuses the window's own
     module, reference = Sharp(kind), Sharp(kind)
     fit(tmp_path, gradient_clip_val=clip).fit(module, regression(24))
     optimizer = reference.configure_optimizers()["optimizer"]
@@ -101,7 +101,7 @@ def test_equal_the_loop_by_hand(tmp_path: Path, kind: Any, clip: float | None) -
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
 
 
-def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
+def test_a_closure_computes_the_gradient_of_the_whole_window(tmp_path: Path) -> None:
     # I-06, B-02
     class Plain(Regression):
         def configure_optimizers(self) -> Any:
@@ -115,7 +115,7 @@ def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [LBFGS, ClosureRequired])
 def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:
-    # B-16: with each evaluation more, a sample counted once more in the epoch's value
+    # B-16: previously each further evaluation counted the samples again in the epoch's value
     class Counting(Sharp):
         def __init__(self) -> None:
             super().__init__(kind)
@@ -133,8 +133,8 @@ def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> Non
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("kind", [EvaluatingTwice, LBFGS])
-def test_each_evaluation_has_a_batch_to_take_apart(tmp_path: Path, kind: Any, accumulate: int) -> None:
-    # I-06, I-07: batch.pop in training_step was a KeyError where the window was run again
+def test_each_evaluation_gets_a_batch_that_it_may_modify(tmp_path: Path, kind: Any, accumulate: int) -> None:
+    # I-06, I-07: previously batch.pop in training_step was a KeyError when the window was evaluated again
     class Popping(Sharp):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             y, x = batch.pop(), batch.pop()
@@ -175,7 +175,7 @@ def test_without_a_closure_the_error_names_both_ways(
     assert isinstance(caught.value.__cause__, AssertionError)
 
 
-def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: Path) -> None:
+def test_the_setting_that_forbids_a_closure_is_named(tmp_path: Path) -> None:
     # I-06: fp16 would refuse both ways
     module = Sharp(AscendingSGD)
     module.says = {}
@@ -184,7 +184,7 @@ def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: P
     assert "use another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
 
 
-def test_another_assertion_stays_what_it_is(tmp_path: Path) -> None:
+def test_other_assertions_are_unchanged(tmp_path: Path) -> None:
     class Broken(SGD):
         def step(self, closure: Any = None) -> Any:
             self._check()
@@ -224,7 +224,7 @@ def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, configured: Any, automatic: bool, said: str) -> None:
+def test_unsupported_combinations_are_refused(tmp_path: Path, configured: Any, automatic: bool, said: str) -> None:
     # I-06
     module = Regression()
     module.automatic_optimization = automatic

@@ -238,7 +238,7 @@ def _file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("callback", [True, False])
-def test_a_folder_for_checkpoints_is_tried_before_the_first_step(tmp_path: Path, callback: bool) -> None:  # I-17
+def test_a_checkpoint_folder_is_probed_before_the_first_step(tmp_path: Path, callback: bool) -> None:  # I-17
     folder, module = _file(tmp_path) / "below", Tiny()
     callbacks = [Checkpoint(dirpath=folder)] if callback else []
     root = tmp_path if callback else folder
@@ -254,7 +254,7 @@ def test_the_systems_error_is_named(tmp_path: Path) -> None:  # I-17
     assert module.seen == []
 
 
-def test_a_loggers_folder_is_tried_too(tmp_path: Path) -> None:  # I-17
+def test_a_loggers_folder_is_probed_too(tmp_path: Path) -> None:  # I-17
     module = Tiny()
     with pytest.raises(ConfigurationError, match="CSVLogger cannot write to"):
         fit(tmp_path, logger=CSVLogger(_file(tmp_path))).fit(module, loader())
@@ -269,7 +269,7 @@ def test_predictions_need_no_loggers_folder(tmp_path: Path) -> None:  # I-17
     assert fit(tmp_path, logger=CSVLogger(_file(tmp_path))).predict(Net(), loader())
 
 
-def test_trying_a_folder_leaves_nothing(tmp_path: Path) -> None:  # I-17
+def test_probing_a_folder_leaves_no_files(tmp_path: Path) -> None:  # I-17
     trainer = fit(tmp_path, callbacks=Checkpoint(dirpath=tmp_path / "a" / "b", save_top_k=0), limit_train_batches=0)
     trainer.fit(Tiny(), loader())
     assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]  # the run's own
@@ -352,7 +352,7 @@ def test_a_loss_that_is_never_finite_is_warned_about_once(tmp_path: Path, bad: f
     assert f"In epoch 0 the loss was {bad} after the first micro-batch, and {bad} after the last" in line
 
 
-def test_one_bad_loss_is_not_an_epoch_of_them(tmp_path: Path) -> None:  # I-17
+def test_a_single_bad_loss_is_not_warned_about(tmp_path: Path) -> None:  # I-17
     assert logged_messages(fit(tmp_path), Shifted(math.nan, 0.0), regression()) == []
 
 
@@ -373,7 +373,7 @@ def test_in_manual_optimization_the_logged_loss_is_checked(tmp_path: Path) -> No
     assert "manual_loss was nan" in line
 
 
-def test_another_value_may_be_infinite_there(tmp_path: Path) -> None:  # I-17
+def test_other_logged_values_may_be_infinite(tmp_path: Path) -> None:  # I-17
     class Best(Manual):
         every = 1
 
@@ -482,7 +482,7 @@ def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-
 
 
 @pytest.mark.parametrize("state", [[1, 2], {"stopping_reason": "not yet"}])
-def test_the_state_of_a_users_own_callback_ends_nothing(tmp_path: Path, state: Any) -> None:  # I-17
+def test_the_state_of_a_users_callback_does_not_end_a_run(tmp_path: Path, state: Any) -> None:  # I-17
     class Own(Callback):
         def state_dict(self) -> Any:
             return state

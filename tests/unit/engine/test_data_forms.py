@@ -63,7 +63,7 @@ class TestSeveralTrainingLoaders:
         ],
     )
     @pytest.mark.parametrize("keyed", [True, False])
-    def test_modes(self, tmp_path: Path, mode: str, expected: Any, keyed: bool) -> None:
+    def test_combination_modes(self, tmp_path: Path, mode: str, expected: Any, keyed: bool) -> None:
         loaders: Any = {"a": loader(4), "b": loader(6)} if keyed else [loader(4), loader(6)]
         module = Several()
         runner = fit(tmp_path, max_epochs=2)
@@ -109,7 +109,7 @@ class TestSeveralEvaluationLoaders:
             lambda: CombinedLoader([loader(4), loader(2)], "sequential"),
         ],
     )
-    def test_one_after_the_other(self, tmp_path: Path, several: Any) -> None:
+    def test_sequential_loaders(self, tmp_path: Path, several: Any) -> None:
         expected = [(0, 0, [0, 1]), (0, 1, [2, 3]), (1, 0, [0, 1])]
         module, runner = Several(), fit(tmp_path, num_sanity_val_steps=0)
         runner.fit(module, loader(2), several())
@@ -127,14 +127,14 @@ class TestSeveralEvaluationLoaders:
             ("max_size_cycle", [[[0, 1], [0, 1]], [[2, 3], [0, 1]]]),
         ],
     )
-    def test_at_once(self, tmp_path: Path, mode: str, expected: Any) -> None:
+    def test_simultaneous_loaders(self, tmp_path: Path, mode: str, expected: Any) -> None:
         module, runner = Several(), fit(tmp_path)
         runner.validate(module, CombinedLoader([loader(4), loader(2)], mode), verbose=False)
         rows = [(0, index, row) for index, row in enumerate(expected)]
         assert module.evaluated == rows
         assert runner.predict(module, CombinedLoader([loader(4), loader(2)], mode)) == rows
 
-    def test_the_plain_predict_step_serves_several(self, tmp_path: Path) -> None:
+    def test_the_default_predict_step_supports_several_loaders(self, tmp_path: Path) -> None:
         class Plain(TrainModule):
             def forward(self, batch: Any) -> Any:
                 return numbers(batch)
@@ -213,7 +213,7 @@ class TestWhereLoadersComeFrom:
         runner.test(module, verbose=False)
         assert len(module.evaluated) == 7
         assert len(runner.predict(module)) == 4
-        runner.fit(module, loader(2))  # what is given comes first
+        runner.fit(module, loader(2))  # arguments take precedence
         assert len(module.seen) == 3
 
     def test_a_data_module(self, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ class TestSamplersAndWorkers:
         assert runs[0] == runs[1]
         assert runs[0][:4] != runs[0][4:]
 
-    def test_left_alone_where_told(self, tmp_path: Path) -> None:
+    def test_samplers_are_kept_on_request(self, tmp_path: Path) -> None:
         """use_distributed_sampler=False: the loader's own shuffling, from torch's generator."""
         orders = []
         for seed in (1, 1, 2):
@@ -297,7 +297,7 @@ class TestSamplersAndWorkers:
             orders.append(module.seen)
         assert orders[0] == orders[1] != orders[2]
 
-    def test_the_loader_is_left_as_it_was(self, tmp_path: Path) -> None:
+    def test_the_loader_is_unchanged_after_the_run(self, tmp_path: Path) -> None:
         given = loader(6, shuffle=True)
         sampler, batch_sampler = given.sampler, given.batch_sampler
         fit(tmp_path).fit(Tiny(), given)

@@ -22,7 +22,7 @@ from worlds import DEEPSPEED, on_ranks, preload
 preload(*DEEPSPEED)
 
 
-def test_a_strategy_takes_its_device(monkeypatch: pytest.MonkeyPatch) -> None:  # O-02
+def test_a_strategy_selects_its_device(monkeypatch: pytest.MonkeyPatch) -> None:  # O-02
     taken: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     for device in (torch.device("cuda", 1), torch.device("cpu")):
@@ -33,7 +33,7 @@ def test_a_strategy_takes_its_device(monkeypatch: pytest.MonkeyPatch) -> None:  
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_a_run_puts_the_device_back(used_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # O-02, A-03
+def test_a_run_restores_the_device(used_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # O-02, A-03
     at_hand = [2 if used_before else 0]
     in_use = [used_before]
     monkeypatch.setattr(process_state, "_cuda_is_in_use", lambda: in_use[0])
@@ -46,7 +46,7 @@ def test_a_run_puts_the_device_back(used_before: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_nvml_is_asked_for_devices(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # O-03
+def test_devices_are_counted_through_nvml(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # O-03
     # torch.cuda.is_available() may initialise the driver, which a process forked afterwards cannot use.
     name, asked = "PYTORCH_NVML_BASED_CUDA_CHECK", []
 
@@ -88,13 +88,13 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
 @pytest.mark.parametrize(
     ("index", "before", "seen"), [(3, "1", "3"), (3, None, "3"), (None, "1", "1"), (None, None, "0")]
 )
-def test_deepspeed_takes_the_device_of_the_run(index: int | None, before: str | None, seen: str) -> None:  # O-03
-    # It takes that of LOCAL_RANK: another one with devices=[1, 3], and none where each task sees one GPU.
+def test_deepspeed_uses_the_device_of_the_run(index: int | None, before: str | None, seen: str) -> None:  # O-03
+    # By default it uses the device of LOCAL_RANK: a wrong one with devices=[1, 3], and none if each task sees one GPU.
     assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
 
 
 @pytest.mark.parametrize("in_use", [False, True])
-def test_determinism_that_comes_too_late_is_said(
+def test_determinism_set_too_late_is_warned_about(
     in_use: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -103,15 +103,13 @@ def test_determinism_that_comes_too_late_is_said(
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
     with ProcessState():
         apply_switches(True, None, detect_anomaly=False)
-        apply_switches("warn", None, detect_anomaly=False)  # it is set by now
+        apply_switches("warn", None, detect_anomaly=False)  # it has been set by now
     said = "Start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8" in caplog.text
     assert said is in_use
     assert len(caplog.records) == in_use
 
 
-def test_an_accelerator_that_is_not_driven_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unused_accelerator_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     for there in (False, True):
@@ -120,8 +118,8 @@ def test_an_accelerator_that_is_not_driven_is_said(
         assert ("torch sees an XPU" in caplog.text) is there
 
 
-def test_the_generator_of_mps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    # By the order of calls: no such device was at hand.
+def test_the_mps_generator_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tested by the order of calls, since no such device was available.
     state = [torch.tensor([7])]
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: state[0].clone())
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda kept: state.__setitem__(0, kept))

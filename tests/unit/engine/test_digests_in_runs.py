@@ -15,8 +15,8 @@ from drivetrain.checkpoint import load, verify
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_digests_of_all_that_a_checkpoint_callback_writes(tmp_path: Path, save_async: bool) -> None:  # J-11
-    """Those before leaving and after a failure too."""
+def test_a_checkpoint_callback_writes_digests(tmp_path: Path, save_async: bool) -> None:  # J-11
+    """Including those written before a preempted exit and after a failure."""
 
     class Fails(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -44,7 +44,7 @@ class Leaves(Regression):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_digests_of_what_is_saved_before_leaving(tmp_path: Path) -> None:
+def test_digests_of_a_checkpoint_saved_on_preemption(tmp_path: Path) -> None:
     saver = Checkpoint(tmp_path / "c", every_n_epochs=5, digest="sha256")
     with pytest.raises(SystemExit):
         fit(tmp_path, callbacks=saver).fit(Leaves(), regression(400))

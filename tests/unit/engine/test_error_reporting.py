@@ -37,7 +37,7 @@ def raise_uncaught(error: BaseException) -> None:
     sys.excepthook(type(error), error, None)
 
 
-def test_a_rank_s_last_line_goes_out_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranks_last_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """G-01: the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
     stream = record(monkeypatch)
     error = RankFailedError(Failure.of_exit(1, -9))
@@ -83,7 +83,7 @@ def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: pytest.
     assert sys.excepthook is sys.__excepthook__
 
 
-def test_a_hook_of_the_user_s_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_hook_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     record(monkeypatch)
 
     def hook(*_: object) -> None: ...

@@ -43,7 +43,7 @@ def modes(folder: Path) -> dict[str, tuple[bool, int]]:
 
 
 def others_than(mask: int, folder: Path) -> dict[str, str]:
-    """Return the paths whose permissions differ from those of a file or folder created plainly."""
+    """Return the paths whose permissions differ from those of an ordinary file or folder."""
     found = modes(folder)
     assert found
     return {
@@ -72,7 +72,7 @@ def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_asyn
         every = Checkpoint(folder / "c", every_n_train_steps=1, save_top_k=2, save_async=save_async)
         trainer = fit(folder, logger=loggers, callbacks=every, log_every_n_steps=1)
         trainer.fit(Named(), loader())
-        for _ in range(2):  # the second time onto what is there
+        for _ in range(2):  # the second time over existing files
             trainer.save_checkpoint(folder / "by-hand" / "end", weights_only=True)
         consolidate(folder / "by-hand" / "end", folder / "one" / "all.safetensors")
         torch.save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "theirs.ckpt")
@@ -84,7 +84,7 @@ def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_asyn
 
 
 @pytest.mark.parametrize("mask", UMASKS, ids=oct)
-def test_so_does_what_is_there_for_a_while_alone(tmp_path: Path, mask: int) -> None:  # J-11
+def test_temporary_files_follow_the_umask(tmp_path: Path, mask: int) -> None:  # J-11
     folder = tmp_path / "made"
     folder.mkdir()
     with umask(mask):
@@ -112,7 +112,7 @@ def _on_a_rank(folder: Path, mask: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o027, 0o077], ids=oct)
-def test_so_does_what_ranks_make(tmp_path: Path, mask: int) -> None:  # J-11
+def test_files_of_ranks_follow_the_umask(tmp_path: Path, mask: int) -> None:  # J-11
     folder = tmp_path / "made"
     folder.mkdir()
     on_ranks(_on_a_rank, 2, folder, mask)

@@ -40,7 +40,7 @@ def test_parameters_without_storage_are_named(tmp_path: Path, strategy: str) -> 
         quiet(tmp_path, strategy=strategy).fit(module, [torch.ones(4, 2)])
 
 
-def test_a_failure_to_prepare_the_data_is_told_to_module_and_callbacks(tmp_path: Path) -> None:
+def test_a_failure_of_prepare_data_reaches_module_and_callbacks(tmp_path: Path) -> None:
     class Failing(Line):
         def prepare_data(self) -> None:
             raise OSError("no such archive")
@@ -57,7 +57,7 @@ def test_a_failure_to_prepare_the_data_is_told_to_module_and_callbacks(tmp_path:
     assert module.told == [listener.told] == ["no such archive"]
 
 
-def test_a_long_list_of_batches_is_not_walked_through(tmp_path: Path) -> None:
+def test_a_long_list_of_batches_is_not_iterated(tmp_path: Path) -> None:
     class Counted(list[Any]):
         looks = 0
 
@@ -96,7 +96,7 @@ def test_lazy_layers_without_a_shape_are_named(tmp_path: Path, settings: dict[st
     assert "configure_model" in caught.value.fix
 
 
-def test_lazy_layers_are_named_where_nothing_trains_too(tmp_path: Path) -> None:  # I-12
+def test_lazy_layers_are_named_in_evaluation_too(tmp_path: Path) -> None:  # I-12
     with pytest.raises(ConfigurationError, match=r"net\.0 \(LazyLinear\)"):
         quiet(tmp_path).predict(Lazy(), [torch.ones(4, 2)])
 
@@ -117,5 +117,5 @@ def test_lazy_layers_train_after_one_forward(tmp_path: Path) -> None:  # I-12
         assert module.net[0].weight.shape == (4, 2)
     shaped = Shaped()
     quiet(tmp_path, strategy="ddp", devices=2, launcher="fork").fit(shaped, [torch.randn(4, 2)])
-    assert type(shaped.net[0]) is nn.Linear  # in the caller, too
+    assert type(shaped.net[0]) is nn.Linear  # also in the caller
     assert shaped.net[0].weight.shape == (4, 2)

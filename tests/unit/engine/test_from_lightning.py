@@ -1,4 +1,4 @@
-"""Lightning's API besides the names of `test_lightning_names`: it works, or is refused by name."""
+"""Lightning's API apart from the names of `test_lightning_names`: it works, or is refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Logs(Tiny):
 class TestVerbs:
     # L-10
 
-    def test_a_module_by_lightnings_name(self, tmp_path: Path) -> None:
+    def test_lightnings_name_of_the_module_argument(self, tmp_path: Path) -> None:
         module, trainer = Logs(), fit(tmp_path)
         trainer.fit(model=module, train_dataloaders=loader(4))
         assert trainer.validate(model=module, dataloaders=loader(2), verbose=False) == [{"val": 0.0}]
@@ -44,13 +44,13 @@ class TestVerbs:
         with pytest.raises(ConfigurationError, match="fit was given a module and a model"):
             trainer.fit(module, loader(4), model=module)
 
-    def test_a_class_and_data_in_the_modules_place_are_named(self, tmp_path: Path) -> None:
+    def test_a_class_or_data_in_place_of_the_module_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"fit was given the class Logs[\s\S]*fit\(Logs\(\.\.\.\)"):
             fit(tmp_path).fit(Logs, loader(4))  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match=r"given a DataLoader in place of the module[\s\S]*swap them"):
             fit(tmp_path).fit(loader(4), Logs())  # type: ignore[arg-type]
 
-    def test_without_a_module_it_is_the_last_runs_at_its_best(self, tmp_path: Path) -> None:
+    def test_without_a_module_the_best_weights_of_the_last_run_are_used(self, tmp_path: Path) -> None:
         class Counting(Logs):
             def on_train_epoch_end(self) -> None:
                 with torch.no_grad():
@@ -66,14 +66,15 @@ class TestVerbs:
         assert trainer.test(dataloaders=loader(2), verbose=False) == [{"weight": 0.0}]
         assert trainer.ckpt_path == first.best_model_path
         module.layer.weight.data.fill_(7.0)
-        assert trainer.test(module, loader(2), verbose=False) == [{"weight": 7.0}]  # given, it is taken as it is
+        # an explicitly given module is used unchanged
+        assert trainer.test(module, loader(2), verbose=False) == [{"weight": 7.0}]
         assert trainer.ckpt_path is None
 
     def test_without_a_module_and_without_a_run(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="validate was given no module"):
             fit(tmp_path).validate(dataloaders=loader(2))
 
-    def test_lightnings_order_of_arguments_is_told(self, tmp_path: Path) -> None:
+    def test_lightnings_order_of_arguments_is_refused(self, tmp_path: Path) -> None:
         wrong: Any = "best"
         with pytest.raises(ConfigurationError, match=r"given a str as its datamodule") as caught:
             fit(tmp_path).test(Tiny(), loader(2), wrong)
@@ -81,7 +82,7 @@ class TestVerbs:
 
 
 class TestModules:
-    def test_a_step_that_is_none_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_step_set_to_none_counts_as_missing(self, tmp_path: Path) -> None:
         # L-10
         module: Any = Logs()
         module.validation_step = None
@@ -93,13 +94,13 @@ class TestModules:
     @pytest.mark.parametrize(
         ("reduce_fx", "expected"), [(max, 2.0), (min, 0.0), (sum, 2.0), ("avg", 1.0), ("MAX", 2.0), (torch.max, 2.0)]
     )
-    def test_reductions_are_given_as_functions_too(self, tmp_path: Path, reduce_fx: Any, expected: float) -> None:
+    def test_reductions_can_be_functions(self, tmp_path: Path, reduce_fx: Any, expected: float) -> None:
         # L-10
         trainer = fit(tmp_path)
         trainer.fit(Logs(reduce_fx=reduce_fx), loader(4))
         assert float(trainer.callback_metrics["it"]) == expected
 
-    def test_a_reduction_that_is_none_of_these_is_refused(self, tmp_path: Path) -> None:
+    def test_other_reductions_are_refused(self, tmp_path: Path) -> None:
         # I-10
         with pytest.raises(ConfigurationError, match=r"log a torchmetrics\.Metric"):
             fit(tmp_path).fit(Logs(reduce_fx=torch.median), loader(4))
@@ -120,8 +121,8 @@ class TestModules:
         assert module.training
         assert all(one.requires_grad for one in module.parameters())
 
-    def test_how_long_it_will_be_is_known_in_setup(self, tmp_path: Path) -> None:
-        # L-10: the loader that was asked for is the one that is read.
+    def test_the_number_of_steps_is_known_in_setup(self, tmp_path: Path) -> None:
+        # L-10: the loader that was used for the estimate is the one that is read.
         asked: list[str] = []
 
         class Planning(Tiny):
@@ -149,7 +150,7 @@ class TestHyperParameters:
             self.scale = config["scale"] if isinstance(config, dict) else config.scale
 
     @pytest.mark.parametrize("config", [{"scale": 3, "deep": {"a": 1}}, argparse.Namespace(scale=3, deep={"a": 1})])
-    def test_a_mapping_or_a_namespace_is_kept_and_passed_again(self, tmp_path: Path, config: Any) -> None:
+    def test_a_mapping_or_a_namespace_is_saved_and_passed_again(self, tmp_path: Path, config: Any) -> None:
         module = self.Configured(config, extra=5)
         assert module.hparams == {"scale": 3, "deep": {"a": 1}}
         trainer = fit(tmp_path)
@@ -160,17 +161,17 @@ class TestHyperParameters:
         other = self.Configured.load_from_checkpoint(checkpoint_path=tmp_path / "kept", scale=4)
         assert (other.hparams["scale"], other.scale) == (4, 4)
 
-    def test_the_initial_ones_stay(self) -> None:
+    def test_initial_hyper_parameters_are_kept(self) -> None:
         module = self.Configured({"scale": 3, "deep": {"a": 1}})
         module.hparams["scale"] = 9
         module.hparams.deep["a"] = 2
         assert module.hparams_initial == {"scale": 3, "deep": {"a": 1}}
 
-    def test_what_holds_no_values_is_refused(self) -> None:
+    def test_objects_without_values_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="save_hyperparameters got a int"):
             self.Configured(3)
 
-    def test_they_stay_away_from_loggers_where_that_is_asked(self, tmp_path: Path) -> None:
+    def test_loggers_do_not_get_them_on_request(self, tmp_path: Path) -> None:
         class Shy(Tiny):
             def __init__(self, width: int = 4, told: bool = True) -> None:
                 super().__init__()
@@ -182,7 +183,7 @@ class TestHyperParameters:
             assert logger.log_dir is not None
             assert (Path(logger.log_dir) / "hparams.json").exists() == told
 
-    def test_a_file_of_them_counts_instead(self, tmp_path: Path) -> None:
+    def test_a_file_of_hyper_parameters_takes_precedence(self, tmp_path: Path) -> None:
         class Sized(Tiny):
             def __init__(self, width: int = 4) -> None:
                 super().__init__()
@@ -200,7 +201,7 @@ class TestHyperParameters:
             Sized.load_from_checkpoint(tmp_path / "kept", checkpoint_path=tmp_path / "kept")
 
     @pytest.mark.parametrize("strict", [True, False])
-    def test_strict_loading_is_the_modules(self, tmp_path: Path, strict: bool) -> None:
+    def test_the_modules_strict_loading_is_used(self, tmp_path: Path, strict: bool) -> None:
         class More(Tiny):
             strict_loading = strict
 
@@ -226,7 +227,7 @@ class TestHyperParameters:
             module.layer.weight.fill_(3.0)
         with pytest.warns(UserWarning, match="skipped, with strict=False"):
             fit(tmp_path).predict(module, loader(2), ckpt_path=tmp_path / "kept")
-        assert float(module.layer.weight.reshape(-1)[0]) != 3.0  # what has its name was taken
+        assert float(module.layer.weight.reshape(-1)[0]) != 3.0  # other modules' values were loaded
 
 
 class TestDataModules:
@@ -268,7 +269,7 @@ class TestDataModules:
         again = Folds.load_from_checkpoint(tmp_path / "kept", size=2)
         assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
 
-    def test_it_hears_of_a_failure(self, tmp_path: Path) -> None:
+    def test_a_data_module_is_notified_of_a_failure(self, tmp_path: Path) -> None:
         heard: list[BaseException] = []
 
         class Hearing(DataModule):
@@ -308,7 +309,7 @@ class TestCallbacks:
         with pytest.raises(ConfigurationError, match=r"Logging.log was called outside a run"):
             callback.log("mine", 1.0)
 
-    def test_a_progress_bar_shows_what_get_metrics_says(
+    def test_a_progress_bar_shows_the_values_of_get_metrics(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         # L-10
@@ -356,18 +357,18 @@ class TestCheckpoints:
         self.saved(tmp_path, **{"save_top_k": -1, **options})
         assert self.names(tmp_path) == names
 
-    def test_what_is_read_of_it(self, tmp_path: Path) -> None:
+    def test_attributes_of_a_checkpoint_callback(self, tmp_path: Path) -> None:
         kept = self.saved(tmp_path, monitor="epoch", mode="max", save_top_k=2, every_n_epochs=1)
         assert kept.best_model_path == str(tmp_path / "kept" / "epoch=3-step=8")
         assert kept.kth_best_model_path == str(tmp_path / "kept" / "epoch=2-step=6")
         assert (kept.best_model_score, kept.kth_value, kept.current_score) == (3.0, 2.0, 3.0)
 
-    def test_a_name_is_told_beforehand(self) -> None:
+    def test_a_checkpoint_name_is_known_in_advance(self) -> None:
         kept = Checkpoint(filename="{epoch:03d}-{val:.2f}")
         assert kept.format_checkpoint_name({"epoch": 1, "val": torch.tensor(0.123)}) == "epoch=001-val=0.12"
         assert kept.format_checkpoint_name({"epoch": 1}, filename="{epoch}", ver=3) == "epoch=1-v3"
 
-    def test_what_cannot_be_is_refused(self) -> None:
+    def test_unsupported_checkpoint_settings_are_refused(self) -> None:
         # I-10
         with pytest.raises(ConfigurationError, match="enable_version_counter=False"):
             Checkpoint(enable_version_counter=False)
@@ -394,7 +395,7 @@ class TestTrainers:
         assert (several.strategy.name, several.num_devices, several.world_size) == ("ddp", 3, 6)
         assert several.device_ids == [0, 1, 2]
 
-    def test_an_interruption_is_read_afterwards(self, tmp_path: Path) -> None:
+    def test_an_interruption_is_visible_afterwards(self, tmp_path: Path) -> None:
         class Interrupted(Tiny):
             def on_train_start(self) -> None:
                 raise KeyboardInterrupt
@@ -405,7 +406,7 @@ class TestTrainers:
         assert trainer.interrupted
         assert not trainer.training
 
-    def test_a_monitor_that_a_loader_alone_logs_is_once_in_the_results(self, tmp_path: Path) -> None:
+    def test_a_monitor_logged_for_one_loader_is_once_in_the_results(self, tmp_path: Path) -> None:
         class Named(Tiny):
             def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
                 self.log(("first", "second")[dataloader_idx], 1.0 + dataloader_idx, add_dataloader_idx=False)
@@ -426,7 +427,7 @@ class TestTrainers:
 
         @rank_zero_only
         def note(text: str) -> int:
-            """Note it."""
+            """Record the text."""
             heard.append(text)
             return 7
 
@@ -478,11 +479,11 @@ class TestWhatIsRefusedByName:
     @pytest.mark.parametrize(
         ("options", "named"), [({"enable_graph": True}, "enable_graph"), ({"sync_dist_group": 1}, "sync_dist_group")]
     )
-    def test_what_a_log_cannot_do(self, tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    def test_unsupported_arguments_of_log(self, tmp_path: Path, options: dict[str, Any], named: str) -> None:
         with pytest.raises(ConfigurationError, match=named):
             fit(tmp_path).fit(Logs(**options), loader(2))
 
-    def test_a_step_that_wants_the_iterator(self, tmp_path: Path) -> None:
+    def test_a_step_that_takes_the_iterator(self, tmp_path: Path) -> None:
         class Iterating(Tiny):
             def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
                 return self.layer(next(dataloader_iter)).mean()
@@ -490,7 +491,7 @@ class TestWhatIsRefusedByName:
         with pytest.raises(ConfigurationError, match="takes the loader's iterator"):
             fit(tmp_path).fit(Iterating(), loader(2))
 
-    def test_a_graph_that_is_to_be_kept(self, tmp_path: Path) -> None:
+    def test_a_backward_that_retains_the_graph(self, tmp_path: Path) -> None:
         class Keeping(Tiny):
             automatic_optimization = False
 
@@ -523,7 +524,7 @@ def test_the_logger_may_be_set(tmp_path: Path) -> None:
 
 
 class Brings(Tiny):
-    """Has a `Checkpoint` and an `EarlyStopping` of its own, and gets worse with every epoch."""
+    """Provides a `Checkpoint` and an `EarlyStopping`, and gets worse with every epoch."""
 
     def configure_callbacks(self) -> Any:
         return [Checkpoint(monitor="worse"), EarlyStopping("worse", patience=9)]
@@ -533,7 +534,7 @@ class Brings(Tiny):
 
 
 def test_callbacks_of_the_module_are_found(tmp_path: Path) -> None:
-    # L-10: without them a test without a module had the last weights, though it had best ones
+    # L-10: previously a test without a module used the last weights, although it had best ones
     trainer = Fit(
         accelerator="cpu", max_epochs=3, logger=False, default_root_dir=tmp_path, enable_progress_bar=False, seed=0
     )

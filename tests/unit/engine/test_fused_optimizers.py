@@ -29,23 +29,23 @@ def _optimizer(kind: Any, layer: nn.Module | None = None, **options: Any) -> Any
         (Adagrad, {}, True),
         (SGD, {"momentum": 0.9}, True),
         (SGD, {}, False),  # one pass over the gradients either way
-        (RMSprop, {}, False),  # it has no fused kernel
+        (RMSprop, {}, False),  # torch has no fused kernel for it
         (AdamW, {"fused": True}, False),
-        (AdamW, {"fused": False}, False),  # the user's choice
+        (AdamW, {"fused": False}, False),  # the user's own choice
         (AdamW, {"foreach": True}, False),
         (AdamW, {"differentiable": True}, False),
         (AdamW, {"lr": torch.tensor(0.1)}, False),
     ],
 )
-def test_only_what_would_pay_is_named(kind: Any, options: dict[str, Any], named: bool) -> None:
+def test_only_useful_kernels_are_suggested(kind: Any, options: dict[str, Any], named: bool) -> None:
     line = suggest_fused_optimizers([_optimizer(kind, **options)])
     assert (line is not None) == named
     if named:
         assert f"{kind.__name__}(fused=True)" in str(line)
-        _optimizer(kind, **{**options, "fused": True}).step()  # it can be had
+        _optimizer(kind, **{**options, "fused": True}).step()  # it is available
 
 
-def test_a_kernel_that_does_not_take_every_parameter_is_not_named() -> None:
+def test_a_kernel_that_does_not_support_every_parameter_is_not_suggested() -> None:
     assert suggest_fused_optimizers([_optimizer(AdamW, nn.Linear(2, 1, dtype=torch.complex64))]) is None
     assert suggest_fused_optimizers([_optimizer(AdamW, nn.Linear(2, 1, device="meta"))]) is None
     assert suggest_fused_optimizers([]) is None
@@ -56,13 +56,13 @@ class Module(Bare):
         return AdamW(self.parameters(), lr=0.1)
 
 
-def test_a_process_says_it_once_and_why(
+def test_a_process_logs_the_suggestion_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # L-09
     monkeypatch.setattr(console_logging, "_LOGGED", set())
     data = DataLoader(TensorDataset(torch.ones(4, 2)))
-    fit(tmp_path).fit(Module(), data)  # where nobody listens it has not been said
+    fit(tmp_path).fit(Module(), data)  # without a listener it has not been logged
     with caplog.at_level(logging.INFO, logger="drivetrain"):
         for _ in range(2):
             fit(tmp_path).fit(Module(), data)

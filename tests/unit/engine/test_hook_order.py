@@ -11,12 +11,12 @@ from engine_case import Tiny, fit, loader, recording_callback, recording_module
 
 from drivetrain import Callback, DataModule
 
-# Hooks of the module alone, which transfers batches and builds itself.
+# Hooks that only the module has: batch transfer and configuration.
 _MODULE_ONLY = ("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers")
 
 
 def _everyone(*hooks: str) -> list[str]:
-    """Each hook as seen by a callback, the module, and a callback that runs after it."""
+    """Return a hook as seen by a callback, the module, and a callback that runs after it."""
     return [f"{who}.{hook}" for hook in hooks for who in ("early", "module", "late")]
 
 
@@ -54,7 +54,9 @@ def _run(tmp_path: Path, stage: str, **options: Any) -> list[str]:
 
 
 def test_the_full_order_of_fit(tmp_path: Path) -> None:
-    """Two epochs of four micro-batches in windows of three, two validation batches, one of them tried first."""
+    """Two epochs of four micro-batches in windows of three, two validation batches, with a sanity check of one
+    batch.
+    """
     calls = _run(tmp_path, "fit", max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
     epoch = [
         *_everyone("on_train_epoch_start"),
@@ -105,7 +107,7 @@ def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str, ste
     ]
 
 
-def test_callbacks_go_by_descending_priority_and_then_as_given(tmp_path: Path) -> None:
+def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: Path) -> None:
     calls: list[str] = []
     priorities = {"a": 0, "b": 5, "c": -2, "d": 0, "e": -1}
     callbacks = [recording_callback(name, calls, priority) for name, priority in priorities.items()]
@@ -114,7 +116,7 @@ def test_callbacks_go_by_descending_priority_and_then_as_given(tmp_path: Path) -
     assert order == ["b", "a", "d", "module", "e", "c"]
 
 
-def test_hooks_are_given_what_the_contract_says(tmp_path: Path) -> None:
+def test_arguments_of_hooks(tmp_path: Path) -> None:
     got: dict[str, Any] = {}
 
     class Watching(Callback):
@@ -157,7 +159,7 @@ def test_hooks_are_given_what_the_contract_says(tmp_path: Path) -> None:
     }
 
 
-def test_old_gradients_do_not_live_through_the_forward(tmp_path: Path) -> None:
+def test_old_gradients_are_freed_before_the_forward(tmp_path: Path) -> None:
     """Old gradients are set to None before the window's first training_step, so they take no memory in its forward."""
     held: list[list[bool]] = []
 
@@ -214,7 +216,7 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
 
     class Watching(Callback):
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            assert module.trainer is trainer  # still in the run
+            assert module.trainer is trainer  # still within the run
             seen.append(exception)
 
     module = recording_module(calls)
@@ -236,7 +238,7 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
 
 
 @pytest.mark.parametrize("hook", ["setup", "teardown"])
-def test_everybody_is_taken_down_once_whoever_fails(tmp_path: Path, hook: str) -> None:
+def test_every_callback_is_torn_down_once_after_a_failure(tmp_path: Path, hook: str) -> None:
     """Every callback that was set up is torn down, even if another one's setup or teardown fails."""
     calls: list[str] = []
 
@@ -299,7 +301,7 @@ class TestMinusOne:
         assert runner.micro_batches == 3
         assert all(parameter.grad is None for parameter in module.parameters())
 
-    def test_what_is_logged_at_the_end_of_such_an_epoch_is_an_epoch_value(self, tmp_path: Path) -> None:
+    def test_values_logged_at_the_end_of_a_skipped_epoch_are_epoch_values(self, tmp_path: Path) -> None:
         class Skipping(Tiny):
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
                 return -1 if batch_idx == 1 else None

@@ -1,6 +1,6 @@
-"""The names that Lightning's users read, with Lightning's meaning: before a run, in each of its phases, and after it.
+"""The names that Lightning's users read, with Lightning's meaning: before a run, in each phase, and after it.
 
-The values are those that Lightning 2.6.6 gives in the same run, read beside these.
+The values are those that Lightning 2.6.6 gives in the same run.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Reads(Callback):
 
 
 class Recorded:
-    """One trainer that fits, validates, tests and predicts, and what each name read in each phase."""
+    """One trainer that fits, validates, tests and predicts, and the value of each name in each phase."""
 
     def __init__(self, path: Path) -> None:
         self.module, self.data = Model(), Data()
@@ -248,12 +248,12 @@ def everywhere(value: Any) -> dict[str, Any]:
 
 
 def during(phases: Any, value: Any, other: Any) -> dict[str, Any]:
-    """``value`` in ``phases``, and ``other`` in all others."""
+    """Expect ``value`` in ``phases``, and ``other`` in all others."""
     return {phase: value if phase in phases else other for phase in PHASES}
 
 
 class Own:
-    """Stands for an object of the run, in a table that is written before there is one."""
+    """Placeholder for an object of the run, in a table that is written before the run exists."""
 
     def __init__(self, read: Any) -> None:
         self.read = read
@@ -403,12 +403,12 @@ TABLE: dict[str, dict[str, Any]] = {
 """When each name takes which value: what stands at a phase holds until the next one that is named."""
 
 
-def test_no_name_is_left_out() -> None:
+def test_every_name_is_tested() -> None:
     # L-10
     assert TABLE.keys() == READS.keys()
 
 
-def test_every_phase_was_come_to(recorded: Recorded) -> None:
+def test_every_phase_was_reached(recorded: Recorded) -> None:
     assert {phase for _, phase in recorded.values} == set(PHASES)
 
 
@@ -435,7 +435,7 @@ def test_a_name_has_lightnings_meaning(recorded: Recorded, name: str) -> None:
         ("strategy.global_rank", r"read strategy\.rank"),
     ],
 )
-def test_a_name_that_is_not_here_says_what_to_write(name: str, way: str) -> None:
+def test_an_unsupported_name_states_the_replacement(name: str, way: str) -> None:
     # L-10
     owner: Any = Fit(accelerator="cpu")
     *path, last = name.split(".")

@@ -1,4 +1,4 @@
-"""A wrong loader length cuts nothing off: the data ends the epoch, and one warning gives both numbers. Row I-04."""
+"""A wrong loader length drops no data: the data ends the epoch, and one warning gives both numbers. Row I-04."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_evaluation_goes_through_all_the_data(
     assert f"{length} micro-batches per epoch, but {came} were read" in told
 
 
-def test_validation_within_fit_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_validation_within_fit_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # I-04
     module = Tiny()
     fit(tmp_path, max_epochs=3, num_sanity_val_steps=2).fit(
@@ -170,7 +170,7 @@ def test_validation_within_fit_says_it_once(tmp_path: Path, caplog: pytest.LogCa
         (lambda: stream(20), 50, 10, False),
     ],
 )
-def test_a_limit_cuts_and_a_length_does_not(
+def test_a_limit_ends_an_epoch_but_a_length_does_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, build: Any, limit: Any, steps: int, spoken: bool
 ) -> None:
     # I-04
@@ -180,13 +180,13 @@ def test_a_limit_cuts_and_a_length_does_not(
     assert len(said(caplog)) == spoken
 
 
-def test_torch_does_not_warn_of_it_at_every_batch(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_torch_does_not_warn_at_every_batch(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     # I-04: said once.
     fit(tmp_path).fit(Tiny(), DataLoader(Sharded(20), 4, num_workers=2))
     assert not [one for one in recwarn if "Length of IterableDataset" in str(one.message)]
 
 
-def test_what_never_ends_is_said_before_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endless_loader_is_warned_about_before_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # I-04
     class Endless(IterableDataset[torch.Tensor]):
         def __len__(self) -> int:
@@ -205,7 +205,7 @@ def test_what_never_ends_is_said_before_its_end(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize(
     ("build", "options", "expected"),
     [
-        # What the length makes of the fraction is done, and the rest of it as the data end.
+        # The fraction of the stated length is run, and the rest when the data ends.
         (lambda: sampled(12, 40), {"val_check_interval": 0.5}, [(0, 6), (1, 12)]),
         (lambda: sampled(12, 8), {"val_check_interval": 0.5}, [(0, 4), (0, 6), (1, 10), (1, 12)]),
         (lambda: sampled(12, 100), {"val_check_interval": 0.25}, [(0, 6), (1, 12)]),
@@ -217,7 +217,7 @@ def test_what_never_ends_is_said_before_its_end(tmp_path: Path, caplog: pytest.L
         (lambda: stream(12), {"val_check_interval": 0.5, "limit_train_batches": 20}, [(0, 6), (1, 12)]),
     ],
 )
-def test_a_validation_that_the_data_do_not_come_to_runs_at_the_epoch_s_end(
+def test_a_validation_beyond_the_data_runs_at_the_end_of_the_epoch(
     tmp_path: Path, build: Any, options: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
     # I-04
@@ -242,7 +242,7 @@ class Scheduled(Tiny):
             schedule: Any = OneCycleLR(optimizer, 0.1, total_steps=int(steps))
         elif self.kind == "linear":
             schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-        else:  # it warms up for a part of them, and then stays
+        else:  # it warms up for a fraction of the steps, and stays constant afterwards
             schedule = LambdaLR(optimizer, lambda step: min(1.0, step / (steps / 2)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -257,14 +257,14 @@ def test_a_schedule_built_on_it_that_runs_out_names_the_length(tmp_path: Path, k
     assert run.global_step == 6 * epochs + 1
 
 
-def test_one_that_does_not_run_out_goes_on(tmp_path: Path) -> None:
+def test_a_schedule_that_does_not_run_out_continues(tmp_path: Path) -> None:
     # I-04
     run = fit(tmp_path)
     run.fit(Scheduled("warm-up"), sampled(20, 6))
     assert run.global_step == 10
 
 
-def test_one_of_the_right_length_comes_to_its_end(tmp_path: Path) -> None:
+def test_a_schedule_of_the_right_length_finishes(tmp_path: Path) -> None:
     # I-04
     for kind in ("one cycle", "linear"):
         run = fit(tmp_path, max_epochs=2)
@@ -272,13 +272,13 @@ def test_one_of_the_right_length_comes_to_its_end(tmp_path: Path) -> None:
         assert run.global_step == 20
 
 
-def test_max_steps_where_the_data_should_end_leaves_the_rest_to_a_resumed_run(tmp_path: Path) -> None:
-    # I-04: the epoch is over where its data are, and not where the length says.
+def test_max_steps_at_a_wrong_epoch_end_leaves_the_rest_to_a_resumed_run(tmp_path: Path) -> None:
+    # I-04: the epoch ends with its data, not at the stated length.
     for build, epochs in ((lambda: sampled(20, 6), 0), (lambda: sampled(12, 6), 1), (lambda: Listed(20, 6), 0)):
         module = Tiny()
         run = fit(tmp_path, max_epochs=-1, max_steps=6)
         run.fit(module, build())
-        assert (run.global_step, run.current_epoch) == (6, 1)  # L-10: one that was cut short counts
+        assert (run.global_step, run.current_epoch) == (6, 1)  # L-10: an epoch that was cut short counts
         assert run.progress.epoch == epochs
         run.save_checkpoint(str(tmp_path / f"{epochs}"))
     module = Tiny()
@@ -299,10 +299,10 @@ def test_max_steps_where_the_data_should_end_leaves_the_rest_to_a_resumed_run(tm
         ({"val_check_interval": 7, "max_steps": 5}, [], False),  # the data did not end
     ],
 )
-def test_an_epoch_that_proves_shorter_than_its_interval_is_said(
+def test_an_epoch_shorter_than_the_validation_interval_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], at: list[tuple[int, int]], spoken: bool
 ) -> None:
-    # I-04: nothing tells an iterable's length before its end, and validation never ran, in silence
+    # I-04: an iterable does not state its length in advance, and previously validation silently never ran
     validations = Validations()
     fit(tmp_path, max_epochs=3 if spoken else 2, callbacks=validations, num_sanity_val_steps=0, **options).fit(
         Tiny(), stream(12), loader(4)

@@ -12,7 +12,7 @@ from drivetrain.loggers import Logger
 
 
 class Keeping(Logger):
-    """Records rows, and raises at the steps at which its disk is full."""
+    """Records rows, and raises an error at the steps at which its disk is full."""
 
     name = version = "kept"
 
@@ -26,13 +26,13 @@ class Keeping(Logger):
         self.steps.append(step)
 
 
-def test_what_one_logger_fails_to_write_the_others_get() -> None:
+def test_other_loggers_get_rows_that_one_fails_to_write() -> None:
     # O-04: on a GPU several rows may be left at the end of a run
     full, other = Keeping(full_at=(1, 2)), Keeping()
     queue = LogQueue()
     with pytest.raises(OSError, match="at 1"):
         queue.put([full, other], {"loss": 1.0}, 1)
-    for step in (2, 3):  # as where their numbers had not arrived
+    for step in (2, 3):  # as if their numbers had not arrived
         queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
     with pytest.raises(OSError, match="at 2"):
         queue.deliver(wait=True)

@@ -1,4 +1,4 @@
-"""A logged value is that of the time of the call, and logging keeps no other tensor alive (I-01)."""
+"""A logged value is the value at the time of the call, and logging keeps no other tensor alive (I-01)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_logging import Kept, Logging
 
 from drivetrain import Callback, ConfigurationError
 
-BIG = 2**24 + 1  # the first whole number that float32 cannot hold
+BIG = 2**24 + 1  # the first integer that float32 cannot represent
 
 
 class TestChangedAfterwards:
@@ -72,12 +72,12 @@ class TestChangedAfterwards:
         logger = Kept()
         runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
         runner.fit(Scaled(), loader(8))
-        assert len(set(seen)) == 4  # it moves
+        assert len(set(seen)) == 4  # it changes
         assert logger.of("scale_step") == list(enumerate(seen, 1))
         assert float(runner.callback_metrics["scale_epoch"]) == pytest.approx(sum(seen) / 4, rel=1e-12)
         assert float(runner.callback_metrics["scale_step"]) == seen[-1]
 
-    def test_an_array_that_is_used_again(self, tmp_path: Path) -> None:
+    def test_a_reused_array(self, tmp_path: Path) -> None:
         scratch = np.zeros(())
 
         def train(self: Any, batch: Any, batch_idx: int) -> None:
@@ -88,8 +88,8 @@ class TestChangedAfterwards:
         runner.fit(Logging(train), loader(8))
         assert float(runner.callback_metrics["it"]) == 1 + 2 + 3 + 4
 
-    def test_a_weight_that_is_used_again(self, tmp_path: Path) -> None:
-        """A count of tokens is often a tensor; it is no more read than a value is."""
+    def test_a_reused_weight_tensor(self, tmp_path: Path) -> None:
+        """A count of tokens is often a tensor; like a value, it is not read."""
         count = torch.zeros((), dtype=torch.long)
 
         def train(self: Any, batch: Any, batch_idx: int) -> None:
@@ -103,7 +103,7 @@ class TestChangedAfterwards:
         for name in ("it_True", "it_False"):
             assert float(runner.callback_metrics[name]) == pytest.approx((0.5 * 1 + 2.5 * 2 + 4 * 3) / 6)
 
-    def test_what_is_read_is_the_reader_s_own(self, tmp_path: Path) -> None:
+    def test_changes_to_a_read_value_have_no_effect(self, tmp_path: Path) -> None:
         """A hook that shows percents must not change what decides later."""
 
         class Percents(Callback):
@@ -221,7 +221,7 @@ class TestNumbers:
         ],
         ids=str,
     )
-    def test_what_is_no_number(self, tmp_path: Path, value: Any, said: str) -> None:
+    def test_values_that_are_no_numbers(self, tmp_path: Path, value: Any, said: str) -> None:
         with pytest.raises(ConfigurationError) as caught:
             fit(tmp_path).fit(Logging(lambda self, *_: self.log("it", value)), loader(4))
         assert f"log('it') was given {said}." in str(caught.value)
@@ -372,20 +372,20 @@ class TestMetricObjects:
             (_log_reset_and_use, False),
         ],
     )
-    def test_reset_by_hand_once_it_was_logged(
+    def test_a_metric_reset_by_hand_after_logging(
         self, tmp_path: Path, at_end: Callable[[Any], None], in_step: bool
     ) -> None:
-        """By-hand resets belong to code that computes by hand; beside a logged object they came out as NaN."""
+        """Code that computes a metric by hand also resets it; if it was logged too, its value was NaN."""
         module = Measured(at_end, in_step)
         expected = {"mean": 2.0, "first": 1.0} | ({"by_hand": 2.0} if at_end is _compute_and_reset else {})
         runner = fit(tmp_path)
         assert runner.validate(module, loader(5), verbose=False) == [expected]
-        assert runner.validate(module, loader(5), verbose=False) == [expected]  # the next epoch has its own
+        assert runner.validate(module, loader(5), verbose=False) == [expected]  # the next epoch has its own value
         runner = fit(tmp_path, max_epochs=2)
         runner.fit(module, loader(5))
         assert {name: float(value) for name, value in runner.callback_metrics.items()} == expected
 
-    def test_logged_again_in_the_hook_it_counts_as_it_is_then(self, tmp_path: Path) -> None:
+    def test_a_metric_logged_again_in_the_hook_has_its_current_value(self, tmp_path: Path) -> None:
         def more(module: Any) -> None:
             module.mean.update(8.0)
             _log(module)
@@ -393,7 +393,7 @@ class TestMetricObjects:
         module = Measured(more, True)
         assert fit(tmp_path).validate(module, loader(5), verbose=False)[0]["mean"] == (0 + 1 + 2 + 3 + 4 + 8) / 6
 
-    def test_logged_before_the_first_batch_it_stands_for_the_epoch(self, tmp_path: Path) -> None:
+    def test_a_metric_logged_before_the_first_batch_is_for_the_epoch(self, tmp_path: Path) -> None:
         class Early(Measured):
             def on_validation_epoch_start(self) -> None:
                 _log(self)
@@ -403,7 +403,7 @@ class TestMetricObjects:
         assert fit(tmp_path).validate(module, loader(5), verbose=False) == expected
 
     def test_one_object_for_training_and_validation(self, tmp_path: Path) -> None:
-        """Validation left it with tensors that training could not count in."""
+        """Validation left it with tensors that training could not accumulate into."""
 
         class Measuring(Tiny):
             def __init__(self) -> None:
@@ -426,7 +426,7 @@ class TestMetricObjects:
         assert runner.global_step == 6
 
     @pytest.mark.parametrize("dicts", [False, True])
-    def test_more_than_one_number_is_refused_where_it_is_logged_by_step(self, tmp_path: Path, dicts: bool) -> None:
+    def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(self, tmp_path: Path, dicts: bool) -> None:
         class Pair(torchmetrics.MeanMetric):
             def compute(self) -> Any:
                 value = super().compute()
@@ -448,7 +448,7 @@ class TestMetricObjects:
             runner.fit(Measuring(), loader(8))
         assert runner.global_step == 0
 
-    def test_a_key_stays_what_it_was(self, tmp_path: Path) -> None:
+    def test_a_key_keeps_its_kind(self, tmp_path: Path) -> None:
         def logging(first: str, then: str) -> Any:
             class Measuring(Tiny):
                 def __init__(self) -> None:
@@ -471,7 +471,7 @@ class TestMetricObjects:
             with pytest.raises(ConfigurationError, match=rf"log\('it'\) was given {said}(?s:.)*before"):
                 fit(tmp_path).fit(logging(first, then), loader(4))
 
-    def test_a_metric_that_is_made_anew_under_its_name_is_the_same_one(self, tmp_path: Path) -> None:
+    def test_a_metric_recreated_under_its_name_is_the_same_one(self, tmp_path: Path) -> None:
         class Measuring(Tiny):
             def on_train_epoch_start(self) -> None:
                 self.mean = torchmetrics.MeanMetric()
@@ -485,7 +485,7 @@ class TestMetricObjects:
         runner.fit(Measuring(), loader(5))
         assert float(runner.callback_metrics["it"]) == 12.0
 
-    def test_saved_while_it_holds_a_value_with_a_graph(self, tmp_path: Path) -> None:
+    def test_saving_a_metric_whose_value_has_a_graph(self, tmp_path: Path) -> None:
         """A metric called on the loss keeps the value that it gave: the save failed on it."""
 
         class Measuring(Tiny):

@@ -1,4 +1,6 @@
-"""log and log_dict: defaults, names, reductions, what callbacks, the bar and the loggers get (B-12, B-14, H-03)."""
+"""log and log_dict: defaults, names, reductions, and what callbacks, the progress bar and loggers get (B-12, B-14,
+H-03).
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ class TestDefaults:
     @pytest.mark.parametrize(
         "hook", ["setup", "on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "teardown"]
     )
-    def test_refused_where_it_would_reach_nobody(self, tmp_path: Path, hook: str) -> None:
+    def test_refused_if_the_value_would_be_dropped(self, tmp_path: Path, hook: str) -> None:
         """As in Lightning: no value is dropped silently."""
         module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
         with pytest.raises(ConfigurationError, match="log\\('it'\\) was called outside the loops"):
@@ -193,7 +195,7 @@ class TestReductions:
         runner.fit(Logging(train), loader(301))
         assert _values(runner.callback_metrics) == {"it": 150.0, "last": 300.0}
 
-    def test_each_epoch_by_itself(self, tmp_path: Path) -> None:
+    def test_each_epoch_is_reduced_separately(self, tmp_path: Path) -> None:
         seen: list[float] = []
 
         class Watching(Callback):
@@ -208,7 +210,7 @@ class TestReductions:
         fit(tmp_path, max_epochs=3, callbacks=Watching()).fit(Logging(train), loader(4))
         assert seen == [0.0, 1.0, 2.0]
 
-    def test_what_is_logged_is_the_value_of_that_moment(self, tmp_path: Path) -> None:
+    def test_a_logged_value_is_the_current_one(self, tmp_path: Path) -> None:
         """A later in-place change of a logged tensor has no effect."""
 
         def train(self: Any, batch: Any, batch_idx: int) -> None:
@@ -220,7 +222,7 @@ class TestReductions:
         runner.fit(Logging(train), loader(4))
         assert _values(runner.callback_metrics) == {"it_step": 1.0, "it_epoch": 1.0, "it": 1.0}
 
-    def test_training_values_live_through_a_validation_in_mid_epoch(self, tmp_path: Path) -> None:
+    def test_training_values_survive_a_validation_in_mid_epoch(self, tmp_path: Path) -> None:
         def train(self: Any, batch: Any, batch_idx: int) -> None:
             self.log("it", _first(batch), on_step=False, on_epoch=True)
 
@@ -251,7 +253,7 @@ class TestRefusals:
         for part in ["'it'", *said]:
             assert part in str(caught.value)
 
-    def test_other_options_than_before(self, tmp_path: Path) -> None:
+    def test_changed_options_are_refused(self, tmp_path: Path) -> None:
         module = Logging(lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
         with pytest.raises(ConfigurationError, match="other options than before: prog_bar from False to True"):
             fit(tmp_path).fit(module, loader(4))
@@ -389,14 +391,14 @@ class TestSeveralLoaders:
         _, results = self._evaluate(tmp_path, step)
         assert results == [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}]
 
-    def test_without_the_index_one_key_is_over_all_of_them(self, tmp_path: Path) -> None:
+    def test_without_the_index_a_key_is_over_all_loaders(self, tmp_path: Path) -> None:
         def step(self: Any, batch: Any, batch_idx: int) -> None:
             self.log("it", _first(batch), add_dataloader_idx=False)
 
         _, results = self._evaluate(tmp_path, step)
-        assert results == [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}]  # L-10: it is there once
+        assert results == [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}]  # L-10: it is present once
 
-    def test_what_belongs_to_none_of_them_is_in_all(self, tmp_path: Path) -> None:
+    def test_values_of_no_loader_are_in_all_results(self, tmp_path: Path) -> None:
         _, results = self._evaluate(
             tmp_path,
             lambda self, batch, _: self.log("it", _first(batch)),
@@ -451,7 +453,7 @@ class TestMetricObjects:
         assert seen == [2.0, 2.0]
         assert module.train_mean.update_count == module.val_mean.update_count == 0
 
-    def test_the_defaults_are_those_of_any_value(self, tmp_path: Path) -> None:
+    def test_a_metric_has_the_same_defaults_as_other_values(self, tmp_path: Path) -> None:
         runner = fit(tmp_path)
         runner.fit(self._module(), loader(5))
         assert _values(runner.callback_metrics) == {"train": 4.0}
@@ -500,7 +502,7 @@ class TestMetricObjects:
             fit(tmp_path).validate(Measuring(), loader(4), verbose=False)
 
 
-def test_log_costs_a_store_and_never_reads_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_stores_the_value_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H-03: no sync (nothing is read), no communication, and a cost that does not grow with the epoch."""
     inside = False
     reads: list[str] = []

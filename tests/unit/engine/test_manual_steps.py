@@ -86,7 +86,7 @@ def _looks_between(module: Any, batch: Any) -> None:
 
 @pytest.mark.parametrize("step", [_steps_thrice, _clips_twice, _steps_on, _looks_between])
 def test_gradients_are_unscaled_once_whatever_a_training_step_does(tmp_path: Path, step: Any) -> None:
-    # I-02, B-15: full precision is the reference. The second norm was 65,536 times the first.
+    # I-02, B-15: full precision is the reference. Previously the second norm was 65,536 times the first.
     found = []
     for precision in ("32-true", MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))):
         module, norms = ByHand(step), Norms()
@@ -96,7 +96,7 @@ def test_gradients_are_unscaled_once_whatever_a_training_step_does(tmp_path: Pat
         found.append((module.layer.weight.detach(), norms.found))
     torch.testing.assert_close(found[1][0], found[0][0], atol=5e-3, rtol=5e-3)
     assert found[1][1] == pytest.approx(found[0][1], rel=2e-2, abs=5e-3)
-    assert runner.precision.state_dict()["_growth_tracker"] == 6  # one update a training_step
+    assert runner.precision.state_dict()["_growth_tracker"] == 6  # one update per training_step
 
 
 class _Two(ByHand):
@@ -124,8 +124,9 @@ def _clips_now_and_steps_later(module: Any, batch: Any) -> None:
     module.turn += 1
 
 
-def test_what_is_clipped_now_may_step_in_a_later_training_step(tmp_path: Path) -> None:
-    # I-02: the other optimizer's step ends in an update of the scale; the gradients were divided by it twice.
+def test_clipped_gradients_may_step_in_a_later_training_step(tmp_path: Path) -> None:
+    # I-02: the other optimizer's step ends with a scale update; previously the gradients were divided by the scale
+    # twice.
     found = []
     for precision in ("32-true", MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))):
         module = _Two(_clips_now_and_steps_later)
@@ -160,8 +161,8 @@ def _steps_and_goes_backward(module: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "step"), [(_Two, _backward_now_and_steps_later), (ByHand, _steps_and_goes_backward)])
-def test_gradients_that_wait_for_their_step_follow_the_scale(tmp_path: Path, kind: Any, step: Any) -> None:
-    # I-02: it doubles after every training_step, and so did they
+def test_pending_gradients_follow_the_scale(tmp_path: Path, kind: Any, step: Any) -> None:
+    # I-02: the scale doubles after every training_step, and so do the gradients
     found = []
     scaler = GradScaler("cpu", init_scale=256.0, growth_interval=1)
     for precision in ("32-true", MixedPrecision("16-mixed", "cpu", scaler)):
@@ -174,8 +175,8 @@ def test_gradients_that_wait_for_their_step_follow_the_scale(tmp_path: Path, kin
     torch.testing.assert_close(found[1], found[0], atol=5e-4, rtol=1e-2)
 
 
-def test_an_overflow_skips_the_step_that_it_is_for(tmp_path: Path) -> None:
-    # I-02, B-15: the next backward of the same training_step is decided by itself; the scale is halved once.
+def test_an_overflow_skips_only_its_own_step(tmp_path: Path) -> None:
+    # I-02, B-15: the next backward of the same training_step is checked separately; the scale is halved once.
     stepped: list[bool | None] = []
 
     def step(module: Any, batch: Any) -> None:
@@ -193,8 +194,8 @@ def test_an_overflow_skips_the_step_that_it_is_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_a_forward_sees_what_changed_the_weights_by_any_way(tmp_path: Path, precision: str) -> None:
-    # I-02: after a step, after a backward and a change of one's own, and within a closure
+def test_a_forward_sees_changed_weights_despite_the_cast_cache(tmp_path: Path, precision: str) -> None:
+    # I-02: after a step, after a backward with a change by user code, and within a closure
     seen: list[tuple[float, float]] = []
 
     def step(module: Any, batch: Any) -> None:
@@ -223,12 +224,12 @@ def test_a_forward_sees_what_changed_the_weights_by_any_way(tmp_path: Path, prec
         look()
         with torch.no_grad():
             module.layer.weight.mul_(1.5)
-        torch.clear_autocast_cache()  # what nothing of ours was called after, the user says
+        torch.clear_autocast_cache()  # for changes without a call of ours, the user clears the cache
         look()
 
     scaler = GradScaler("cpu", init_scale=1024.0) if precision == "16-mixed" else None
     fit(tmp_path, precision=MixedPrecision(precision, "cpu", scaler)).fit(ByHand(step), regression(4))
-    assert len({first for first, _ in seen}) == 5  # it did change
+    assert len({first for first, _ in seen}) == 5  # the weight did change
     assert [first for first, _ in seen] == pytest.approx([second for _, second in seen], rel=2e-2, abs=2e-2)
 
 
@@ -271,8 +272,8 @@ def test_a_closure_reaches_the_optimizer(tmp_path: Path, kind: Any, times: int) 
     assert norms.found[0] > 0
 
 
-def test_a_closure_that_would_not_arrive_is_refused(tmp_path: Path) -> None:
-    # I-02, I-06: under fp16 each evaluation may overflow by itself; torch's own evaluate once, and are served
+def test_a_closure_under_loss_scaling_is_refused(tmp_path: Path) -> None:
+    # I-02, I-06: under fp16 each evaluation may overflow separately; torch's own optimizers evaluate once, and work
     def step(module: Any, batch: Any) -> None:
         optimizer = module.optimizers()
 
@@ -290,7 +291,7 @@ def test_a_closure_that_would_not_arrive_is_refused(tmp_path: Path) -> None:
 
 
 class TestToggles:
-    """I-02: toggle_optimizer and untoggle_optimizer, besides the context manager."""
+    """I-02: toggle_optimizer and untoggle_optimizer, in addition to the context manager."""
 
     def _run(self, tmp_path: Path, step: Callable[[Any, Any], Any]) -> Any:
         module = ByHand(step)
@@ -325,7 +326,7 @@ class TestToggles:
             ),
         ],
     )
-    def test_left_open_are_refused_and_taken_back(self, tmp_path: Path, step: Any, said: str) -> None:
+    def test_open_toggles_are_refused_and_undone(self, tmp_path: Path, step: Any, said: str) -> None:
         seen: list[Any] = []
 
         def kept(module: Any, batch: Any) -> None:
@@ -374,7 +375,7 @@ class _Asks(torch.optim.SGD):
 
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path, by_closure: bool) -> None:
-    # I-02: as in a loop by hand; products that the forward made in float32 were cast in backward
+    # I-02: as in a hand-written loop; previously products that the forward computed in float32 were cast in backward
     said = _Asks.said = []
 
     def training_step(module: Any, batch: Any) -> None:

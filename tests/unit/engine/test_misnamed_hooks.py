@@ -16,7 +16,7 @@ from drivetrain import Callback, ConfigurationError, DataModule, Fit, RunContext
 
 
 def nothing(self: Any, *args: Any) -> None:
-    """A method that would have been called."""
+    """Stand in for a method that is never called."""
 
 
 def module_with(*names: str, **methods: Callable[..., Any]) -> Tiny:
@@ -131,7 +131,7 @@ def test_a_method_that_is_looked_up_by_its_name_is_a_helper(tmp_path: Path) -> N
     fit(tmp_path).fit(Net(), loader())
 
 
-def test_a_data_module_may_count_its_steps(tmp_path: Path) -> None:  # I-10
+def test_a_data_module_may_have_a_method_for_its_number_of_steps(tmp_path: Path) -> None:  # I-10
     class Data(DataModule):
         def train_steps(self) -> int:
             return 4
@@ -189,7 +189,7 @@ def test_hooks_of_several_loaders_may_require_dataloader_idx(tmp_path: Path) -> 
     assert seen == [0, 1]
 
 
-def test_a_backward_is_no_helper_because_a_loss_has_one(tmp_path: Path) -> None:  # I-10
+def test_a_backward_is_not_considered_a_helper(tmp_path: Path) -> None:  # I-10
     class Net(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.layer(batch).mean()

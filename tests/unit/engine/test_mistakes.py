@@ -51,7 +51,7 @@ def test_a_mistake_is_refused_in_time(tmp_path: Path, mistake: Mistake) -> None:
 
 
 @pytest.mark.parametrize("mistake", [one for one in MISTAKES if one.is_warning], ids=lambda one: one.name)
-def test_a_mistake_is_said_in_time(tmp_path: Path, mistake: Mistake) -> None:  # I-10, I-17
+def test_a_mistake_is_warned_about_in_time(tmp_path: Path, mistake: Mistake) -> None:  # I-10, I-17
     run = mistake.make(tmp_path)
     assert run is not None
     listening, logger = _RecordingHandler(mistake.value, run.module), logging.getLogger("drivetrain")
@@ -59,7 +59,7 @@ def test_a_mistake_is_said_in_time(tmp_path: Path, mistake: Mistake) -> None:  #
     try:
         _run(run)
     except DrivetrainError:
-        assert mistake.when == FIRST  # it was said that the epoch's end would refuse it
+        assert mistake.when == FIRST  # a message announced that the epoch's end would refuse it
     finally:
         logger.removeHandler(listening)
     ((line, seen),) = listening.lines
@@ -68,6 +68,6 @@ def test_a_mistake_is_said_in_time(tmp_path: Path, mistake: Mistake) -> None:  #
     assert mistake.fix in line
 
 
-def test_there_are_sixty() -> None:
+def test_there_are_sixty_mistakes() -> None:
     assert len({one.name for one in MISTAKES}) == len(MISTAKES) >= 60
     assert all(one.value and one.why and one.fix for one in MISTAKES)

@@ -154,7 +154,7 @@ def _prefetched(gpu: EmulatedCuda, missing: str) -> None:
             trained(module, rows())
 
 
-def test_batches_that_are_copied_ahead_are_waited_for_and_held() -> None:
+def test_prefetched_batches_are_waited_for_and_kept_alive() -> None:
     # O-01
     seen = on_emulated_cuda(_prefetched, "nothing")
     assert not seen.races
@@ -164,14 +164,14 @@ def test_batches_that_are_copied_ahead_are_waited_for_and_held() -> None:
     assert {copy.stream for copy in ahead}.isdisjoint({"cuda:0/default"})
 
 
-def test_a_record_stream_that_is_missing_is_seen() -> None:
+def test_a_missing_record_stream_is_detected() -> None:
     # O-01
     frees = on_emulated_cuda(_prefetched, "record_stream").frees_in_use
     assert len(frees) > 5
     assert {free.use.stream for free in frees} == {"cuda:0/default"}
 
 
-def test_a_wait_event_that_is_missing_is_seen() -> None:
+def test_a_missing_wait_event_is_detected() -> None:
     # O-01
     races = on_emulated_cuda(_prefetched, "wait_event").races
     assert len(races) > 15
@@ -203,8 +203,8 @@ def _with_rows(gpu: EmulatedCuda) -> None:
     trained(OfRows("sgd"), DataLoader(rows().dataset, batch_size=8, collate_fn=collate, pin_memory=True))
 
 
-def test_memory_of_batches_that_cannot_be_looked_into_is_not_written_to_while_it_is_read() -> None:
-    # O-02: their tensors cannot be recorded, so that the copies wait for the steps
+def test_memory_of_opaque_batches_is_not_overwritten_while_it_is_read() -> None:
+    # O-02: their tensors cannot be recorded, so copies wait for the steps
     seen = on_emulated_cuda(_with_rows)
     assert not seen.races, seen.report
     assert not seen.frees_in_use, seen.report
@@ -254,7 +254,7 @@ def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
     assert len(found[24]) == len(found[8]), "\n".join(found[24])
 
 
-def test_the_weight_of_a_batch_is_read_off_the_hosts_batch() -> None:
+def test_the_weight_of_a_batch_is_computed_from_the_host_batch() -> None:
     # O-04
     found = on_emulated_cuda(_steps, Weighted, "all guards").returned
     assert not [text for text in found[8] if "batch_weight" in text]
@@ -324,7 +324,7 @@ def _warned(gpu: EmulatedCuda) -> list[list[str]]:
     return said
 
 
-def test_a_spike_is_told_of_though_nothing_waits_for_it() -> None:
+def test_a_spike_is_reported_without_waiting_for_the_device() -> None:
     # O-04
     host, device = on_emulated_cuda(_warned).returned
     assert len(host) == 1
@@ -376,7 +376,7 @@ def _resident(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
     trained(kind("sgd"), rows(device="cuda"), precision=precision)
 
 
-def test_batches_on_the_device_are_taken_as_they_are() -> None:
+def test_batches_on_the_device_are_used_unchanged() -> None:
     # O-01
     seen = on_emulated_cuda(_resident, Net, "32-true")
     assert not seen.races
@@ -384,7 +384,7 @@ def test_batches_on_the_device_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(Net, "bf16-true"), (Augmented, "32-true")])
-def test_what_is_done_to_batches_on_the_device_waits_for_them(kind: type[Net], precision: str) -> None:
+def test_operations_on_device_batches_wait_for_them(kind: type[Net], precision: str) -> None:
     # O-01
     seen = on_emulated_cuda(_resident, kind, precision)
     assert not seen.races
@@ -400,7 +400,7 @@ def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
     return [*module.devices, torch.cuda.current_device()]
 
 
-def test_the_runs_device_is_the_current_one_and_is_put_back() -> None:
+def test_the_runs_device_becomes_current_and_is_restored() -> None:
     # O-01
     assert on_emulated_cuda(_on_device_1).returned == [1, 0]
 
@@ -415,13 +415,13 @@ def _saved(gpu: EmulatedCuda, device: int) -> bool:
         return all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
 
 
-def test_what_an_asynchronous_save_writes_is_what_was_trained() -> None:
+def test_an_asynchronous_save_writes_the_trained_weights() -> None:
     # O-01
     assert on_emulated_cuda(_saved, 0).returned
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_an_asynchronous_save_waits_for_the_device_that_it_copies_from(device: int) -> None:
+def test_an_asynchronous_save_waits_for_its_source_device(device: int) -> None:
     # O-01
     seen = on_emulated_cuda(_saved, device)
     saving = "checkpoint/_format/"
@@ -466,7 +466,7 @@ def _peak(gpu: EmulatedCuda) -> None:
         torch.backends.cuda.matmul.fp32_precision = kept
 
 
-def test_a_devices_peak_is_known_whichever_way_tf32_was_asked_for() -> None:
+def test_peak_flops_are_known_for_every_way_to_enable_tf32() -> None:
     # O-01
     on_emulated_cuda(_peak)
 

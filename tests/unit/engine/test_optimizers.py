@@ -81,7 +81,7 @@ def _list_of_dicts(module: Any) -> Any:
         (lambda module: None, [], []),
     ],
 )
-def test_every_form(
+def test_every_return_form(
     tmp_path: Path, configure: Callable[[Any], Any], optimizers: list[str], schedulers: list[tuple[str, int]]
 ) -> None:
     module = Pair(configure)
@@ -155,7 +155,7 @@ def _plateau(module: Any) -> Any:
         (lambda module: {"lr_scheduler": None}, ["no 'optimizer'"]),
     ],
 )
-def test_what_cannot_train_is_refused_before_the_first_step(
+def test_unsupported_returns_are_refused_before_the_first_step(
     tmp_path: Path, configure: Callable[[Any], Any], said: list[str]
 ) -> None:
     module = Pair(configure)
@@ -167,7 +167,7 @@ def test_what_cannot_train_is_refused_before_the_first_step(
 
 
 class TestSchedulers:
-    def test_step_once_an_optimizer_step_and_not_a_micro_batch(self, tmp_path: Path) -> None:
+    def test_step_once_per_optimizer_step(self, tmp_path: Path) -> None:
         """B-09: K micro-batches are one step; the short window at the end is one too."""
         calls: list[int] = []
         module = Tiny()
@@ -206,7 +206,7 @@ class TestSchedulers:
         runner.fit(Stuck(), loader(4), loader(4))
         assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
 
-    def test_a_monitored_value_that_nobody_logs_names_the_nearest(self, tmp_path: Path) -> None:
+    def test_an_unlogged_monitor_gets_the_nearest_name(self, tmp_path: Path) -> None:
         def configure(module: Any) -> Any:
             optimizer = _one(module)
             config = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "los"}
@@ -232,11 +232,11 @@ class TestSchedulers:
         assert got[:2] == [("StepLR", None)] * 2
         assert got[2][0] == "ReduceLROnPlateau"
         assert got[2][1] == pytest.approx(float(runner.callback_metrics["loss"]))
-        assert runner.optimizers[0].param_groups[0]["lr"] == 0.1  # nobody else stepped them
+        assert runner.optimizers[0].param_groups[0]["lr"] == 0.1  # nothing else stepped them
 
 
 class TestEstimatedSteps:
-    """B-09: right for K>1, limits and uneven tails; and it is what the run then makes."""
+    """B-09: correct for K>1, limits and uneven tails; and equal to the number of steps that the run makes."""
 
     @pytest.mark.parametrize(
         ("options", "samples", "expected"),
@@ -254,7 +254,9 @@ class TestEstimatedSteps:
             ({"max_epochs": 2, "accumulate_grad_batches": 30}, 20, 2),
         ],
     )
-    def test_is_what_the_run_makes(self, tmp_path: Path, options: dict[str, Any], samples: int, expected: int) -> None:
+    def test_equals_the_steps_of_the_run(
+        self, tmp_path: Path, options: dict[str, Any], samples: int, expected: int
+    ) -> None:
         estimates: list[float] = []
 
         class Asking(Tiny):
@@ -268,7 +270,7 @@ class TestEstimatedSteps:
         assert runner.global_step == expected
         assert runner.estimated_stepping_batches == expected
 
-    def test_is_infinite_where_nothing_bounds_it(self, tmp_path: Path) -> None:
+    def test_is_infinite_for_an_unlimited_run(self, tmp_path: Path) -> None:
         estimates: list[float] = []
 
         class Asking(Tiny):
@@ -280,7 +282,7 @@ class TestEstimatedSteps:
         fit(tmp_path, max_epochs=2, limit_train_batches=3).fit(Asking(), stream())
         assert estimates == [math.inf, 6]
 
-    def test_outside_a_run_it_says_so(self, tmp_path: Path) -> None:
+    def test_is_unavailable_outside_a_run(self, tmp_path: Path) -> None:
         """A-04: what exists only inside a run."""
         with pytest.raises(ConfigurationError, match="estimated_stepping_batches"):
             _ = fit(tmp_path).estimated_stepping_batches
@@ -303,7 +305,7 @@ class TestOverriddenHooks:
         runner = fit(tmp_path)
         runner.fit(module, regression(12))
         assert got == [(0, index, "SGD", False) for index in range(3)]
-        assert runner.global_step == 2  # the skipped one is none
+        assert runner.global_step == 2  # the skipped step does not count
         for index, batch in enumerate(regression(12)):
             optimizer = SGD(reference.parameters(), lr=0.1 * (index + 1))
             optimizer.zero_grad()
@@ -338,7 +340,7 @@ class TestOverriddenHooks:
         fit(tmp_path, gradient_clip_val=2.0).fit(Own(), regression(4))
         assert got == [("SGD", 2.0, "norm"), pytest.approx(1e-3)]
 
-    def test_clipping_by_value_is_the_reference(self, tmp_path: Path) -> None:
+    def test_clipping_by_value_equals_the_reference(self, tmp_path: Path) -> None:
         """B-05."""
         module, reference = Regression(), Regression()
         fit(tmp_path, gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(module, regression())
@@ -386,7 +388,7 @@ class TestOverriddenHooks:
         fit(tmp_path, accumulate_grad_batches=2).fit(Own(), loader(8))
         assert weighed == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
-    def test_a_window_of_one_is_weighed_too_since_it_may_weigh_nothing(self, tmp_path: Path) -> None:
+    def test_a_window_of_one_is_weighted_too(self, tmp_path: Path) -> None:
         """B-21: in one process as on several ranks."""
 
         class Own(Tiny):
@@ -396,11 +398,11 @@ class TestOverriddenHooks:
         trainer = fit(tmp_path)
         with pytest.warns(UserWarning, match="weights sum to zero"):
             trainer.fit(Own(), loader(8))
-        assert trainer.global_step == 3  # of four
+        assert trainer.global_step == 3  # of four samples
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:
+def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:
     """B-21."""
 
     class Own(Tiny):
@@ -441,7 +443,7 @@ def test_optimizers_and_schedulers_are_read_from_the_module_too(tmp_path: Path) 
     assert got == {"optimizers": runner.optimizers, "schedulers": runner.lr_schedulers}
 
 
-def test_weight_decay_leaves_a_parameter_without_gradient_alone(tmp_path: Path) -> None:
+def test_weight_decay_skips_a_parameter_without_gradient(tmp_path: Path) -> None:
     """B-08: no gradient, no decay, no state."""
 
     class Partly(Regression):

@@ -43,7 +43,7 @@ def _note(path: Path, width: int, **options: Any) -> list[str]:
     return note.splitlines()
 
 
-def test_the_largest_tensors_and_the_way_out_stand_on_the_error(tmp_path: Path) -> None:
+def test_the_error_names_the_largest_tensors_and_settings_to_change(tmp_path: Path) -> None:
     lines = _note(tmp_path, 1000)
     assert lines[0].startswith("Out of memory on rank 0, cpu, fit, global_step=2.")
     largest = lines[lines.index("The largest tensors:") + 1]
@@ -55,7 +55,7 @@ def test_the_largest_tensors_and_the_way_out_stand_on_the_error(tmp_path: Path) 
     assert "strategy='fsdp' on several devices" in lines[-1]
 
 
-def test_where_the_state_is_large_it_is_shared_out_first(tmp_path: Path) -> None:
+def test_sharding_is_suggested_first_if_the_state_is_large(tmp_path: Path) -> None:
     class Wide(Hungry):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2:
@@ -76,7 +76,7 @@ def test_where_the_state_is_large_it_is_shared_out_first(tmp_path: Path) -> None
     assert not any("precision='bf16-mixed'" in line for line in lines)
 
 
-def test_other_errors_are_left_alone(tmp_path: Path) -> None:
+def test_other_errors_are_unchanged(tmp_path: Path) -> None:
     class Failing(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise RuntimeError("of another kind")
@@ -89,22 +89,22 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
 # K-02: strategies and precisions suggest their own settings; the engine does not know them by name
 
 
-class Cupboard(SingleDeviceStrategy):
+class CustomStrategy(SingleDeviceStrategy):
     """A third-party strategy with its own settings."""
 
     def memory_advice(self, module: torch.nn.Module) -> list[MemoryAdvice]:
         return [
-            MemoryAdvice("state", f"Cupboard(shelves={sum(1 for _ in module.parameters())})"),
-            MemoryAdvice("activations", "Cupboard(fold=True)"),
+            MemoryAdvice("state", f"CustomStrategy(shelves={sum(1 for _ in module.parameters())})"),
+            MemoryAdvice("activations", "CustomStrategy(fold=True)"),
         ]
 
 
-def test_a_strategy_of_a_third_party_gives_its_own_advice(tmp_path: Path) -> None:
-    lines = _note(tmp_path, 1000, strategy=Cupboard())
+def test_a_third_party_strategy_gives_its_own_advice(tmp_path: Path) -> None:
+    lines = _note(tmp_path, 1000, strategy=CustomStrategy())
     assert [line.strip().removeprefix("then: ") for line in lines[-3:]] == [
         "precision='bf16-mixed': activations of half the size",
-        "Cupboard(fold=True)",
-        "Cupboard(shelves=4)",
+        "CustomStrategy(fold=True)",
+        "CustomStrategy(shelves=4)",
     ]
 
 
@@ -113,7 +113,7 @@ class Silent(SingleDeviceStrategy):
         return []
 
 
-def test_the_largest_tensors_are_named_where_there_is_nothing_to_advise(tmp_path: Path) -> None:
+def test_the_largest_tensors_are_named_without_advice(tmp_path: Path) -> None:
     data = torch.utils.data.DataLoader(regression().dataset, batch_size=1)
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         fit(tmp_path, strategy=Silent(), precision="bf16-true").fit(Hungry(1000), data)
@@ -125,7 +125,7 @@ def _told(strategy: Strategy) -> list[tuple[str, str]]:
     return [(one.lessens, one.text.partition(":")[0]) for one in strategy.memory_advice(torch.nn.Linear(1, 1))]
 
 
-def test_each_strategy_advises_what_it_has() -> None:
+def test_each_strategy_advises_its_own_settings() -> None:
     by_hand = ("activations", "activation checkpointing (torch.utils.checkpoint around each block)")
     assert _told(SingleDeviceStrategy()) == [("state", "strategy='fsdp' on several devices"), by_hand]
     ddp = DDPStrategy()
@@ -138,7 +138,7 @@ def test_each_strategy_advises_what_it_has() -> None:
     assert _told(FSDPStrategy(cpu_offload=True, activation_checkpointing=[torch.nn.Linear])) == []
 
 
-def test_each_precision_advises_the_next() -> None:
+def test_each_precision_advises_a_lower_one() -> None:
     def told(precision: Precision) -> list[str]:
         return [one.text.partition(":")[0] for one in precision.memory_advice()]
 

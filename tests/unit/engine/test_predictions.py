@@ -52,7 +52,7 @@ class Reusing:
             yield buffer.fill_(value)
 
 
-def test_an_output_is_what_it_was_as_the_step_returned_it(tmp_path: Path) -> None:  # I-14
+def test_an_output_has_its_value_at_the_time_of_return(tmp_path: Path) -> None:  # I-14
     module = Returning(lambda batch: module.scratch.add_(1))  # type: ignore[operator]
     assert [output.tolist() for output in fit(tmp_path).predict(module, loader(6))] == [[1, 1], [2, 2], [3, 3]]
     for make in (lambda batch: batch, lambda batch: {"x": [batch.numpy()]}):
@@ -61,13 +61,13 @@ def test_an_output_is_what_it_was_as_the_step_returned_it(tmp_path: Path) -> Non
         assert [value.tolist() for value in values] == [[0, 0], [1, 1], [2, 2]]
 
 
-def test_of_a_view_nothing_more_is_kept(tmp_path: Path) -> None:  # I-14
+def test_a_view_does_not_keep_its_base_alive(tmp_path: Path) -> None:  # I-14
     module = Returning(lambda batch: torch.ones(1000, 1000)[:, 0])
     (output,) = fit(tmp_path).predict(module, loader(2))
     assert output.untyped_storage().nbytes() == 4000
 
 
-def test_a_user_s_own_objects_come_back(tmp_path: Path) -> None:  # I-14
+def test_objects_of_user_classes_are_returned(tmp_path: Path) -> None:  # I-14
     layer = torch.nn.Linear(2, 1)
     module = Returning(lambda batch: (Found(batch), Odd(batch), layer, None, "text"))
     ((found, odd, kept, nothing, text),) = fit(tmp_path).predict(module, loader(2))
@@ -75,7 +75,7 @@ def test_a_user_s_own_objects_come_back(tmp_path: Path) -> None:  # I-14
     assert kept is layer
 
 
-def test_nothing_is_kept_where_nothing_is_to_be_returned(tmp_path: Path) -> None:  # I-14
+def test_nothing_is_kept_without_return_predictions(tmp_path: Path) -> None:  # I-14
     came: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
@@ -86,18 +86,18 @@ def test_nothing_is_kept_where_nothing_is_to_be_returned(tmp_path: Path) -> None
 
     runner = fit(tmp_path, callbacks=[Writing()])
     assert runner.predict(Returning(lambda batch: batch * 2), loader(8), return_predictions=False) is None
-    assert alive == [1, 1, 1, 1]  # the one at hand
+    assert alive == [1, 1, 1, 1]  # only the current output
 
 
-def test_started_functions_return_nothing_either(tmp_path: Path) -> None:  # I-14
-    # What a step returns could not travel: it does not.
+def test_started_functions_return_no_predictions_either(tmp_path: Path) -> None:  # I-14
+    # A step's output that cannot be pickled is not sent.
     module = Returning(lambda batch: lambda: batch)
     runner = fit(tmp_path, strategy="ddp", devices=2, accelerator="cpu", launcher="fork")
     assert runner.predict(module, loader(8), return_predictions=False) is None
 
 
 @CUDA
-def test_predictions_leave_the_device_as_they_come(tmp_path: Path) -> None:  # I-14
+def test_predictions_leave_the_device_immediately(tmp_path: Path) -> None:  # I-14
     taken: list[int] = []
 
     class Watching(Callback):
@@ -108,10 +108,10 @@ def test_predictions_leave_the_device_as_they_come(tmp_path: Path) -> None:  # I
     module = Returning(lambda batch: {"x": batch.new_ones(1 << 20)})
     outputs = fit(tmp_path, accelerator="gpu", devices=1, callbacks=[Watching()]).predict(module, loader(16))
     assert {output["x"].device.type for output in outputs} == {"cpu"}
-    assert max(taken) - taken[0] < 2 * (4 << 20)  # eight of them have 32 MiB
+    assert max(taken) - taken[0] < 2 * (4 << 20)  # eight of them take 32 MiB
 
 
-def test_a_packed_sequence_is_kept_without_what_it_is_a_view_of() -> None:  # I-14
+def test_a_packed_sequence_does_not_keep_its_base_alive() -> None:  # I-14
     whole = torch.zeros(1000, 2)
     packed = torch.nn.utils.rnn.PackedSequence(whole[:5], torch.tensor([2, 2, 1]))
     kept = on_host({"x": packed}, True)["x"]

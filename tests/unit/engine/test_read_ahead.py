@@ -25,7 +25,7 @@ class _Immediate:
         return sent
 
 
-def test_each_keeps_its_own_samples_while_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_keeps_its_samples_while_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """`single_windows` reuses one object: reading ahead must not change the current micro-batch."""
     monkeypatch.setattr(batches, "Prefetcher", _Immediate)
     pairs = ((number, BatchShard(number + 1, number + 1, False, 0)) for number in range(4))

@@ -109,7 +109,7 @@ def test_a_mistake_in_a_limit_is_not_read_as_another_type() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, 7, 0.0, 0.5, 1.0])
-def test_what_is_right_is_taken(value: Any) -> None:
+def test_correct_arguments_are_accepted(value: Any) -> None:
     assert Fit(limit_train_batches=value).limit_train_batches == value
 
 
@@ -186,7 +186,7 @@ def test_before_the_first_step(
         ({"accelerator": "cpu", "strategy": "single_device", "devices": 2}, "one replica on one device"),
     ],
 )
-def test_what_cannot_be_had_is_no_silent_substitute(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_unavailable_devices_are_not_silently_replaced(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     """A-06."""
     if options["accelerator"] == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -194,8 +194,8 @@ def test_what_cannot_be_had_is_no_silent_substitute(tmp_path: Path, options: dic
         fit(tmp_path, **options).fit(Tiny(), loader())
 
 
-def test_a_strategy_that_cannot_synchronise_batchnorm_is_not_asked_to(tmp_path: Path) -> None:
-    """A-06: it would silently normalise over each rank's own samples."""
+def test_sync_batchnorm_is_refused_for_a_strategy_without_it(tmp_path: Path) -> None:
+    """A-06: otherwise it would silently normalise over each rank's own samples."""
 
     class Replicas(Strategy):
         name = "replicas"
@@ -210,13 +210,13 @@ def test_a_strategy_that_cannot_synchronise_batchnorm_is_not_asked_to(tmp_path: 
         fit(tmp_path, strategy=Replicas(), sync_batchnorm=True).fit(Tiny(), loader())
 
 
-def test_a_loader_of_an_iterator_that_is_spent_says_so(tmp_path: Path) -> None:
+def test_a_loader_over_an_exhausted_iterator_is_refused(tmp_path: Path) -> None:
     batches = iter([torch.ones(2, 2)])
     with pytest.raises(ConfigurationError, match="an iterator can be read only once"):
         fit(tmp_path, max_epochs=2).fit(Tiny(), batches)
 
 
-def test_nothing_refuses_what_is_ordinary(tmp_path: Path) -> None:
+def test_ordinary_arguments_are_accepted(tmp_path: Path) -> None:
     runner = fit(tmp_path, max_epochs=1, max_time="00:01:00:00", limit_train_batches=1, deterministic="warn")
     runner.fit(Tiny(), DataLoader(torch.ones(4, 2), batch_size=2))  # type: ignore[arg-type]
     assert runner.global_step == 1

@@ -108,7 +108,7 @@ def test_state_that_cannot_be_saved_is_refused_by_name(
     assert not (tmp_path / "c").exists()
 
 
-def test_a_data_module_is_rehearsed_too(tmp_path: Path) -> None:
+def test_the_state_of_a_data_module_is_checked_too(tmp_path: Path) -> None:
     module = Tiny()
     with pytest.raises(CheckpointError, match=r"datamodule/queue.*deque"):
         fit(tmp_path, callbacks=Checkpoint(tmp_path / "c")).fit(module, datamodule=OddData())

@@ -49,7 +49,7 @@ class Sequences(Dataset[Any]):
 
 
 class Scheduled(DataModule):
-    """Batches and sequences grow with the epochs. A random part is held out."""
+    """Batches and sequences grow with the epochs. A random subset is held out."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -94,7 +94,7 @@ class Net(TrainModule):
 
 
 @pytest.mark.parametrize(("every", "epochs"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4])])
-def test_loaders_come_at_every_nth_epoch(every: int, epochs: list[int]) -> None:  # L-07
+def test_loaders_are_reloaded_every_n_epochs(every: int, epochs: list[int]) -> None:  # L-07
     source, net = Scheduled(), Net()
     fit = quiet(max_epochs=5, reload_dataloaders_every_n_epochs=every)
     fit.fit(net, datamodule=source)
@@ -120,7 +120,7 @@ class Plain(Net):
         return DataLoader(Sequences(3), batch_size=2 + self.current_epoch if self.grows else 2, shuffle=True)
 
 
-def test_the_order_of_an_epoch_is_that_of_its_seed_and_number() -> None:  # L-07
+def test_the_order_of_an_epoch_depends_on_seed_and_number() -> None:  # L-07
     orders = []
     for grows, every in ((True, 1), (False, 1), (False, 0)):
         net = Plain(grows)
@@ -142,7 +142,7 @@ def _state(fit: Fit, net: Net) -> dict[str, Any]:
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 0.5}])
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
+def test_a_resumed_run_equals_the_uninterrupted_run(
     every: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:  # L-07
     options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every, **settings}
@@ -162,7 +162,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=f"{path} {name} differs")
 
 
-def test_a_run_that_was_stopped_goes_on_with_more_epochs(tmp_path: Path) -> None:  # L-07
+def test_a_stopped_run_resumes_with_more_epochs(tmp_path: Path) -> None:  # L-07
     net = Net()
     fit = quiet(max_epochs=4)
     fit.fit(net, datamodule=Scheduled())
@@ -170,7 +170,7 @@ def test_a_run_that_was_stopped_goes_on_with_more_epochs(tmp_path: Path) -> None
     kept = tmp_path / "kept"
     for limit in ({"max_epochs": 2}, {"max_epochs": 4, "max_steps": 14}):
         first = quiet(**limit)
-        # The schedule's length is that of the whole run.
+        # The schedule is as long as that of the whole run.
         half = Net()
         half.configure_optimizers = partial(_over, half, 48)  # type: ignore[method-assign]
         first.fit(half, datamodule=Scheduled())
@@ -203,7 +203,7 @@ class Back(Callback):
             trainer.roll_back(self.path)
 
 
-def test_going_back_brings_the_loaders_of_that_epoch(tmp_path: Path) -> None:  # L-07
+def test_going_back_reloads_the_loaders_of_that_epoch(tmp_path: Path) -> None:  # L-07
     net = Net()
     fit = quiet(max_epochs=4)
     fit.fit(net, datamodule=Scheduled())
@@ -215,7 +215,7 @@ def test_going_back_brings_the_loaders_of_that_epoch(tmp_path: Path) -> None:  #
     torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)
 
 
-def test_a_loader_that_was_given_stays(caplog: pytest.LogCaptureFixture) -> None:  # L-07
+def test_a_loader_passed_to_fit_is_not_reloaded(caplog: pytest.LogCaptureFixture) -> None:  # L-07
     caplog.set_level("INFO", "drivetrain")
     net, loader = Net(), DataLoader(Sequences(3), batch_size=4)
     quiet(max_epochs=2).fit(net, loader)
@@ -224,7 +224,7 @@ def test_a_loader_that_was_given_stays(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1"])
-def test_what_is_no_count_is_refused(value: Any) -> None:  # L-07
+def test_invalid_counts_are_refused(value: Any) -> None:  # L-07
     with pytest.raises(ConfigurationError, match="reload_dataloaders_every_n_epochs"):
         quiet(reload_dataloaders_every_n_epochs=value)
 
@@ -236,7 +236,7 @@ class Short(Scheduled):
         return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
 
 
-def test_an_interval_that_an_epoch_outgrew_is_the_epochs_own(caplog: pytest.LogCaptureFixture) -> None:  # L-07
+def test_an_interval_longer_than_an_epoch_becomes_the_epochs(caplog: pytest.LogCaptureFixture) -> None:  # L-07
     class Counting(Net):
         ran: tuple[int, ...] = ()
 
@@ -249,17 +249,17 @@ def test_an_interval_that_an_epoch_outgrew_is_the_epochs_own(caplog: pytest.LogC
     assert caplog.text.count("val_check_interval=3 is more than the 2 micro-batches") == 1
 
 
-def test_a_run_goes_on_in_an_epoch_that_is_shorter_than_the_interval(tmp_path: Path) -> None:  # L-07
+def test_a_run_resumes_in_an_epoch_shorter_than_the_interval(tmp_path: Path) -> None:  # L-07
     whole, rest = Net(), Net()
     saving = Checkpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1)
     quiet(max_epochs=3, val_check_interval=3, callbacks=[saving]).fit(whole, datamodule=Short())
-    # Its second step of two in the last epoch is still to come.
+    # The second of two steps of the last epoch is still to come.
     quiet(max_epochs=3, val_check_interval=3).fit(rest, datamodule=Short(), ckpt_path=tmp_path / "step=10")
     assert len(rest.seen) == 1
     assert torch.equal(rest.weight, whole.weight)
 
 
-def test_an_interval_may_be_longer_than_the_first_epoch(caplog: pytest.LogCaptureFixture) -> None:  # L-07
+def test_an_interval_may_exceed_the_first_epoch(caplog: pytest.LogCaptureFixture) -> None:  # L-07
     class Long(Scheduled):
         def train_dataloader(self) -> Any:
             return DataLoader(Sequences(2), batch_size=8 // 2**self.trainer.current_epoch)
@@ -269,7 +269,7 @@ def test_an_interval_may_be_longer_than_the_first_epoch(caplog: pytest.LogCaptur
     assert "val_check_interval=5 is more than the 3 micro-batches" in caplog.text
 
 
-def test_workers_of_a_loader_end_with_it() -> None:  # L-07
+def test_workers_end_with_their_loader() -> None:  # L-07
     others = set(torch.multiprocessing.active_children())
 
     class Working(Scheduled):
@@ -285,7 +285,7 @@ def test_workers_of_a_loader_end_with_it() -> None:  # L-07
     assert set(torch.multiprocessing.active_children()) == others
 
 
-def test_validation_reads_the_loaders_of_its_epoch() -> None:  # L-07
+def test_validation_uses_the_loaders_of_its_epoch() -> None:  # L-07
     class Validating(Net):
         lengths: tuple[int, ...] = ()
 
@@ -346,7 +346,7 @@ class Interrupting(Callback):
 
 
 @pytest.mark.parametrize("source", [Scheduled, Weighted, Stateful])
-def test_a_run_that_left_within_a_window_goes_on_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
+def test_a_run_preempted_within_a_window_resumes_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
     options = {"max_epochs": 4, "accumulate_grad_batches": 2}
     net = Net()
     fit = quiet(**options)

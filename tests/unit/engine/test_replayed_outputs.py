@@ -15,7 +15,7 @@ from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import LossSpikeGuard, NonFiniteGuard
 from drivetrain.loggers import CSVLogger
 
-_outputs = torch.zeros(())  # which every replay writes
+_outputs = torch.zeros(())  # overwritten by every replay
 
 
 class _Replayed(torch.autograd.Function):
@@ -48,7 +48,7 @@ class Net(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.output(self.net(batch[0]).mean()))
-        self.output(torch.tensor(float("nan")))  # another output of the same memory
+        self.output(torch.tensor(float("nan")))  # another output in the same memory
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.output(self.net(batch[0]).sum())
@@ -80,7 +80,7 @@ def _run(folder: Path, replays: bool) -> tuple[list[dict[str, str]], list[float]
     return table, [float(one) for one in predictions]
 
 
-def test_what_was_logged_and_predicted_is_of_its_own_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logged_and_predicted_values_are_those_of_their_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # O-04
     replayed, plain = _run(tmp_path / "replayed", replays=True), _run(tmp_path / "plain", replays=False)
     assert replayed == plain
@@ -89,7 +89,7 @@ def test_what_was_logged_and_predicted_is_of_its_own_step(tmp_path: Path, caplog
     assert "the module no longer learns" not in caplog.text
 
 
-def test_a_loss_that_is_never_finite_is_told_of_though_validation_overwrote_it(
+def test_a_never_finite_loss_is_reported_although_validation_overwrote_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Bad(Net):

@@ -23,7 +23,7 @@ from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.data import CombinedLoader
 
-STEPS = 12  # of two epochs of 18 micro-batches, three of them a step
+STEPS = 12  # two epochs of 18 micro-batches, three per step
 SAMPLES = 54
 
 
@@ -192,7 +192,7 @@ def run(path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None
     module = Everything()
     averages = [Average(0.5), Average(0.9)]
     validation = DataLoader(Augmented(), 27, num_workers=0)
-    # 6 steps an epoch; validation after 4 of them, and at the end of a validation-free stretch none.
+    # 6 steps per epoch; validation after 4 of them, and none at its end
     settings = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 12, "seed": 7, **options}
     trainer = fit(path, callbacks=[*averages, *callbacks], **settings)
     trainer.fit(module, KINDS[kind](), validation, ckpt_path=ckpt_path)
@@ -204,13 +204,13 @@ def run(path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_every_place_a_run_goes_on_as_if_nothing_had_happened(kind: str, tmp_path: Path) -> None:
+def test_a_run_resumed_from_any_place_equals_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
     # F-02, F-12, F-16, B-10
     saver = SaveEverywhere(tmp_path)
     whole, weights, rates, averages, metrics = run(tmp_path, kind, [saver])
     assert len([name for name in saver.saved if name.startswith("batch")]) == STEPS
     assert {name.partition("-")[0] for name in saver.saved} == {"batch", "validation", "epoch"}
-    del saver.saved["epoch-036"]  # from the end nothing is left (I-17)
+    del saver.saved["epoch-036"]  # a finished run has nothing left to do (I-17)
     # Starting workers is slow: every second point is enough there.
     places = list(saver.saved.items())[:: 3 if "worker" in kind else 1]
     for name, (losses, calls) in places:
@@ -223,7 +223,7 @@ def test_from_every_place_a_run_goes_on_as_if_nothing_had_happened(kind: str, tm
         assert found_metrics == metrics, name
 
 
-def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
+def test_a_resumed_run_can_be_extended(tmp_path: Path) -> None:
     # F-02: max_steps extended, in the middle of an epoch
     whole = run(tmp_path, "shuffled", [])
     module = Everything()
@@ -254,7 +254,7 @@ def test_another_seed_is_refused(tmp_path: Path) -> None:
         run(tmp_path, "in order", [], tmp_path / "epoch-018", seed=8)
 
 
-def test_a_run_without_a_seed_keeps_the_order_that_it_drew(tmp_path: Path) -> None:
+def test_a_resumed_run_without_a_seed_keeps_its_order(tmp_path: Path) -> None:
     # F-02
     saver = SaveEverywhere(tmp_path)
     whole = run(tmp_path, "shuffled", [saver], seed=None)
@@ -263,7 +263,7 @@ def test_a_run_without_a_seed_keeps_the_order_that_it_drew(tmp_path: Path) -> No
     assert found[0].losses == whole[0].losses[saver.saved["batch-012"][0] :]
 
 
-def test_a_resume_does_not_read_what_it_skips(tmp_path: Path) -> None:
+def test_a_resume_does_not_read_skipped_samples(tmp_path: Path) -> None:
     # F-03
     run(tmp_path, "shuffled", [SaveEverywhere(tmp_path)])
     read: list[int] = []
@@ -305,15 +305,15 @@ class Saving(Callback):
 @pytest.mark.parametrize(
     ("interval", "hook", "at", "expected"),
     [
-        (None, "on_validation_end", 0, [(1, 24)]),  # the epoch's own was over, and ran once more
+        (None, "on_validation_end", 0, [(1, 24)]),  # the epoch's own validation was over, and ran again
         (None, "on_train_epoch_end", 0, [(1, 24)]),
         (None, "on_train_batch_end", 5, [(0, 12), (1, 24)]),
         (2, "on_validation_end", 0, [(0, 8), (1, 20)]),
-        (2, "on_train_batch_end", 1, [(0, 4), (0, 8), (1, 20)]),  # the first was due, and was left out
+        (2, "on_train_batch_end", 1, [(0, 4), (0, 8), (1, 20)]),  # the first was due, but was skipped
         (0.5, "on_train_batch_end", 2, [(0, 6), (0, 10), (0, 12), (1, 16), (1, 20), (1, 24)]),
     ],
 )
-def test_validation_goes_on_where_it_stood_under_another_dealing(
+def test_validation_keeps_its_schedule_with_another_batch_size(
     interval: Any, hook: str, at: int, expected: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     # F-02: batches of four instead of two, as on half as many ranks
@@ -324,7 +324,7 @@ def test_validation_goes_on_where_it_stood_under_another_dealing(
     assert second.validated == expected
 
 
-def test_a_planted_checkpoint_whose_state_is_malformed_stops_no_restart(
+def test_a_planted_malformed_checkpoint_does_not_prevent_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:  # J-10
     """Its checksums are right, and it claims to be the newest."""
@@ -370,7 +370,7 @@ class KeepingItsPlace(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("window", [1, 3, 4])
-def test_data_that_has_begun_anew_is_not_trained_on_twice(tmp_path: Path, window: int) -> None:  # F-02
+def test_data_that_restarts_at_its_end_is_not_used_twice(tmp_path: Path, window: int) -> None:  # F-02
     """A window in which the data ends is read to that end before its step is made and saved."""
 
     def run(folder: Path, ckpt_path: Path | None = None) -> tuple[Tiny, Any]:

@@ -97,7 +97,8 @@ DIFFERENT = [
 def test_differences_are_refused_by_name_before_anything_changes(
     module: Any, loader: Any, consent: str, said: str, saved: Path
 ) -> None:
-    # J-07: samples were seen twice; AdamW went on as Adam and StepLR as cosine; SGD to AdamW ended in a KeyError
+    # J-07: previously samples were used twice; AdamW resumed as Adam and StepLR as cosine; SGD to AdamW raised a
+    # KeyError
     other = module()
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ConfigurationError, match=said) as refused:
@@ -117,7 +118,7 @@ def test_allowed_differences_resume(
     assert re.search("Differs from the resumed run, and is allowed: ", caplog.text)
     assert trainer.current_epoch == 2
     here = len(batches.dataset)
-    if consent == "data":  # the epoch under way begins anew
+    if consent == "data":  # the current epoch restarts
         assert trainer.global_step == SAVED_AT + 2 * len(batches)
         assert len(other.seen) == 2 * here
     else:
@@ -134,7 +135,7 @@ def test_another_batch_size_is_not_a_difference(saved: Path) -> None:
 
 
 def test_an_allowed_optimizer_starts_fresh(saved: Path) -> None:
-    # J-07: SGD to AdamW and back was a bare KeyError in the first step
+    # J-07: SGD to AdamW and back was previously a bare KeyError in the first step
     module = Model(torch.optim.SGD, steps)
     trainer = fit(module, shuffled(), ckpt_path=saved, allow="optimizer")
     (optimizer,) = trainer.optimizers

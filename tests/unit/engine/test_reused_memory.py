@@ -157,7 +157,7 @@ def by_hand(module: Regression, window: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("module", [Regression, Weighed, Quasi])
-def test_a_loader_that_reuses_its_memory_is_right_under_accumulation(kind: str, module: type[Regression]) -> None:
+def test_a_loader_that_reuses_memory_is_correct_under_accumulation(kind: str, module: type[Regression]) -> None:
     # I-09
     for window in (1, 3):
         trained = fitted(module(), LOADERS[kind](), accumulate_grad_batches=window)
@@ -168,7 +168,7 @@ def test_a_loader_that_reuses_its_memory_is_right_under_accumulation(kind: str, 
 @requires_cuda()
 @pytest.mark.parametrize("where", ["pinned", "on the device"])
 @pytest.mark.parametrize("window", [1, 3])
-def test_memory_that_a_device_still_reads_is_not_written_over(where: str, window: int) -> None:  # I-09
+def test_memory_that_a_device_still_reads_is_not_overwritten(where: str, window: int) -> None:  # I-09
     loader = OneArray(pinned=True) if where == "pinned" else OneArray(device="cuda")
     trained = fitted(Regression(), loader, accelerator="cuda", devices=1, accumulate_grad_batches=window)
     torch.testing.assert_close(trained, by_hand(Regression(), window), atol=1e-5, rtol=1e-4)
@@ -182,7 +182,7 @@ class Drawing(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 0:
-            torch.manual_seed(5)  # whatever was drawn before the first sample
+            torch.manual_seed(5)  # independent of random numbers drawn before the first sample
         return data()[index] + 0.1 * torch.randn(FEATURES + 1)
 
 
@@ -192,8 +192,8 @@ class Dropping(Regression):
         self.net.insert(1, nn.Dropout(0.5))
 
 
-def test_a_batch_is_read_when_its_turn_has_come() -> None:  # I-09, B-18
-    """A data set and dropout draw in turns as in a hand-written loop, under accumulation too."""
+def test_a_batch_is_read_just_before_its_use() -> None:  # I-09, B-18
+    """A data set and dropout draw alternately as in a hand-written loop, also with accumulation."""
     loader = DataLoader(Drawing(), batch_size=SIZE)
     with torch.random.fork_rng():
         trained = fitted(Dropping(), loader, accumulate_grad_batches=3, max_epochs=1)
@@ -214,7 +214,7 @@ def test_a_batch_is_read_when_its_turn_has_come() -> None:  # I-09, B-18
     )
 
 
-def test_batches_that_nothing_can_change_are_not_copied() -> None:
+def test_immutable_batches_are_not_copied() -> None:
     """Batches that torch collates, and lists of batches, are not copied."""
     seen: list[int] = []
 

@@ -45,7 +45,7 @@ def code_of(owner: type, name: str) -> Callable[..., Any]:
     return code
 
 
-def test_it_says_what_is_promised() -> None:
+def test_the_protocol_declares_the_documented_members() -> None:
     assert not CONTRACT - READS - CALLS - ATTRIBUTES
 
 
@@ -57,9 +57,9 @@ def test_fit_has_every_member_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(READS | CALLS))
-def test_a_member_is_fits_own_with_the_same_arguments_and_one_text(name: str) -> None:
+def test_members_of_fit_have_the_same_arguments_and_docstring(name: str) -> None:
     theirs, ours = code_of(RunContext, name), code_of(Fit, name)
-    assert ours is not theirs  # the protocol's does nothing
+    assert ours is not theirs  # the protocol's method has no body
     if name in READS:
         setters = [inspect.getattr_static(owner, name).fset is not None for owner in (RunContext, Fit)]
         assert setters[0] == setters[1]
@@ -74,7 +74,7 @@ def test_a_member_is_fits_own_with_the_same_arguments_and_one_text(name: str) ->
     assert inspect.getdoc(inspect.getattr_static(Fit, name)) == inspect.getdoc(inspect.getattr_static(RunContext, name))
 
 
-def test_a_log_call_takes_what_the_store_takes() -> None:
+def test_log_has_the_arguments_of_the_store() -> None:
     from drivetrain.run_context import Records
 
     told, taken = inspect.signature(Records.record), inspect.signature(MetricStore.record)
@@ -95,7 +95,7 @@ class Reads(Callback):
         assert self.values["batch_idx"] == batch_idx + 1
 
 
-def test_all_of_it_is_there_in_a_hook(tmp_path: Path) -> None:
+def test_every_member_is_available_in_a_hook(tmp_path: Path) -> None:
     reads = Reads()
     trainer = fit(tmp_path, callbacks=[reads], max_steps=3)
     trainer.fit(Tiny(), loader())

@@ -51,7 +51,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_an_error_without_a_text_is_told_by_its_name(tmp_path: Path) -> None:
+def test_an_error_without_a_message_is_reported_by_its_type(tmp_path: Path) -> None:
     # L-09
     class Asserts(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -61,15 +61,15 @@ def test_an_error_without_a_text_is_told_by_its_name(tmp_path: Path) -> None:
     assert said[0] == "The run ended: KeyboardInterrupt (0 epochs, 0 optimizer steps)"
 
 
-def test_that_nothing_is_saved_is_said_once(tmp_path: Path) -> None:
-    # L-09: the time is up with the last batch of an epoch, where it is saved before and after the validation
+def test_an_unsaved_run_is_reported_once(tmp_path: Path) -> None:
+    # L-09: the time limit is reached with the last batch of an epoch, which is saved before and after the validation
     run = fit(tmp_path, max_epochs=-1, max_time={"seconds": 0.001})
     with captured_warnings(logging.WARNING) as lines:
         run.fit(Tiny(), loader(), loader())
     assert sum("nothing is saved" in line for line in lines) == 1
 
 
-def test_best_and_last_checkpoint_and_the_files_are_named_as_seen_from_here(tmp_path: Path) -> None:
+def test_checkpoints_and_files_are_named_relative_to_the_working_directory(tmp_path: Path) -> None:
     # L-09
     keeps = Checkpoint(monitor="val_loss", keep_last=1)
     said = _said(tmp_path, Worsens(), max_epochs=3, callbacks=keeps, logger=CSVLogger(tmp_path / "runs", "one"))
@@ -82,7 +82,7 @@ def test_best_and_last_checkpoint_and_the_files_are_named_as_seen_from_here(tmp_
     assert all(Path(re.sub(r" \(.*", "", line.partition(": ")[2])).is_dir() for line in said[1:])
 
 
-def test_one_line_where_best_and_last_are_one_and_none_where_nothing_is_compared(tmp_path: Path) -> None:
+def test_lines_about_best_and_last_checkpoints(tmp_path: Path) -> None:
     # L-09
     said = _said(tmp_path, Worsens(), max_epochs=2, callbacks=Checkpoint(monitor="val_loss"))
     assert [line.partition(":")[0] for line in said[1:]] == ["  best and last checkpoint", "  files"]
@@ -90,7 +90,7 @@ def test_one_line_where_best_and_last_are_one_and_none_where_nothing_is_compared
     assert [line.partition(":")[0] for line in said[1:]] == ["  last checkpoint", "  files"]
 
 
-def test_a_small_run_says_a_line(tmp_path: Path) -> None:
+def test_a_small_run_logs_one_line(tmp_path: Path) -> None:
     # L-09: the message stays short if a hundred fits wrote to the folder
     ended = "The run ended: max_epochs=1 is reached (1 epoch, 4 optimizer steps)"
     assert _said(tmp_path, enable_checkpointing=False) == [ended]
@@ -100,7 +100,7 @@ def test_a_small_run_says_a_line(tmp_path: Path) -> None:
     assert not any("ended" in line for line in lines)
 
 
-def test_a_signal_names_what_was_saved_for_it(tmp_path: Path) -> None:
+def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:
     # L-09
     class Told(Worsens):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -118,7 +118,7 @@ def test_a_signal_names_what_was_saved_for_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_failure_is_told_in_a_line_with_what_a_later_run_may_begin_with(tmp_path: Path) -> None:
+def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
     # L-09
     class Fails(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -133,7 +133,7 @@ def test_a_failure_is_told_in_a_line_with_what_a_later_run_may_begin_with(tmp_pa
     assert said[1].endswith("checkpoints/exception-step=6")
 
 
-def test_a_run_that_never_began_has_not_ended(tmp_path: Path) -> None:
+def test_a_run_that_never_started_has_no_closing_message(tmp_path: Path) -> None:
     class Refuses(Callback):
         def on_fit_start(self, trainer: Any, module: Any) -> None:
             raise ConfigurationError("no")
@@ -141,7 +141,7 @@ def test_a_run_that_never_began_has_not_ended(tmp_path: Path) -> None:
     assert _said(tmp_path, Bare(), raises=ConfigurationError, callbacks=Refuses()) == []
 
 
-def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
+def test_a_removed_checkpoint_is_not_named(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             trainer.save_checkpoint("saved")
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
     assert len(_said(tmp_path, callbacks=Saves(), enable_checkpointing=False)) == 1
 
 
-def test_paths_and_durations_read_well(tmp_path: Path) -> None:
+def test_formats_of_paths_and_durations(tmp_path: Path) -> None:
     assert _relative_path(str(tmp_path / "a" / "b")) == os.path.join("a", "b")
     assert _relative_path(str(tmp_path.parent)) == str(tmp_path.parent)
     assert _relative_path("s3://bucket/a") == "s3://bucket/a"
@@ -169,7 +169,7 @@ def test_paths_and_durations_read_well(tmp_path: Path) -> None:
     ]
 
 
-def test_values_of_an_evaluation_under_way_are_what_it_has_logged_so_far_and_change_nothing(tmp_path: Path) -> None:
+def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Path) -> None:
     # L-09
     seen: list[dict[str, float]] = []
 

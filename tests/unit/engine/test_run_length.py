@@ -48,7 +48,8 @@ class TestLimits:
         ("options", "steps", "epochs"),
         [
             ({"max_epochs": 2}, 8, 2),
-            ({"max_epochs": 2, "max_steps": 3}, 3, 1),  # L-10: an epoch that was cut short counts
+            # L-10: an epoch that was cut short counts
+            ({"max_epochs": 2, "max_steps": 3}, 3, 1),
             ({"max_epochs": 2, "max_steps": 4}, 4, 1),  # the epoch was complete
             ({"max_epochs": -1, "max_steps": 6}, 6, 2),
             ({"max_epochs": 0}, 0, 0),
@@ -62,7 +63,7 @@ class TestLimits:
             ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4, 2),
         ],
     )
-    def test_of_training(self, tmp_path: Path, options: dict[str, Any], steps: int, epochs: int) -> None:
+    def test_limits_of_training(self, tmp_path: Path, options: dict[str, Any], steps: int, epochs: int) -> None:
         runner = fit(tmp_path, **options)
         runner.fit(Tiny(), loader(8))
         assert (runner.global_step, runner.current_epoch) == (steps, epochs)
@@ -70,7 +71,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("stage", ["val", "test", "predict"])
     @pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.25, 1), (1.0, 4), (10, 4), (None, 4), (0, 0), (0.0, 0)])
-    def test_of_evaluation(self, tmp_path: Path, stage: str, limit: Any, batches: int) -> None:
+    def test_limits_of_evaluation(self, tmp_path: Path, stage: str, limit: Any, batches: int) -> None:
         runner, module = fit(tmp_path, **{f"limit_{stage}_batches": limit}), Tiny()
         if stage == "predict":
             assert len(runner.predict(module, loader(8))) == batches
@@ -79,14 +80,14 @@ class TestLimits:
             assert len(module.evaluated) == batches
         assert getattr(runner, f"num_{stage}_batches") == [batches]
 
-    def test_one_and_a_whole_are_told_apart(self, tmp_path: Path) -> None:
-        """Limits keep Lightning's int and float on purpose: 1 is one micro-batch, 1.0 all of them."""
+    def test_int_and_float_limits_are_distinguished(self, tmp_path: Path) -> None:
+        """Limits distinguish int and float as in Lightning: 1 is one micro-batch, 1.0 all of them."""
         for limit, expected in ((1, 1), (1.0, 4)):
             runner = fit(tmp_path, limit_train_batches=limit)
             runner.fit(Tiny(), loader(8))
             assert (runner.global_step, runner.num_training_batches) == (expected, expected)
 
-    def test_a_part_that_is_nothing_is_refused(self, tmp_path: Path) -> None:
+    def test_a_fraction_of_zero_batches_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"limit_train_batches=0.1 of 4 micro-batches rounds down to 0"):
             fit(tmp_path, limit_train_batches=0.1).fit(Tiny(), loader(8))
 
@@ -100,7 +101,7 @@ class TestLimits:
         runner.fit(Tiny(), loader(9))
         assert (runner.micro_batches, runner.samples_seen, runner.global_step) == (10, 18, 6)
 
-    def test_without_any_limit_a_thousand_epochs_are_said_in_one_line(
+    def test_the_default_of_a_thousand_epochs_is_logged_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         runner = fit(tmp_path, max_epochs=None, callbacks=StopAt("on_train_epoch_end"))
@@ -158,7 +159,7 @@ class TestStopping:
         runner.fit(Tiny(), loader(8), loader(4))
         assert events.validations == [(0, 3)]
 
-    def test_but_not_where_that_validation_asked_for_it(self, tmp_path: Path) -> None:
+    def test_a_stop_requested_in_validation_does_not_validate_again(self, tmp_path: Path) -> None:
         """Early stopping within an epoch: the weights it decided on are not measured a second time."""
         events = Events()
         runner = fit(tmp_path, max_epochs=5, val_check_interval=2, callbacks=[events, StopAt("on_validation_end", 2)])
@@ -212,14 +213,14 @@ class TestWhenToValidate:
             ({"overfit_batches": 0.5}, stream(12), "overfit_batches=0.5 with a loader of unknown length"),
         ],
     )
-    def test_what_does_not_fit_the_epoch_is_refused(
+    def test_intervals_that_do_not_fit_the_epoch_are_refused(
         self, tmp_path: Path, options: dict[str, Any], train: Any, said: str
     ) -> None:
         """G-06."""
         with pytest.raises(ConfigurationError, match=said):
             fit(tmp_path, **options).fit(Tiny(), train, loader(4))
 
-    def test_training_goes_on_in_train_mode_with_gradients(self, tmp_path: Path) -> None:
+    def test_training_continues_in_train_mode_with_gradients(self, tmp_path: Path) -> None:
         modes: list[tuple[str, bool, bool]] = []
 
         class Watching(Tiny):
@@ -251,14 +252,14 @@ class TestWhenToValidate:
 
 class TestSanityCheck:
     @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (100, 4), (-1, 4)])
-    def test_how_much_is_tried(self, tmp_path: Path, steps: int, batches: int) -> None:
+    def test_the_number_of_sanity_batches(self, tmp_path: Path, steps: int, batches: int) -> None:
         module, events = Tiny(), Events()
         fit(tmp_path, num_sanity_val_steps=steps, max_steps=0, callbacks=events).fit(module, loader(8), loader(8))
         assert len(module.evaluated) == batches
         assert events.validations == []
         assert events.sanity == [True] * bool(batches)
 
-    def test_it_is_over_when_training_starts(self, tmp_path: Path) -> None:
+    def test_the_sanity_check_is_over_when_training_starts(self, tmp_path: Path) -> None:
         seen: list[bool] = []
 
         class Watching(Callback):
@@ -269,7 +270,7 @@ class TestSanityCheck:
         runner.fit(Tiny(), loader(8), loader(8))
         assert seen == [False]
 
-    def test_it_changes_nothing_in_what_training_draws(self, tmp_path: Path) -> None:
+    def test_the_sanity_check_does_not_change_training(self, tmp_path: Path) -> None:
         draws: dict[int, list[float]] = {}
 
         class Drawing(Tiny):
@@ -297,7 +298,7 @@ class TestOverfitAndDevRun:
         assert module.evaluated == expected * 2
 
     @pytest.mark.parametrize(("setting", "batches"), [(True, 1), (1, 1), (3, 3)])
-    def test_fast_dev_run_tries_everything_and_writes_nothing(self, tmp_path: Path, setting: Any, batches: int) -> None:
+    def test_fast_dev_run_runs_every_stage_and_writes_nothing(self, tmp_path: Path, setting: Any, batches: int) -> None:
         module = Tiny()
         logger = CSVLogger(tmp_path / "logs")
         options = {"logger": logger, "num_sanity_val_steps": 2, "max_epochs": 7, "val_check_interval": 2}
@@ -317,7 +318,7 @@ class TestOverfitAndDevRun:
         assert (len(module.seen), len(module.evaluated)) == (1, 1)
 
 
-def test_a_second_fit_on_one_object_starts_afresh(tmp_path: Path) -> None:
+def test_a_second_fit_of_one_object_starts_afresh(tmp_path: Path) -> None:
     runner = fit(tmp_path, max_epochs=2, callbacks=StopAt("on_train_batch_end", 6))
     first, second = Tiny(), Tiny()
     runner.fit(first, loader(8))
@@ -338,7 +339,7 @@ def test_early_stopping_starts_afresh_too(tmp_path: Path) -> None:
         assert runner.current_epoch == 3
 
 
-def test_every_sample_once_an_epoch_in_another_order_each(tmp_path: Path) -> None:
+def test_every_sample_is_used_once_per_epoch_in_a_new_order(tmp_path: Path) -> None:
     """B-04 and B-11 in one process."""
     module = Tiny()
     fit(tmp_path, max_epochs=2).fit(module, loader(9, shuffle=True))

@@ -74,19 +74,19 @@ def _where(run: Any) -> str:
         ("on_train_epoch_end", 2, ", epoch 1, global step 12"),
     ],
 )
-def test_an_error_says_where_the_run_was(tmp_path: Path, method: str, at: int, where: str) -> None:
+def test_an_error_states_the_location_of_the_run(tmp_path: Path, method: str, at: int, where: str) -> None:
     run = fit(tmp_path, max_epochs=2, val_check_interval=4, num_sanity_val_steps=0)
     assert _where(lambda: run.fit(Failing(method, at), regression(), regression())) == where
 
 
-def test_so_does_one_of_an_evaluation_of_its_own(tmp_path: Path) -> None:
+def test_an_error_of_a_separate_evaluation_states_its_location(tmp_path: Path) -> None:
     data = regression()
     run = fit(tmp_path)
     assert _where(lambda: run.validate(Failing("validation_step", 3), data)) == ", evaluation batch index 2"
     assert _where(lambda: run.predict(Failing("predict_step", 2), data)) == ", prediction batch index 1"
 
 
-def test_an_error_of_the_data_says_after_which_batch(tmp_path: Path) -> None:
+def test_an_error_of_the_data_names_the_previous_batch(tmp_path: Path) -> None:
     class Breaking(IterableDataset[Any]):
         def __iter__(self) -> Any:
             yield from [(torch.ones(3), torch.ones(1))] * 5
@@ -97,10 +97,10 @@ def test_an_error_of_the_data_says_after_which_batch(tmp_path: Path) -> None:
     assert where.endswith("batches of the epoch")
 
 
-def test_a_validation_that_was_through_is_no_place(tmp_path: Path) -> None:
+def test_a_finished_validation_is_not_a_location(tmp_path: Path) -> None:
     class Counting(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:  # a validation was between
+            if batch_idx == 5:  # after a validation
                 raise Boom
 
     run = fit(tmp_path, val_check_interval=4, num_sanity_val_steps=0, callbacks=Counting())

@@ -35,7 +35,7 @@ class TestHyperParameters:
         assert dict(module.hparams) == {"width": 4, "depth": 1, "name": "y", "sizes": [1, 2]}
         assert module.hparams.width == module.hparams["width"] == 4
 
-    def test_of_a_subclass_its_own_come_first(self) -> None:
+    def test_arguments_of_a_subclass_come_first(self) -> None:
         assert Wider(3).hparams == {"width": 3, "factor": 2.0, "depth": 2, "name": "x"}
 
     def test_some_by_name(self) -> None:
@@ -47,7 +47,7 @@ class TestHyperParameters:
         assert Some(1, 2, 3).hparams == {"a": 1, "c": 3}
 
     @pytest.mark.parametrize("value", [object(), nn.ReLU(), {1, 2}, torch.float32, Path("x")])
-    def test_what_json_cannot_hold_is_refused_by_name(self, value: Any) -> None:
+    def test_values_that_json_cannot_represent_are_refused_by_name(self, value: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"argument 'name' is a .*\n.*\n.*ignore='name'"):
             Shaped(4, name=value)
 
@@ -114,7 +114,7 @@ class SaveAt(Callback):
 
 class TestCheckpoints:
     @pytest.mark.parametrize("step", [2, 6, 9])
-    def test_a_resumed_run_goes_on_as_the_undisturbed_one(self, tmp_path: Path, step: int) -> None:
+    def test_a_resumed_run_equals_the_undisturbed_one(self, tmp_path: Path, step: int) -> None:
         whole = Trained()
         fit(tmp_path, max_epochs=2, callbacks=SaveAt(step, tmp_path / "c")).fit(whole, regression())
         resumed = Trained()
@@ -126,7 +126,7 @@ class TestCheckpoints:
         for ours, theirs in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
             assert torch.equal(ours, theirs)
 
-    def test_saved_after_the_run_it_is_whole(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_saved_after_the_run_is_complete(self, tmp_path: Path) -> None:
         """The optimizer's state is checked too: nothing is omitted silently."""
         first, whole = Trained(), Trained()
         runner = fit(tmp_path)
@@ -138,7 +138,7 @@ class TestCheckpoints:
         assert resumed.seen == whole.seen[6:]
         torch.testing.assert_close(resumed.layer.weight, whole.layer.weight, rtol=0, atol=0)
 
-    def test_before_any_run_it_says_so(self, tmp_path: Path) -> None:
+    def test_saving_before_any_run_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="save_checkpoint was used outside a run"):
             fit(tmp_path).save_checkpoint(tmp_path / "c")
 
@@ -192,7 +192,7 @@ class TestCheckpoints:
             Other.load_from_checkpoint(tmp_path / "c")
         assert said in str(caught.value)
 
-    def test_no_checkpoint_there(self, tmp_path: Path) -> None:
+    def test_a_missing_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="There is no checkpoint"):
             Trained.load_from_checkpoint(tmp_path / "nothing")
 

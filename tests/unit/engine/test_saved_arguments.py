@@ -42,7 +42,7 @@ class Renamed(Net):
         self.save_hyperparameters()
 
 
-def test_a_removed_hyper_parameter_is_named_with_the_way_out(tmp_path: Path) -> None:  # J-14
+def test_a_removed_hyper_parameter_is_named_with_a_fix(tmp_path: Path) -> None:  # J-14
     path = saved(tmp_path, width=3, lr=0.5)
     with pytest.raises(CheckpointError) as caught:
         Renamed.load_from_checkpoint(path)
@@ -54,7 +54,7 @@ def test_a_removed_hyper_parameter_is_named_with_the_way_out(tmp_path: Path) -> 
     assert Renamed.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3, "lr": 0.5}
 
 
-def test_one_that_has_another_name_now_and_is_needed(tmp_path: Path) -> None:  # J-14
+def test_a_renamed_required_hyper_parameter(tmp_path: Path) -> None:  # J-14
     class Needs(Net):
         def __init__(self, breadth: int) -> None:
             super().__init__()
@@ -67,7 +67,7 @@ def test_one_that_has_another_name_now_and_is_needed(tmp_path: Path) -> None:  #
     assert Needs.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3}
 
 
-def test_several_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
+def test_several_removed_ones_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
     path = saved(tmp_path, bredth=3, depth=2)
     with pytest.raises(CheckpointError, match=r"does not take 'bredth', 'depth'.*Did you mean 'breadth'") as caught:
         Renamed.load_from_checkpoint(path)
@@ -75,13 +75,13 @@ def test_several_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
     assert Renamed.load_from_checkpoint(path, ignore=("bredth", "depth", "never saved")).hparams.breadth == 1
 
 
-def test_an_override_that_nobody_takes_is_no_fault_of_the_checkpoints(tmp_path: Path) -> None:
+def test_an_unknown_override_is_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
     path = saved(tmp_path, lr=0.5)
     with pytest.raises(CheckpointError, match=r"does not take 'breath', which was passed.*Did you mean 'breadth'"):
         Renamed.load_from_checkpoint(path, breath=3)
 
 
-def test_one_that_is_ignored_and_needed_is_missing(tmp_path: Path) -> None:
+def test_an_ignored_required_hyper_parameter_is_missing(tmp_path: Path) -> None:
     class Needs(Net):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -101,7 +101,7 @@ class PassesOn(Base):
         super().__init__(**rest)
 
 
-def test_one_that_a_base_class_takes_no_longer(tmp_path: Path) -> None:  # J-14
+def test_one_that_a_base_class_no_longer_accepts(tmp_path: Path) -> None:  # J-14
     """Python's own error names neither the checkpoint nor a fix."""
     path = saved(tmp_path, lr=0.1, width=3, height=4)
     with pytest.raises(CheckpointError, match="PassesOn does not take 'height', which is among") as caught:
@@ -114,10 +114,10 @@ def test_one_that_a_base_class_takes_no_longer(tmp_path: Path) -> None:  # J-14
         PassesOn.load_from_checkpoint(path, ignore="height", hight=4)
 
 
-def test_one_that_no_base_class_takes(tmp_path: Path) -> None:  # J-14
+def test_one_that_no_base_class_accepts(tmp_path: Path) -> None:  # J-14
     class Open(Net):
         def __init__(self, **rest: Any) -> None:
-            TrainModule.__init__(self, **rest)  # which hands it to torch's own
+            TrainModule.__init__(self, **rest)  # which passes it on to torch's own class
 
     with pytest.raises(CheckpointError, match="Open does not take 'height', which is among"):
         Open.load_from_checkpoint(saved(tmp_path, height=4))
@@ -145,14 +145,14 @@ class FixedNow(Base):
         super().__init__(64)
 
 
-def test_what_the_class_passes_to_its_base_by_itself_is_no_argument(tmp_path: Path) -> None:
+def test_a_value_that_the_class_passes_to_its_base_is_no_argument(tmp_path: Path) -> None:
     """It is among the hyper-parameters nevertheless, since the base class saves its arguments."""
     assert FixedNow(0.1).hparams == {"width": 64, "depth": 1, "lr": 0.1}
     path = saved(tmp_path, **FixedNow(0.1).hparams)
     assert FixedNow.load_from_checkpoint(path).hparams == {"width": 64, "depth": 1, "lr": 0.1}
 
 
-def test_unless_it_was_another_value(tmp_path: Path) -> None:  # J-14
+def test_another_saved_value_of_it_is_reported(tmp_path: Path) -> None:  # J-14
     path = saved(tmp_path, **Fixed(0.1, 128).hparams)
     with pytest.raises(CheckpointError, match="FixedNow does not take 'width'"):
         FixedNow.load_from_checkpoint(path)
@@ -170,7 +170,9 @@ def test_an_argument_without_a_name_for_callers(tmp_path: Path) -> None:
 
 
 def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
-    """In a checkpoint of ours there is none: what is no JSON is refused as it is saved. In Lightning's there may be."""
+    """Checkpoints of ours contain no such value, since values that JSON cannot represent are refused when saving;
+    Lightning's may.
+    """
     gone = types.ModuleType("gone")
     exec("class Mode: pass", gone.__dict__)
     sys.modules["gone"] = gone

@@ -18,7 +18,7 @@ def _calls(size: int) -> tuple[int, float]:
         return python_calls(run, 1), python_calls_a_step(run)
 
 
-def test_a_rank_of_thousands_does_what_a_rank_of_eight_does() -> None:
+def test_the_work_of_a_rank_is_the_same_among_thousands_as_among_eight() -> None:
     few, many = _calls(8), _calls(4096)
-    assert many[0] <= few[0] + 50  # nothing is done for each rank
+    assert many[0] <= few[0] + 50  # no work is done per rank
     assert abs(many[1] - few[1]) <= 1

@@ -72,7 +72,7 @@ def everything_in(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bool) -> None:  # J-11
+def test_no_file_of_a_run_contains_a_secret(tmp_path: Path, save_async: bool) -> None:  # J-11
     module, theirs = fetching(), Keeping()
     trainer = fit(
         tmp_path,
@@ -101,14 +101,14 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bo
     assert module.hparams.auth == {"user": "me", "password": f"{SECRET}-2"}
 
 
-def test_who_keeps_nothing_is_not_warned(tmp_path: Path) -> None:
+def test_a_run_without_files_does_not_warn(tmp_path: Path) -> None:
     with captured_warnings() as lines:
         fit(tmp_path).fit(fetching(), regression())
     assert not lines
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_a_logger_of_ours_leaves_them_out_whoever_calls_it(tmp_path: Path, kind: Any) -> None:  # J-11
+def test_built_in_loggers_omit_secrets_when_called_directly(tmp_path: Path, kind: Any) -> None:  # J-11
     logger = kind(tmp_path)
     with captured_warnings() as lines:
         logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
@@ -126,7 +126,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def test_a_secret_that_is_needed_is_asked_for(tmp_path: Path) -> None:  # J-11
+def test_a_required_secret_is_requested(tmp_path: Path) -> None:  # J-11
     path = saved(tmp_path)
     with pytest.raises(CheckpointError, match="Fetching needs 'api_token'") as caught:
         Fetching.load_from_checkpoint(path)
@@ -141,14 +141,14 @@ def test_a_secret_that_is_needed_is_asked_for(tmp_path: Path) -> None:  # J-11
         Fetching.load_from_checkpoint(path, api_token="another", auth={"user": "me", "password": "p"})
 
 
-def test_a_run_goes_on_with_the_secrets_of_the_module_that_it_is_given(tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_secrets_of_its_module(tmp_path: Path) -> None:
     path = saved(tmp_path)
     module = fetching()
     fit(tmp_path, max_epochs=2).fit(module, regression(), ckpt_path=path)
     assert module.hparams.api_token == SECRET
 
 
-def test_a_converted_checkpoint_holds_none(tmp_path: Path) -> None:  # J-11
+def test_a_converted_checkpoint_contains_no_secret(tmp_path: Path) -> None:  # J-11
     weights = {"layer.weight": torch.ones(1, 3), "layer.bias": torch.ones(1)}
     torch.save({"state_dict": weights, "hyper_parameters": {"api_token": SECRET, "width": 3}}, tmp_path / "theirs.ckpt")
     with captured_warnings() as lines:
@@ -176,7 +176,7 @@ def test_a_mistake_with_a_secrets_name_does_not_show_it(tmp_path: Path, monkeypa
     assert SECRET not in str(caught.value)
 
 
-def test_an_object_store_gets_none(tmp_path: Path) -> None:  # J-11
+def test_an_object_store_receives_no_secret(tmp_path: Path) -> None:  # J-11
     trainer = fit(tmp_path, logger=CSVLogger("memory://secrets/logs"))
     trainer.fit(fetching(), regression())
     trainer.save_checkpoint("memory://secrets/c")

@@ -22,7 +22,7 @@ RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
 
 
 class Sending(Callback):
-    """Sends this process signals as a hook of some step comes, and then something else to do."""
+    """Sends this process signals in a hook of a given step, and then calls a given function."""
 
     def __init__(self, *numbers: int, step: int = 3, hook: str = "on_train_batch_end", pause: float = 0.0) -> None:
         self.numbers, self.step, self.pause = numbers, step, pause
@@ -73,7 +73,7 @@ def test_a_signal_saves_and_stops_and_the_run_resumes_exactly(
     assert not [one for one in threading.enumerate() if one.name.startswith("drivetrain")]
     interrupted = [one for one in names(folder) if one.startswith("interrupted")]
     assert interrupted == ["interrupted-step=3"]
-    # It is told apart from those that are kept, and goes once the run has saved again.
+    # It has another name than regular checkpoints, and is removed once the run has saved again.
     resumed = Regression()
     run = fit(tmp_path, callbacks=Checkpoint(folder, every_n_train_steps=every), **options)
     run.fit(resumed, regression(), ckpt_path="auto")
@@ -107,7 +107,7 @@ def test_a_second_signal_ends_the_run_immediately(tmp_path: Path) -> None:
 
 
 def test_a_signal_repeated_immediately_is_a_duplicate(tmp_path: Path) -> None:
-    """As from a launcher that forwards a signal which the whole group got."""
+    """For example from a launcher that forwards a signal sent to the whole process group."""
     sending = Sending(signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(SystemExit):
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
@@ -128,7 +128,7 @@ def test_with_nothing_to_save_the_previous_handler_gets_the_signal(tmp_path: Pat
 
 
 def test_none_handles_no_signal(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that runs the tests may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
             fit(tmp_path, preemption_signals=None, enable_checkpointing=True, callbacks=Sending(signal.SIGINT)).fit(
@@ -159,7 +159,7 @@ class Late(Callback):
             time.sleep(0.3)
 
 
-def test_a_run_out_of_time_loses_no_step(tmp_path: Path) -> None:
+def test_a_run_that_exceeds_its_time_limit_loses_no_step(tmp_path: Path) -> None:
     undisturbed, resumed = Regression(), Regression()
     fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
     saver = Checkpoint(tmp_path / "c", every_n_train_steps=100)

@@ -24,7 +24,7 @@ from drivetrain_strategies import SingleDeviceStrategy
 
 
 def _process() -> dict[str, Any]:
-    """The process-wide state that a run must restore."""
+    """Return the process-wide state that a run must restore."""
     return {
         "environment": dict(os.environ),
         "directory": os.getcwd(),
@@ -59,7 +59,7 @@ class TestBuilding:
         runner = Fit(strategy="ddp", devices=2, accelerator="cpu", max_epochs=3, **QUIET)
         assert pickle.loads(pickle.dumps(runner)).max_epochs == copy.deepcopy(runner).max_epochs == 3
 
-    def test_two_do_not_see_each_other(self, tmp_path: Path) -> None:
+    def test_two_fits_are_independent(self, tmp_path: Path) -> None:
         """A-07."""
         first, second = fit(tmp_path, max_epochs=1, precision="64-true"), fit(tmp_path, max_epochs=2)
         modules = Tiny(), Tiny()
@@ -70,7 +70,7 @@ class TestBuilding:
         assert (modules[0].layer.weight.dtype, modules[1].layer.weight.dtype) == (torch.float64, torch.float32)
         assert first.callbacks == second.callbacks == []
 
-    def test_a_strategy_that_serves_two(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_strategy_used_by_two_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A-07: a request of one run to its strategy does not carry over to the next."""
         synchronised = []
 
@@ -80,13 +80,13 @@ class TestBuilding:
                 return super().setup_module(module)
 
         strategy = Noted()
-        # Only an accelerator can: the refusal of this device is left out.
+        # The refusal of this device is disabled, because only an accelerator is supported here.
         monkeypatch.setattr(launch, "asks_for_sync_batchnorm", lambda trainer, *others: trainer.sync_batchnorm)
         for asked in (True, False):
             fit(tmp_path, strategy=strategy, sync_batchnorm=asked).fit(Tiny(), loader(4))
         assert synchronised == [True, False]
 
-    def test_one_within_another(self, tmp_path: Path) -> None:
+    def test_a_run_within_another(self, tmp_path: Path) -> None:
         """A-07: a run inside a hook of another does not change that run's state."""
 
         class Nesting(Callback):
@@ -174,7 +174,7 @@ class TestProcessState:
         assert _process() == before
         assert all(child.training for child in module.modules())
 
-    def test_what_the_user_set_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_user_settings_are_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A-03: an environment variable is never overwritten."""
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
         seen: list[str | None] = []
@@ -211,7 +211,7 @@ class TestOutsideARun:
             lambda module: module.print("x"),
         ],
     )
-    def test_reading_what_is_of_a_run_says_so(self, read: Any) -> None:
+    def test_reading_run_attributes_outside_a_run_is_refused(self, read: Any) -> None:
         with pytest.raises(ConfigurationError, match="not in a run") as caught:
             read(Tiny())
         assert caught.value.fix
@@ -224,7 +224,7 @@ class TestOutsideARun:
             lambda module: module.manual_backward(torch.ones(())),
         ],
     )
-    def test_what_needs_a_run_under_way_says_so_after_one_too(self, tmp_path: Path, call: Any) -> None:
+    def test_calls_that_need_a_running_fit_are_refused_after_it_too(self, tmp_path: Path, call: Any) -> None:
         module = Tiny()
         fit(tmp_path).fit(module, loader(2))
         with pytest.raises(ConfigurationError, match="not in a run"):
@@ -254,7 +254,7 @@ class TestOutsideARun:
         with pytest.raises(ConfigurationError, match=r"Tiny.trainer was set during a run"):
             fit(tmp_path, callbacks=Setting()).fit(module, loader(2))
 
-    def test_a_module_within_the_module_reaches_the_run_too(self, tmp_path: Path) -> None:
+    def test_a_nested_module_can_access_the_run(self, tmp_path: Path) -> None:
         # L-10
         class Outer(Tiny):
             def __init__(self) -> None:
@@ -291,7 +291,7 @@ class TestOutsideARun:
             fit(tmp_path).fit(module, loader(4))
         with pytest.raises(ConfigurationError, match="not in a run"):
             module.log("x", 1.0)
-        module.double()  # and nobody holds it any more
+        module.double()  # and no references remain
 
     def test_the_module_is_ordinary_afterwards(self, tmp_path: Path) -> None:
         module = Tiny()
@@ -361,7 +361,7 @@ class TestFailing:
             fit(tmp_path, logger=logger, log_every_n_steps=1).fit(Logging(2), loader(8))
         assert "it" in Path(logger.log_dir, "metrics.csv").read_text()
 
-    def test_an_error_while_taking_down_does_not_hide_the_first(self, tmp_path: Path) -> None:
+    def test_an_error_in_teardown_does_not_hide_the_first(self, tmp_path: Path) -> None:
         class Worse(Callback):
             def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
                 raise RuntimeError("a second one")
@@ -404,7 +404,7 @@ class TestNonFinite:
         with pytest.raises(ValueError, match="as planned"):
             fit(tmp_path, detect_anomaly=True).fit(Disturbing(0), loader(4))
 
-    def test_without_it_nothing_is_watched(self, tmp_path: Path) -> None:
+    def test_without_detect_anomaly_nothing_is_checked(self, tmp_path: Path) -> None:
         class Exploding(Regression):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 return self.loss(batch) * float("nan")
@@ -431,7 +431,7 @@ class TestSwitches:
         runner.test(module, loader(2), verbose=False)
         assert set(seen) == {(inference_mode, False)}
 
-    def test_barebones_leaves_out_everything_but_the_loop(self, tmp_path: Path) -> None:
+    def test_barebones_runs_only_the_loop(self, tmp_path: Path) -> None:
         runner = Fit(barebones=True, max_epochs=1, default_root_dir=tmp_path)
         module = Tiny()
         runner.fit(module, loader(4), loader(4))
@@ -585,7 +585,7 @@ def test_all_gather_has_a_leading_dimension_in_one_process_too(tmp_path: Path) -
     assert shapes == [((1, 3), (1,))]
 
 
-def test_data_module_hooks_are_those_of_the_contract() -> None:
+def test_data_module_hooks_are_the_documented_ones() -> None:
     assert {"prepare_data", "setup", "teardown"} <= set(vars(DataModule))
 
 

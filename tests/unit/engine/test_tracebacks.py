@@ -18,24 +18,24 @@ def _frames(error: BaseException) -> list[tuple[str, str]]:
     return [(Path(one.filename).name, one.name) for one in traceback.extract_tb(error.__traceback__)]
 
 
-def test_a_refusal_as_fit_is_built_shows_no_more_than_the_call() -> None:
+def test_a_refusal_at_construction_shows_only_the_call() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Fit(max_epochs=1.5)  # type: ignore[arg-type]
     assert len(_frames(caught.value)) == 2
 
 
-def test_a_refusal_before_the_run_shows_no_more_than_the_call(tmp_path: Path) -> None:
+def test_a_refusal_before_the_run_shows_only_the_call(tmp_path: Path) -> None:
     trainer = fit(tmp_path, strategy="ddp", devices=1)
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(Tiny(), [])
     assert [name for _, name in _frames(caught.value)] == [
-        "test_a_refusal_before_the_run_shows_no_more_than_the_call",
+        "test_a_refusal_before_the_run_shows_only_the_call",
         "fit",
         "_launch",
     ]
 
 
-def test_what_the_engine_called_of_the_users_is_kept(tmp_path: Path) -> None:
+def test_frames_of_user_code_are_kept(tmp_path: Path) -> None:
     def logs(module: Any) -> None:
         module.log("note", "no number")
 
@@ -61,7 +61,7 @@ def test_other_errors_keep_their_frames(tmp_path: Path) -> None:
     assert ("session.py", "execute") in _frames(caught.value)
 
 
-def test_weights_that_do_not_fit_are_told_once(tmp_path: Path) -> None:
+def test_mismatched_weights_are_reported_once(tmp_path: Path) -> None:
     class Wider(Regression):
         def __init__(self) -> None:
             super().__init__()

@@ -40,7 +40,7 @@ class Returning(Regression):
 
 
 class TestOutputs:
-    def test_a_dict_reaches_the_hooks_whole_detached_and_unscaled(self, tmp_path: Path) -> None:
+    def test_a_dict_reaches_the_hooks_complete_detached_and_unscaled(self, tmp_path: Path) -> None:
         made: list[dict[str, Any]] = []
 
         def make(loss: torch.Tensor, batch_idx: int) -> Any:
@@ -83,7 +83,7 @@ class TestOutputs:
             (lambda loss, _: {"loss": None, "other": loss}, []),
         ],
     )
-    def test_what_is_no_loss_is_refused(self, tmp_path: Path, make: Any, said: list[str]) -> None:
+    def test_invalid_losses_are_refused(self, tmp_path: Path, make: Any, said: list[str]) -> None:
         if not said:  # a dict whose loss is None skips, as None does
             with captured_warnings() as lines:
                 fit(tmp_path).fit(Returning(make), regression(8))
@@ -94,7 +94,7 @@ class TestOutputs:
         for part in said:
             assert part in str(caught.value)
 
-    def test_batch_idx_may_be_left_out_of_any_step(self, tmp_path: Path) -> None:
+    def test_batch_idx_may_be_omitted_in_any_step(self, tmp_path: Path) -> None:
         seen: list[Any] = []
 
         class Short(TrainModule):
@@ -154,13 +154,13 @@ class TestNoneLosses:
         ("skipped", "size", "windows"),
         [
             ({1, 5}, 1, [[0], [], [2], [3], [4], []]),
-            ({1, 5}, 2, [[0], [2, 3], [4]]),  # 5 is the short last batch
+            ({1, 5}, 2, [[0], [2, 3], [4]]),  # index 5 is the short last batch
             ({0, 3, 4, 5}, 3, [[1, 2], []]),
             ({2}, 4, [[0, 1, 3], [4, 5]]),
         ],
     )
     @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-    def test_equal_the_reference(
+    def test_none_losses_equal_the_reference(
         self, tmp_path: Path, skipped: set[int], size: int, windows: list[list[int]], precision: str
     ) -> None:
         module = Returning(lambda loss, batch_idx: None if batch_idx in skipped else loss)
@@ -206,7 +206,9 @@ class TestClosures:
     @pytest.mark.parametrize("search", [None, "strong_wolfe"])
     @pytest.mark.parametrize("size", [1, 3])
     @pytest.mark.parametrize("clip", [None, 0.5])
-    def test_lbfgs_is_the_reference(self, tmp_path: Path, search: str | None, size: int, clip: float | None) -> None:
+    def test_lbfgs_equals_the_reference(
+        self, tmp_path: Path, search: str | None, size: int, clip: float | None
+    ) -> None:
         class Closing(Regression):
             def configure_optimizers(self) -> Any:
                 return LBFGS(self.parameters(), lr=0.1, max_iter=4, line_search_fn=search)
@@ -257,7 +259,7 @@ class TestClosures:
             optimizer.step(closure)
         torch.testing.assert_close(module.layer.weight, reference.layer.weight, atol=1e-4, rtol=1e-4)
 
-    def test_what_is_logged_and_told_is_the_first_evaluation_s(self, tmp_path: Path) -> None:
+    def test_logged_values_are_those_of_the_first_evaluation(self, tmp_path: Path) -> None:
         class Closing(Regression):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.loss(batch)
@@ -276,7 +278,7 @@ class TestClosures:
         assert float(runner.callback_metrics["loss_epoch"]) == pytest.approx(first)
         assert float(runner.callback_metrics["calls"]) == 1
 
-    def test_goes_through_an_overridden_optimizer_step(self, tmp_path: Path) -> None:
+    def test_a_closure_goes_through_an_overridden_optimizer_step(self, tmp_path: Path) -> None:
         calls: list[str] = []
 
         class Closing(Regression):
@@ -302,7 +304,7 @@ class TestClosures:
         with pytest.raises(ConfigurationError, match=r"'16-mixed' with LBFGS"):
             fit(tmp_path, precision="16-mixed").fit(Closing(), regression())
 
-    def test_beside_another_optimizer_is_refused(self, tmp_path: Path) -> None:
+    def test_a_closure_optimizer_with_another_optimizer_is_refused(self, tmp_path: Path) -> None:
         class Both(Regression):
             def configure_optimizers(self) -> Any:
                 return [LBFGS([self.layer.weight]), SGD([self.layer.bias], lr=0.1)]
@@ -351,7 +353,7 @@ class Manual(TrainModule):
 class TestManual:
     """B-13."""
 
-    def test_a_gan_is_the_reference(self, tmp_path: Path) -> None:
+    def test_a_gan_equals_the_reference(self, tmp_path: Path) -> None:
         module, reference = Manual(), Manual()
         runner = fit(tmp_path, max_epochs=2)
         runner.fit(module, regression())
@@ -396,7 +398,7 @@ class TestManual:
     @pytest.mark.parametrize(
         ("returned", "arrives"), [(None, {}), ({"a": 1}, {"a": 1}), (torch.tensor(2.0), {"loss": torch.tensor(2.0)})]
     )
-    def test_what_is_returned_arrives(self, tmp_path: Path, returned: Any, arrives: Any) -> None:
+    def test_the_output_reaches_the_hooks(self, tmp_path: Path, returned: Any, arrives: Any) -> None:
         module, outputs = Manual(), Outputs()
         module.returned = returned
         fit(tmp_path, callbacks=outputs).fit(module, regression(4))
@@ -453,7 +455,7 @@ class TestManual:
         fit(tmp_path).fit(Closing(), regression(4))
         assert got[0] == pytest.approx(got[1])
 
-    def test_schedulers_are_the_module_s_own_affair(self, tmp_path: Path) -> None:
+    def test_schedulers_are_stepped_by_the_module_only(self, tmp_path: Path) -> None:
         class Idle(Manual):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 return None

@@ -53,7 +53,7 @@ def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_process_is_unseeded_until_somebody_seeds_it() -> None:  # I-18
+def test_a_process_is_unseeded_until_it_is_seeded() -> None:  # I-18
     assert is_unseeded()
     torch.rand(3)
     assert is_unseeded()
@@ -62,14 +62,14 @@ def test_a_process_is_unseeded_until_somebody_seeds_it() -> None:  # I-18
         assert not is_unseeded(), number
 
 
-def test_what_seed_everything_was_given_counts_whatever_came_after(tmp_path: Path) -> None:  # I-18
+def test_a_call_of_seed_everything_counts_even_if_generators_change(tmp_path: Path) -> None:  # I-18
     state = torch.get_rng_state()
     seed_everything(5)
     torch.set_rng_state(state)  # as `fork_rng` does
     assert not is_unseeded()
 
 
-def test_it_is_told_once(tmp_path: Path) -> None:  # I-18
+def test_the_warning_is_logged_once(tmp_path: Path) -> None:  # I-18
     with captured_warnings() as lines:
         fit(tmp_path, seed=7).fit(Line(), loader(4))
         fit(tmp_path, seed=7).fit(Line(), loader(4))
@@ -79,7 +79,7 @@ def test_it_is_told_once(tmp_path: Path) -> None:  # I-18
     assert "configure_model" in line
 
 
-def test_nothing_is_told_where_the_seed_is_in_time_or_there_is_none(tmp_path: Path) -> None:  # I-18
+def test_no_warning_with_an_early_seed_or_without_one(tmp_path: Path) -> None:  # I-18
     with captured_warnings() as lines:
         fit(tmp_path, seed=None).fit(Line(), loader(4))
         fit(tmp_path, seed=7).fit(Late(), loader(4))
@@ -94,7 +94,7 @@ class Validated(Line):
         return None
 
 
-def test_nor_where_what_was_drawn_was_seeded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-18
+def test_no_warning_for_draws_from_a_seeded_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-18
     monkeypatch.setattr(seed, "_state_at_import", torch.get_rng_state())
     with captured_warnings() as lines:
         with torch.random.fork_rng():
@@ -106,7 +106,7 @@ def test_nor_where_what_was_drawn_was_seeded_apart(tmp_path: Path, monkeypatch: 
     assert len(lines) == 1
 
 
-def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  # I-18
+def test_no_warning_if_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  # I-18
     path = tmp_path / "checkpoint"
     with captured_warnings() as lines:
         trainer = fit(tmp_path, seed=7)
@@ -118,13 +118,13 @@ def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  
 
         fit(tmp_path, seed=7).fit(Saving(), loader(4))
         fit(tmp_path, seed=7, max_epochs=2).fit(Line(), loader(4), ckpt_path=path, allow=("module",))
-    assert [line for line in lines if "is allowed" not in line] == []  # that is another class
+    assert [line for line in lines if "is allowed" not in line] == []  # which is another class
 
 
 def test_started_functions_know_how_their_caller_built_the_module(tmp_path: Path) -> None:  # I-18
-    # Their own generators do not show it: those of a fork server are never seeded.
+    # Their own generators give no indication: those of a fork server are never seeded.
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork", "seed": 7}
-    options["callbacks"] = Checkpoint(save_top_k=0)  # so that there is a folder for logs
+    options["callbacks"] = Checkpoint(save_top_k=0)  # a logs folder requires a run folder
     trainer = fit(tmp_path, **options)
     trainer.fit(Line(), loader(4))
     assert sum(log.read_text().count("Fit(seed=7) seeds the run") for log in tmp_path.rglob("rank-*.log")) == 1

@@ -111,36 +111,37 @@ def by_hand(data: Dataset[Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 0.5}, {"val_check_interval": 1}])
 @pytest.mark.parametrize("sanity", [0, 2])
-def test_weights_are_those_of_a_loop_without_it_to_the_last_bit(
+def test_weights_equal_a_run_without_validation_bit_for_bit(
     tmp_path: Path, options: dict[str, Any], sanity: int
 ) -> None:
-    # I-13: the data set is training's too, with generators of its own, as after `random_split`.
+    # I-13: the data set is also training's, with generators of its own, as after `random_split`.
     data = Noisy()
     validation = DataLoader(data, 4, shuffle=True)
-    # The seed of the order is drawn as the run begins, where it is not given: not from what the steps draw from.
+    # Without a given seed, the seed of the order is drawn at the start of the run, not from the generators that steps
+    # use.
     found = trained(tmp_path, DataLoader(data, 4), validation, num_sanity_val_steps=sanity, **options)
     without = trained(tmp_path, DataLoader(Noisy(), 4))
     assert torch.equal(found, without)
 
 
-def test_and_those_of_a_hand_written_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_equal_a_hand_written_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # I-13
     monkeypatch.setattr(
         "drivetrain._engine.seeding.last_seed", lambda: 0
-    )  # else the order's seed is one draw of torch's
+    )  # otherwise the order's seed is one draw from torch's generator
     data = Noisy()
     found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), val_check_interval=2)
     assert torch.equal(found, by_hand(Noisy()))
 
 
-def test_workers_of_a_validation_loader_cost_training_no_draw(tmp_path: Path) -> None:
+def test_workers_of_a_validation_loader_do_not_affect_training(tmp_path: Path) -> None:
     # I-13: torch draws their base seed from the process's generator.
     validation = DataLoader(regression().dataset, 4, num_workers=1)
     found = trained(tmp_path, regression(), validation, val_check_interval=0.5)
     assert torch.equal(found, trained(tmp_path, regression()))
 
 
-def test_a_generator_that_both_loaders_have(tmp_path: Path) -> None:
+def test_a_generator_shared_by_both_loaders(tmp_path: Path) -> None:
     # I-13
     def loaders() -> tuple[Any, ...]:
         data: Any = regression().dataset
@@ -169,11 +170,11 @@ class Noise:
 
 
 class Composed:
-    """Transforms, one after the other."""
+    """Transforms that are applied one after the other."""
 
     def __init__(self, *transforms: Any) -> None:
         self.transforms = list(transforms)
-        self.owner = self  # a cycle
+        self.owner = self  # a reference cycle
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for transform in self.transforms:
@@ -197,7 +198,7 @@ class Transformed(Dataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["transform", "composed", "collate_fn"])
-def test_an_object_with_a_generator_that_both_loaders_have(tmp_path: Path, kind: str) -> None:
+def test_an_object_with_a_generator_shared_by_both_loaders(tmp_path: Path, kind: str) -> None:
     # I-13
     def loaders() -> tuple[Any, ...]:
         noise = Noise()
@@ -211,8 +212,8 @@ def test_an_object_with_a_generator_that_both_loaders_have(tmp_path: Path, kind:
     assert torch.equal(found, trained(tmp_path, loaders()[0]))
 
 
-def test_own_generators_are_looked_for_among_few_objects() -> None:
-    # I-13: a data set may hold a million samples, and objects each other.
+def test_the_search_for_generators_is_bounded() -> None:
+    # I-13: a data set may have a million samples, and objects may refer to each other.
     class Sample:
         looked_at = 0
 
@@ -227,7 +228,7 @@ def test_own_generators_are_looked_for_among_few_objects() -> None:
     assert Sample.looked_at == 0
 
 
-def test_a_val_dataloader_that_draws(tmp_path: Path) -> None:
+def test_a_val_dataloader_that_draws_random_numbers(tmp_path: Path) -> None:
     # I-13: as one that calls `random_split` does.
     class Own(Dropping):
         def val_dataloader(self) -> Any:
@@ -243,8 +244,8 @@ def test_a_val_dataloader_that_draws(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_a_run_that_goes_on_draws_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    # I-13, F-02: saved in a hook of validation, whose draws are none of training's.
+def test_a_resumed_run_draws_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    # I-13, F-02: saved in a validation hook, whose draws do not affect training.
     class Saving(Callback):
         def on_validation_end(self, trainer: Any, module: Any) -> None:
             draw()

@@ -24,12 +24,12 @@ from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.checkpoint import load
 from drivetrain.testing import requires_linux
 
-SAMPLES, BATCH = 46, 2  # 23 micro-batches an epoch
+SAMPLES, BATCH = 46, 2  # 23 micro-batches per epoch
 Moment = tuple[Any, ...]
 
 
 class Augmented(Dataset[Any]):
-    """Draws random numbers as it is read."""
+    """Draws random numbers when it is read."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -39,7 +39,9 @@ class Augmented(Dataset[Any]):
 
 
 class Changing(TrainModule):
-    """Changes all that a micro-batch can change: buffers, metric objects, logged values, generators, counters."""
+    """Changes everything that a micro-batch can change: buffers, metric objects, logged values, generators,
+    counters.
+    """
 
     batches: torch.Tensor
     validated: torch.Tensor
@@ -62,7 +64,7 @@ class Changing(TrainModule):
 
     def on_train_epoch_start(self) -> None:
         self.told.append(("epoch starts", self.current_epoch))
-        torch.rand(3)  # draws, which a second call would repeat
+        torch.rand(3)  # random numbers, which a second call would repeat
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.batches = self.batches + 1
@@ -142,17 +144,17 @@ WITHIN_WINDOWS = {"val_check_interval": 12, "check_val_every_n_epoch": None}
         (("train", 0, 3), 0, {}),  # within the very first window
         (("train", 0, 12), 1, {}),
         (("train", 0, 20), 2, {}),  # within the epoch's last window, which is shorter
-        (("train", 1, 0), 3, {}),  # within an epoch's first window: it has begun
+        (("train", 1, 0), 3, {}),  # within an epoch's first window
         (("train", 1, 9), 4, {}),
         (("validate", 0, 23, 0, 0), 3, {}),
-        (("validate", 0, 23, 3, 1), 3, {}),  # within the second loader
+        (("validate", 0, 23, 3, 1), 3, {}),  # within the second loader, after the last batch of the last validation
         (("validate", 1, 23, 5, 1), 6, {}),  # after the last batch of the last validation
         (("validation starts", 0), 3, {}),
         (("validate", 0, 12, 2, 0), 1, WITHIN_WINDOWS),  # within a validation within a window
-        (("train", 0, 14), 1, WITHIN_WINDOWS),  # within a window after a validation that has ended
+        (("train", 0, 14), 1, WITHIN_WINDOWS),  # within a window, after a finished validation
         (("validate", 0, 6, 2, 0), 6, {"accumulate_grad_batches": 1, "val_check_interval": 6}),
         (("epoch ends", 0), 3, {}),
-        (("epoch ends", 1), 6, {}),  # as the run ends
+        (("epoch ends", 1), 6, {}),  # when the run ends
     ],
 )
 def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
@@ -175,7 +177,7 @@ def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
     assert leaving.told + resumed.told == undisturbed.told
 
 
-def test_twice_in_one_window(tmp_path: Path) -> None:  # J-09
+def test_two_preemptions_in_one_window(tmp_path: Path) -> None:  # J-09
     undisturbed = Changing()
     wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
     for batch in (5, 2):
@@ -204,7 +206,7 @@ class Averaged(Callback):
 
 
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"])
-def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path, hook: str) -> None:  # J-09
+def test_temporary_weights_of_hooks_are_not_saved(tmp_path: Path, hook: str) -> None:  # J-09
     """The validation runs to its end, where the hooks put the trained weights back."""
 
     def run(folder: Path, *at: Callable[[Moment], None]) -> tuple[Fit, Changing]:
@@ -233,7 +235,7 @@ def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path, hook
         ("validation starts", 0),
     ],
 )
-def test_a_failed_run_is_saved_as_of_its_last_step(tmp_path: Path, moment: Moment) -> None:  # J-09
+def test_a_failed_run_is_saved_with_the_state_of_its_last_step(tmp_path: Path, moment: Moment) -> None:  # J-09
     undisturbed = Changing()
     wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
 
@@ -256,8 +258,8 @@ def test_a_failed_run_is_saved_as_of_its_last_step(tmp_path: Path, moment: Momen
     assert end(run(resumed), resumed) == wanted
 
 
-def test_a_stop_that_was_asked_for_is_not_forgotten(tmp_path: Path) -> None:  # J-09
-    """The checkpoint is due at the end of the window, for which a preempted run does not wait."""
+def test_a_requested_stop_is_kept(tmp_path: Path) -> None:  # J-09
+    """The checkpoint is due at the end of the window, which a preempted run does not wait for."""
 
     class Stopping(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -335,7 +337,7 @@ Fit(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
 @requires_linux()
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["setup", "sanity check", "end", "blocked"])
-def test_where_nothing_is_left_to_save_it_ends_with_143_too(tmp_path: Path, where: str) -> None:  # J-09
+def test_a_run_with_nothing_left_to_save_also_exits_with_143(tmp_path: Path, where: str) -> None:  # J-09
     (tmp_path / "script.py").write_text(
         _SCRIPT.replace("time.sleep(30)", "time.sleep(1)" if where == "end" else "time.sleep(30)")
     )
@@ -375,7 +377,7 @@ def test_a_validation_after_the_last_step_still_runs(
     assert leaving.told + resumed.told == undisturbed.told
 
 
-def test_what_a_validation_that_is_begun_anew_asks_for_is_heeded_at_once(tmp_path: Path) -> None:  # J-09
+def test_requests_of_a_restarted_validation_take_effect_at_once(tmp_path: Path) -> None:  # J-09
     """A checkpoint holds the weights that were scored, and a stop takes effect before the next window."""
 
     def run(folder: Path, module: Changing) -> Any:

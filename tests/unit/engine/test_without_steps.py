@@ -89,7 +89,7 @@ def _terminate(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_should_stop_ends_it_after_the_window(tmp_path: Path, kind: type[Tiny], options: dict[str, Any]) -> None:
+def test_should_stop_ends_the_run_after_the_window(tmp_path: Path, kind: type[Tiny], options: dict[str, Any]) -> None:
     # I-05
     run = fit(tmp_path, callbacks=At(4, _stop), **options)
     run.fit(kind(), loader(BATCHES, 1))
@@ -97,7 +97,7 @@ def test_should_stop_ends_it_after_the_window(tmp_path: Path, kind: type[Tiny], 
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_a_signal_ends_it_after_the_window(tmp_path: Path, kind: type[Tiny], options: dict[str, Any]) -> None:
+def test_a_signal_ends_the_run_after_the_window(tmp_path: Path, kind: type[Tiny], options: dict[str, Any]) -> None:
     # I-05
     run = fit(tmp_path, callbacks=At(4, _terminate), **options)
     with pytest.raises(SystemExit):
@@ -106,8 +106,8 @@ def test_a_signal_ends_it_after_the_window(tmp_path: Path, kind: type[Tiny], opt
 
 
 @pytest.mark.parametrize(("kind", "options"), [*KINDS, (SkipsEpochs, {})])
-def test_max_time_ends_it(tmp_path: Path, kind: type[Tiny], options: dict[str, Any]) -> None:
-    # I-05: an epoch of nothing but -1 among them, at whose end alone the run can be asked.
+def test_max_time_ends_the_run(tmp_path: Path, kind: type[Tiny], options: dict[str, Any]) -> None:
+    # I-05: including an epoch in which every batch returns -1, which can only be stopped at its end.
     run = fit(tmp_path, max_epochs=300, max_time=timedelta(milliseconds=50), **options)
     run.fit(kind(), loader(BATCHES, 1))
     assert run.should_stop
@@ -115,7 +115,7 @@ def test_max_time_ends_it(tmp_path: Path, kind: type[Tiny], options: dict[str, A
     assert run.global_step == 0
 
 
-def test_a_signal_is_saved_for_and_gone_on_from(tmp_path: Path) -> None:
+def test_a_preempted_run_saves_and_resumes(tmp_path: Path) -> None:
     # I-05: with the progress of training, including the position in the data.
     from drivetrain.callbacks import Checkpoint
 
@@ -135,7 +135,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "options"), [*KINDS, (SkipsEpochs, {})])
-def test_an_epoch_without_one_step_is_said_once(
+def test_an_epoch_without_steps_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], options: dict[str, Any]
 ) -> None:
     # I-05
@@ -144,8 +144,8 @@ def test_an_epoch_without_one_step_is_said_once(
     assert "epoch 0" in said
 
 
-def test_an_epoch_with_one_step_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # I-05: nor one that goes on after its only step was made by the run before.
+def test_an_epoch_with_one_step_is_not_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # I-05: nor an epoch resumed after its only step.
     class Once(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -165,10 +165,10 @@ def test_an_epoch_with_one_step_is_not(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("kind", [Overflowing, ByHand])
-def test_a_scale_at_its_floor_is_said_once_and_is_not_zero(
+def test_a_scale_at_its_floor_is_logged_once_and_is_not_zero(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny]
 ) -> None:
-    # I-05: GradScaler halves it down to 0, of which nothing comes back.
+    # I-05: previously GradScaler halved it down to 0, from which it cannot recover.
     scaler = GradScaler("cpu")
     run = fit(tmp_path, precision=MixedPrecision("16-mixed", "cpu", scaler))
     run.fit(kind(), loader(BATCHES, 1))
@@ -177,7 +177,7 @@ def test_a_scale_at_its_floor_is_said_once_and_is_not_zero(
     assert scaler.get_scale() == 2.0**-24
 
 
-def test_what_overflowed_for_long_trains_again_once_it_does_not(tmp_path: Path) -> None:
+def test_training_recovers_after_many_overflows(tmp_path: Path) -> None:
     # I-05: from the floor the scale grows again.
     class Recovering(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -189,7 +189,7 @@ def test_what_overflowed_for_long_trains_again_once_it_does_not(tmp_path: Path) 
     assert run.global_step >= 90
 
 
-def test_a_scale_that_falls_a_little_is_none_of_our_business(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slightly_reduced_scale_is_not_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # I-05
     class Seldom(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -202,7 +202,7 @@ def test_a_scale_that_falls_a_little_is_none_of_our_business(tmp_path: Path, cap
     assert not [one for one in warned(caplog) if "loss scale" in one]
 
 
-def test_an_endless_stream_of_nothing_can_be_stopped(tmp_path: Path) -> None:
+def test_an_endless_stream_without_steps_can_be_stopped(tmp_path: Path) -> None:
     # I-05
     run = fit(tmp_path, max_epochs=-1, max_time=timedelta(milliseconds=50))
     run.fit(NoLoss(), stream(10**9, 1))

@@ -23,7 +23,7 @@ class Keeping(SGD):
         super().zero_grad(set_to_none=False)
 
 
-def test_an_optimizer_that_clears_gradients_in_its_own_way_does_so_once_a_window(tmp_path: Path) -> None:
+def test_an_overridden_zero_grad_is_called_once_per_window(tmp_path: Path) -> None:
     class Kept(Bare):
         def configure_optimizers(self) -> Any:
             return Keeping(self.parameters(), lr=0.1)
@@ -35,7 +35,7 @@ def test_an_optimizer_that_clears_gradients_in_its_own_way_does_so_once_a_window
     assert optimizer.cleared == 3
 
 
-def test_a_zero_grad_that_was_put_on_the_instance_is_called(tmp_path: Path) -> None:
+def test_a_zero_grad_set_on_the_instance_is_called(tmp_path: Path) -> None:
     cleared: list[int] = []
 
     class Patched(Bare):
@@ -49,7 +49,7 @@ def test_a_zero_grad_that_was_put_on_the_instance_is_called(tmp_path: Path) -> N
     assert len(cleared) == 3
 
 
-def test_torchs_own_is_done_to_every_group_and_to_none_else() -> None:
+def test_torchs_zero_grad_applies_to_every_group() -> None:
     first, later, foreign, unused = (nn.Parameter(torch.ones(2)) for _ in range(4))
     optimizer = SGD([first, unused], lr=0.1)
     optimizer.add_param_group({"params": [later]})
@@ -59,7 +59,7 @@ def test_torchs_own_is_done_to_every_group_and_to_none_else() -> None:
     assert [parameter.grad is None for parameter in (first, later, foreign, unused)] == [True, True, False, True]
 
 
-def test_gradients_do_not_live_through_the_next_forward(tmp_path: Path) -> None:
+def test_gradients_are_freed_before_the_next_forward(tmp_path: Path) -> None:
     """The memory of old gradients is free for the forward's activations."""
     seen: list[list[Tensor | None]] = []
 

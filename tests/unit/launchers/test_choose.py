@@ -57,14 +57,14 @@ def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("file", "spec"),
     [
-        (__file__, None),  # pytest's own calls are on the stack
+        (__file__, None),  # here, pytest's own calls are on the stack
         ("bin/pytest", None),
         ("pytest/__main__.py", "pytest.__main__"),
         ("unittest/__main__.py", "unittest.__main__"),
         ("bin/gunicorn", None),
     ],
 )
-def test_auto_starts_a_function_where_more_than_the_script_would_run_again(
+def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, spec: str | None
 ) -> None:  # I-19
     path = tmp_path / file
@@ -79,14 +79,14 @@ def test_auto_starts_a_function_where_more_than_the_script_would_run_again(
         asked(rerun_command)
 
 
-def test_a_script_of_such_a_name_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # I-19
+def test_a_script_named_like_a_test_runner_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # I-19
     script = tmp_path / "celery.py"
     script.touch()
     _main(monkeypatch, str(script))
     assert isinstance(_away(choose_launcher, "auto", 2), SubprocessLauncher)
 
 
-def test_other_runners_of_tests_are_known_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
+def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
     found: list[str | None] = []
 
     class Test(unittest.TestCase):
@@ -130,7 +130,7 @@ def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> N
         thread.join()
 
 
-def test_auto_starts_a_function_where_somebody_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_starts_a_function_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
     _main(monkeypatch, None)
     launcher = choose_launcher("auto", 2)
     assert isinstance(launcher, FunctionLauncher)
@@ -185,7 +185,7 @@ def test_the_command_of_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("<stdin>", ["-"], "standard input, a REPL or a notebook"),
     ],
 )
-def test_what_has_no_file_is_refused(
+def test_a_program_without_a_file_is_refused(
     monkeypatch: pytest.MonkeyPatch, file: str | None, argv: list[str], reason: str
 ) -> None:  # G-06
     _main(monkeypatch, file)
@@ -195,7 +195,7 @@ def test_what_has_no_file_is_refused(
     assert "put the program into a file" in caught.value.fix
 
 
-def test_a_module_of_a_package_that_is_called_like_a_program_is_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_named_like_a_test_runner_is_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     # I-19
     for spec, found in (("asv.train", "asv.train"), ("asv.__main__", "asv"), ("asv", "asv")):
         _main(monkeypatch, __file__, spec)

@@ -91,5 +91,5 @@ def test_the_first_cause() -> None:  # G-01, G-02
     killed = Failure.of_exit(4, -9)
     assert first_cause([lost, silent, later, cause, killed]) is cause
     assert first_cause([lost, silent, killed]) is killed
-    assert first_cause([lost, silent]) is silent  # it names the silent rank
+    assert first_cause([lost, silent]) is silent  # it names the rank that did not respond
     assert first_cause([killed, later]) is later

@@ -35,7 +35,7 @@ def _plant(trace: Path, rank: int = 1) -> str:
     pickled = base64.b85encode(pickle.dumps(_Planted(trace))).decode()
     failure = Failure(rank, error_type="ValueError", message="planted", pickled_error=pickled)
     assert failure.load_error() is None  # a folder is no exception,
-    trace.rmdir()  # and it was made: the pickle is a live one
+    trace.rmdir()  # but it shows that unpickling works
     return json.dumps(asdict(failure))
 
 
@@ -79,7 +79,7 @@ def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
     assert again.load_error() is None
 
 
-def test_ranks_leave_their_errors_where_only_this_user_writes() -> None:  # J-06
+def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
     processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
     try:
         folder = Path(processes._scratch.path)

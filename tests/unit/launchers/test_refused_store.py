@@ -13,7 +13,7 @@ from drivetrain.environments import Placement
 from drivetrain.launchers import world as module
 
 
-def test_who_is_refused_once_waits_no_second_time(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
+def test_a_refused_process_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
     tried = []
 
     def connect(*args: Any, **options: Any) -> TCPStore:

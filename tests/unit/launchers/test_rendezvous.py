@@ -42,7 +42,7 @@ def answers(port: int, address: str = "127.0.0.2") -> bool:
     return True
 
 
-def test_on_all_interfaces_it_would_answer_at_another_address() -> None:
+def test_a_store_on_all_interfaces_answers_at_another_address() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert answers(store.port)
 
@@ -92,20 +92,20 @@ def _by_a_worker_of_rays() -> tuple[int, Any]:
 
 @requires_linux()
 @pytest.mark.parametrize("hosted", [_by_host, _by_the_script, _by_rank_0, _by_a_worker_of_rays])
-def test_the_store_listens_where_it_is_asked_to(hosted: Any) -> None:  # J-06
+def test_the_store_listens_at_the_given_address(hosted: Any) -> None:  # J-06
     port, _kept = hosted()
     assert answers(port, "127.0.0.1")
     assert not answers(port)
 
 
 @requires_linux()
-def test_by_name_it_listens_where_the_name_leads() -> None:  # J-06
+def test_by_name_it_listens_at_the_resolved_address() -> None:  # J-06
     store = host("localhost", 0, num_nodes=2)
     assert TCPStore("localhost", store.port, is_master=False).check(["x"]) is False
     assert not answers(store.port)
 
 
-def test_what_is_no_address_of_this_machine_is_listened_for_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     port = _free_port()
     with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
@@ -143,7 +143,7 @@ def test_a_taken_port_is_an_error_of_ours_that_names_it(hosting: Any, taken: int
     assert "MASTER_PORT" in caught.value.fix
 
 
-def test_what_cannot_be_hosted_otherwise_says_why() -> None:
+def test_other_hosting_errors_state_the_reason() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot host the store at no\.such\.host\.invalid:0: .*[Nn]ame"):
         host("no.such.host.invalid", 0)
 
@@ -171,7 +171,7 @@ def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, com
         ("train.py trainer.rank=0", "train.py trainer.rank=1"),
     ],
 )
-def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-05
+def test_ranks_of_one_job_are_recognised(hosts: str, comes: str) -> None:  # J-05
     first, other = _job(command=hosts), _job(rank=1, command=comes)
     assert first.describe_difference(other) == other.describe_difference(first) == ""
     again = Job.decode(first.encode())
@@ -194,7 +194,7 @@ def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-0
         (Job.new(), Job.new(), "and this is"),
     ],
 )
-def test_two_jobs_are_told_apart(hosts: Job, comes: Job, why: str) -> None:  # J-05
+def test_two_jobs_are_distinguished(hosts: Job, comes: Job, why: str) -> None:  # J-05
     store = host("127.0.0.1", 0, job=hosts)
     newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
     for let_in in (admit, admit_first):
@@ -207,7 +207,7 @@ def test_two_jobs_are_told_apart(hosts: Job, comes: Job, why: str) -> None:  # J
     admit(member, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
-def test_a_rank_that_is_there_is_refused_a_second_time() -> None:  # J-05
+def test_a_rank_is_refused_a_second_time() -> None:  # J-05
     job = _job()
     store = host("127.0.0.1", 0, job=job)
     for rank in (1, 2):
@@ -216,7 +216,7 @@ def test_a_rank_that_is_there_is_refused_a_second_time() -> None:  # J-05
         admit(TCPStore("127.0.0.1", store.port, is_master=False), job, 1, "127.0.0.1", store.port)
 
 
-def test_a_store_that_outlives_its_ranks_lets_them_in_again() -> None:  # J-05
+def test_a_store_that_outlives_its_ranks_admits_them_again() -> None:  # J-05
     store = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(store, _job("run 3"), 1, "127.0.0.1", store.port)
@@ -224,7 +224,7 @@ def test_a_store_that_outlives_its_ranks_lets_them_in_again() -> None:  # J-05
         admit_first(store, _job("run 4"), 0, "127.0.0.1", store.port)
 
 
-def test_a_store_that_is_nobodys_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
+def test_a_foreign_store_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
     monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
@@ -254,11 +254,11 @@ def test_a_started_process_refuses_anothers_store_and_is_refused_once() -> None:
         (LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}), "LSF's job 5, step 1"),
     ],
 )
-def test_who_started_a_job_names_it(environment: Environment, name: str | None) -> None:  # J-05
+def test_a_job_is_identified_by_its_starter(environment: Environment, name: str | None) -> None:  # J-05
     assert environment.job == name
 
 
-def test_a_process_stays_with_its_store_wherever_it_goes_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_keeps_its_store_after_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = _free_port()
     first = _place(_bare(port))
     monkeypatch.chdir(tmp_path)

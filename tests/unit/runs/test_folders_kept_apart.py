@@ -44,8 +44,8 @@ class Bare(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_loggers_elsewhere_go_on_where_they_were(tmp_path: Path) -> None:
-    # J-13: the second logger took the first one's version, and with it another run's files
+def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> None:
+    # J-13: previously the second logger used the first one's version, and therefore another run's files
     for _ in range(2):
         trained(tmp_path, logger=CSVLogger(tmp_path / "b"))
     others = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
@@ -59,12 +59,12 @@ def test_loggers_elsewhere_go_on_where_they_were(tmp_path: Path) -> None:
     assert kept == others
 
 
-def test_two_runs_at_once_have_their_own_folders_elsewhere(tmp_path: Path) -> None:
-    # J-13: both wrote to b/version_0
+def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Path) -> None:
+    # J-13: previously both wrote to b/version_0
     inner: list[Any] = []
 
     def other(step: int) -> None:
-        if step == 0:  # the outer run has announced a version, and has not written yet
+        if step == 0:  # the outer run has announced a version, but has not written yet
             inner.append(trained(tmp_path, module=Bare(), logger=two_roots(tmp_path)))
 
     outer = fit(tmp_path, logger=two_roots(tmp_path))
@@ -76,12 +76,12 @@ def test_two_runs_at_once_have_their_own_folders_elsewhere(tmp_path: Path) -> No
     assert steps == [list("123456")] * 2
 
 
-def test_a_name_that_was_only_expected_is_not_taken_from_another(tmp_path: Path) -> None:
+def test_an_expected_version_is_not_taken_from_another_run(tmp_path: Path) -> None:
     (tmp_path / "version_0").mkdir()
     assert claim_version(str(tmp_path), expected="version_0") == "version_1"
 
 
-def test_auto_goes_on_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it silently started afresh
+def test_auto_resumes_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it silently started afresh
     stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
     trainer, module = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2)), Net()
     trainer.validate(module, data(), verbose=False)
@@ -90,7 +90,7 @@ def test_auto_goes_on_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it s
     assert [(one["from_step"], one["to_step"]) for one in record(trainer.log_dir)["parts"]] == [(0, 5), (4, 6)]
 
 
-def test_an_evaluation_says_nothing_of_how_the_training_ended(tmp_path: Path) -> None:
+def test_an_evaluation_does_not_change_the_status_of_the_training(tmp_path: Path) -> None:
     # J-13: the record of a failed run said "finished" once it had been tested
     trainer = stopped(tmp_path, step=5)
     before = record(trainer.log_dir)
@@ -102,7 +102,7 @@ def test_an_evaluation_says_nothing_of_how_the_training_ended(tmp_path: Path) ->
     assert [after[one] for one in names] == [before[one] for one in names]
 
 
-def test_what_was_killed_after_its_last_checkpoint_is_said_to_be_finished(tmp_path: Path) -> None:  # J-13
+def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:  # J-13
     trainer = trained(tmp_path)
     left_running(trainer.log_dir, began="1")
     trained(tmp_path, "auto")
@@ -113,7 +113,7 @@ def test_what_was_killed_after_its_last_checkpoint_is_said_to_be_finished(tmp_pa
     assert record(trainer.log_dir) == after
 
 
-def test_what_a_kill_left_of_a_record_goes_with_the_next_run(tmp_path: Path) -> None:
+def test_remains_of_a_killed_record_are_removed_by_the_next_run(tmp_path: Path) -> None:
     trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
     torn = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
     torn.write_text("{")
@@ -121,7 +121,7 @@ def test_what_a_kill_left_of_a_record_goes_with_the_next_run(tmp_path: Path) -> 
     assert not torn.exists()
 
 
-def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_with_malformed_lists_in_its_record_resumes(tmp_path: Path) -> None:
     trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
     edit(trainer.log_dir, checkpoints=[7, None, "x"], events=["y"], parts=[1], loggers=[3])
     again = trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
@@ -130,7 +130,7 @@ def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
-def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
+def test_a_checkpoint_of_an_unreachable_run_can_be_resumed(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13: as after a copy from a store that is unreachable here
     monkeypatch.setattr(_resume_choice, "_SHORT_RETRY_SECONDS", 0.0)
@@ -177,7 +177,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     assert [one.name for one in Path(str(folder)).glob("run-*.json")] == ([] if beats or which else ["run-1.json"])
 
 
-def test_a_logger_that_cannot_write_costs_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13: the run failed before the checkpoint was written
     class Offline(CSVLogger):
         def save(self) -> None:
@@ -192,7 +192,7 @@ def test_a_logger_that_cannot_write_costs_no_checkpoint(tmp_path: Path, caplog: 
     assert "Offline could not write what was logged so far, and tries again later: no network" in caplog.text
 
 
-def test_an_evaluation_by_name_leaves_the_record_of_the_run_that_it_is_of(tmp_path: Path) -> None:
+def test_an_evaluation_does_not_change_the_record_of_its_run(tmp_path: Path) -> None:
     def logger() -> CSVLogger:
         return CSVLogger(tmp_path, version="mine")
 
@@ -205,7 +205,7 @@ def test_an_evaluation_by_name_leaves_the_record_of_the_run_that_it_is_of(tmp_pa
     assert trained(tmp_path, "auto", logger=logger(), max_epochs=2).run_id == trainer.run_id
 
 
-def test_links_and_records_of_others_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_foreign_records_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trained(tmp_path)
     place = tmp_path / "drivetrain_logs"
     (place / "loop").symlink_to(place / "loop")
@@ -223,7 +223,7 @@ def test_links_and_records_of_others_are_no_obstacle(tmp_path: Path, monkeypatch
     assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
 
 
-def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_while_it_is_watched_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trained(tmp_path)
     ended = record(trainer.log_dir)
     left_running(trainer.log_dir, host="elsewhere")

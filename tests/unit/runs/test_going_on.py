@@ -48,7 +48,7 @@ def of_an_earlier_version(checkpoint: Path) -> None:
 # Which run
 
 
-def test_auto_goes_on_with_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13
     trained(tmp_path)
     stopped(tmp_path, step=9, max_epochs=3, callbacks=every(2))
@@ -65,7 +65,7 @@ def test_auto_goes_on_with_the_newest_run_in_its_folder(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("which", ["auto", "last"])
-def test_a_run_of_another_class_is_passed_over(
+def test_a_run_of_another_class_is_skipped(
     tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
 ) -> None:  # J-13: it resumed the finished run of another class, took no step and reported success
     trained(tmp_path)
@@ -79,7 +79,7 @@ def test_a_run_of_another_class_is_passed_over(
     assert said == ("a fresh start. Skipped: version_0 (its module is run_case.Net, and this one run_case.Another).")
 
 
-def test_a_run_with_other_hyper_parameters_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13: a sweep in one directory
     for lr in (0.1, 0.2, 0.3):
         trained(tmp_path, "auto", module=Net(lr))
@@ -90,14 +90,14 @@ def test_a_run_with_other_hyper_parameters_is_passed_over(tmp_path: Path, caplog
     assert "version_2 (its hyper-parameters differ: lr=0.3, here 0.2)" in caplog.text
 
 
-def test_a_run_of_another_name_is_not_seen(tmp_path: Path) -> None:  # J-13: seeds are no hyper-parameters
+def test_a_run_of_another_name_is_ignored(tmp_path: Path) -> None:  # J-13: seeds are no hyper-parameters
     for name in ("seed-0", "seed-1"):
         trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name=name))
     first = trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name="seed-0"), max_epochs=2)
     assert first.log_dir == str(tmp_path / "seed-0" / "version_0")
 
 
-def test_a_run_that_is_under_way_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+def test_a_running_run_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, **process_of(1))
     second = trained(tmp_path, "auto", max_epochs=2)
@@ -109,7 +109,7 @@ def test_a_run_that_is_under_way_is_passed_over(tmp_path: Path, caplog: pytest.L
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
 
 
-def test_a_run_of_this_very_process_is_known(tmp_path: Path) -> None:  # J-13: a fit within a fit
+def test_a_run_of_this_process_is_detected(tmp_path: Path) -> None:  # J-13: a fit within a fit
     class Nesting(Net):
         inner = ""
 
@@ -119,23 +119,23 @@ def test_a_run_of_this_very_process_is_known(tmp_path: Path) -> None:  # J-13: a
 
     module = Nesting()
     outer = fit(tmp_path)
-    edited = outer.fit  # of the same class, judging by the records
+    edited = outer.fit  # of the same class, according to the records
     Nesting.__qualname__, Nesting.__module__ = Net.__qualname__, Net.__module__
     edited(module, data())
     assert (version(outer), Nesting.inner) == ("version_0", "version_1")
 
 
-def test_newest_goes_by_lineage_and_not_by_clocks(tmp_path: Path) -> None:  # J-13
+def test_the_newest_checkpoint_is_determined_by_lineage_not_clocks(tmp_path: Path) -> None:  # J-13
     trained(tmp_path, callbacks=every(2))
     older = tmp_path / "drivetrain_logs/version_0/checkpoints/epoch=0-step=2"
     fork = trained(tmp_path, older, callbacks=every(2), max_epochs=2)
     assert version(fork) == "version_1"
     assert record(fork.log_dir)["parent"] == record(older.parents[1])["id"]
-    # Between branches the time of the commit decides: the fork's came last.
+    # Between branches the time of the commit decides: the fork's was last.
     assert version(trained(tmp_path, "auto", callbacks=every(2), max_epochs=3)) == "version_1"
 
 
-def test_old_places_are_named_and_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path / "before", callbacks=Checkpoint(tmp_path / "checkpoints"))
     of_an_earlier_version(tmp_path / "checkpoints" / "epoch=0-step=6")
     fresh = trained(tmp_path, "auto")
@@ -149,7 +149,7 @@ def test_old_places_are_named_and_not_taken(tmp_path: Path, caplog: pytest.LogCa
 # In an explicit dirpath
 
 
-def test_the_same_holds_in_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     def kept() -> Checkpoint:
         return Checkpoint(tmp_path / "kept")
 
@@ -175,10 +175,10 @@ def test_a_dirpath_alone_is_enough_where_the_runs_folder_is_gone(tmp_path: Path)
     assert again.checkpoint_callback is not None
 
 
-# Where it writes
+# The folder of a resumed run
 
 
-def test_a_path_to_the_newest_goes_on_in_its_folder_and_others_begin_one(tmp_path: Path) -> None:  # J-13
+def test_only_a_path_to_the_newest_checkpoint_continues_in_its_folder(tmp_path: Path) -> None:  # J-13
     trained(tmp_path, callbacks=every(3))
     saved = tmp_path / "drivetrain_logs/version_0/checkpoints"
     newest = trained(tmp_path, saved / "epoch=0-step=6", callbacks=every(3), max_epochs=2)
@@ -195,14 +195,14 @@ def test_a_path_to_the_newest_goes_on_in_its_folder_and_others_begin_one(tmp_pat
     assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
 
 
-def test_a_path_to_a_run_that_is_under_way_begins_a_folder(tmp_path: Path) -> None:  # J-13
+def test_a_path_to_a_running_run_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, **process_of(1))
     path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     assert version(trained(tmp_path, path, max_epochs=2)) == "version_1"
 
 
-def test_what_differs_by_consent_begins_a_folder(tmp_path: Path) -> None:  # J-13
+def test_an_allowed_difference_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
     first = trained(tmp_path)
     path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     other = fit(tmp_path, max_epochs=2)
@@ -213,7 +213,7 @@ def test_what_differs_by_consent_begins_a_folder(tmp_path: Path) -> None:  # J-1
 def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
     kept = tmp_path / "kept"
     trained(tmp_path, callbacks=Checkpoint(kept, filename="a-{step}"))
-    trained(tmp_path, "best", callbacks=Checkpoint(kept, filename="b-{step}"), max_epochs=2)  # a run of its own
+    trained(tmp_path, "best", callbacks=Checkpoint(kept, filename="b-{step}"), max_epochs=2)  # a separate run
     assert sorted(one.name for one in kept.glob("*-*")) == ["a-step=6", "b-step=12"]
     trained(tmp_path, "last", callbacks=Checkpoint(kept, filename="c-{step}"), max_epochs=3)  # the same run
     assert sorted(one.name for one in kept.glob("*-*")) == ["a-step=6", "c-step=18"]
@@ -221,7 +221,7 @@ def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 7, 11])
 @pytest.mark.parametrize("pace", [1, 2, 3])
-def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> None:  # J-13
+def test_logs_of_a_resumed_run_have_every_step_once(tmp_path: Path, step: int, pace: int) -> None:  # J-13
     def options(root: Path) -> dict[str, Any]:
         return {
             "max_epochs": 2,
@@ -238,7 +238,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
     def die(at: int) -> None:
         if at == step:
             for one in killed.loggers:
-                one.save()  # it may have written rows after the checkpoint
+                one.save()  # it may have logged rows after the checkpoint
             raise RuntimeError("killed")
 
     killed = fit(root, **options(root))
@@ -253,7 +253,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
 # Runs that have ended
 
 
-def test_auto_ends_a_run_that_has_ended_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_does_not_change_a_finished_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13
     caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)
@@ -270,10 +270,10 @@ def test_auto_ends_a_run_that_has_ended_and_changes_nothing(tmp_path: Path, capl
             trained(tmp_path, which)
     assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
     assert folders(tmp_path) == ["version_0"]
-    assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"  # the limit was raised since
+    assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"  # the limit has been raised
 
 
-def test_auto_ends_a_run_that_was_stopped_early_until_it_may_be_more_patient(tmp_path: Path) -> None:  # J-13
+def test_auto_resumes_an_early_stopped_run_with_more_patience(tmp_path: Path) -> None:  # J-13
     def early(patience: int) -> dict[str, Any]:
         stopping = EarlyStopping("loss_epoch", patience=patience, min_delta=100.0)
         return {"callbacks": [stopping, Checkpoint()], "max_epochs": 6}
@@ -292,7 +292,7 @@ def test_auto_ends_a_run_that_was_stopped_early_until_it_may_be_more_patient(tmp
 # Jobs, and runs on other machines
 
 
-def test_what_this_job_left_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
+def test_a_run_of_this_job_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     job = stopped(tmp_path, step=5, callbacks=every(2), max_epochs=2)
     left_running(job.log_dir, host="another", pid=1)
@@ -300,12 +300,12 @@ def test_what_this_job_left_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     newer = trained(tmp_path, callbacks=every(2))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    again = trained(tmp_path, "auto", callbacks=every(2), max_epochs=2)  # nothing is watched: it would take 90 s
+    again = trained(tmp_path, "auto", callbacks=every(2), max_epochs=2)  # no watching, which would take 90 s
     assert (version(again), version(newer)) == ("version_0", "version_1")
     assert [one["from_step"] for one in record(again.log_dir)["parts"]] == [0, 4]
 
 
-def test_a_job_that_slurm_queues_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
+def test_a_job_requeued_by_slurm_continues_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
@@ -331,7 +331,7 @@ def test_a_job_that_slurm_queues_again_goes_on_in_its_folder(tmp_path: Path, mon
     assert [row["step"] for row in rows(again.log_dir)] == ["1", "2", "3", "4", "5", "6"]
 
 
-def test_a_job_that_had_saved_nothing_begins_again_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
+def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     early = stopped(tmp_path, step=1)
     again = trained(tmp_path, "auto")
@@ -351,7 +351,7 @@ def test_two_steps_of_one_slurm_job_may_run_side_by_side(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("beats", [False, True])
-def test_elsewhere_a_heartbeat_tells(
+def test_runs_on_other_machines_are_judged_by_heartbeats(
     tmp_path: Path, beats: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:  # J-13
     first = trained(tmp_path)
@@ -370,7 +370,7 @@ def test_elsewhere_a_heartbeat_tells(
     assert version(again) == ("version_1" if beats else "version_0")
 
 
-def test_heartbeats_are_written_while_a_step_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-13, N-06
     monkeypatch.setattr(_liveness, "HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
@@ -386,7 +386,7 @@ def test_heartbeats_are_written_while_a_step_takes_its_time(tmp_path: Path, monk
     assert (ended["status"], ended["why"]) == ("finished", "max_epochs=1 is reached")
 
 
-def test_weights_of_a_run_under_way_can_be_evaluated(tmp_path: Path) -> None:
+def test_weights_of_a_running_run_can_be_evaluated(tmp_path: Path) -> None:
     first = trained(tmp_path, callbacks=Checkpoint())
     left_running(first.log_dir, **process_of(1))
     module = Net()
@@ -396,7 +396,7 @@ def test_weights_of_a_run_under_way_can_be_evaluated(tmp_path: Path) -> None:
     assert module.net.weight.abs().sum() > 0
 
 
-def test_only_a_run_that_would_be_taken_is_watched(
+def test_only_a_run_to_be_resumed_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     older, _ = trained(tmp_path), trained(tmp_path)
@@ -428,7 +428,7 @@ def test_an_evaluation_watches_nothing(
     assert "is watched" not in caplog.text
 
 
-def test_the_old_place_is_named_only_where_it_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_old_location_is_named_only_if_it_exists(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(tmp_path, callbacks=Checkpoint(tmp_path / "checkpoints"))
     trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "checkpoints"), module=Net(0.7))
     assert "a fresh start" in caplog.text

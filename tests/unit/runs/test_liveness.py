@@ -1,4 +1,4 @@
-"""Telling live runs from killed ones: J-13."""
+"""Distinguishing live runs from killed ones: J-13."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_a_process_lives_until_it_has_ended() -> None:
     assert seen.lives() is False
 
 
-def test_another_process_of_the_same_number_is_not_it() -> None:
+def test_another_process_with_the_same_pid_is_distinguished() -> None:
     here = Process.here()
     assert here.lives() is True
     assert replace(here, began="1").lives() is False
 
 
 @pytest.mark.parametrize("other", [{"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}], ids=str)
-def test_what_is_out_of_sight_is_not_known(other: dict[str, Any]) -> None:
+def test_processes_of_other_machines_are_unknown(other: dict[str, Any]) -> None:
     assert replace(Process.here(), **other).lives() is None
 
 
-def test_a_process_of_somebody_elses_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(pid: int, number: int) -> None:
         raise PermissionError
 
@@ -61,7 +61,7 @@ def test_a_process_of_somebody_elses_lives(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "document", [None, 3, {}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1, "host": 2}, {"pid": 2**40}], ids=str
 )
-def test_what_names_no_process_is_none(document: Any) -> None:
+def test_invalid_process_entries(document: Any) -> None:
     assert Process.from_json(document) is None
     assert Job.from_json(document) == []
     assert Job.from_json([document]) == []
@@ -92,7 +92,7 @@ def _running(process: Process, *jobs: Job, identifier: str = "a") -> Record:
     return Record("runs/version_0", document)
 
 
-def test_what_a_record_says_of_a_run() -> None:
+def test_the_liveness_of_a_recorded_run() -> None:
     here, away = Process.here(), replace(Process.here(), host="another")
     ours, requeued = Job("slurm", "7"), Job("slurm", "7", restarts=1)
     assert is_alive(Record("f", {"status": "finished"}), []) is False

@@ -27,7 +27,7 @@ class Wide(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_logger_that_is_used_again_begins_a_table(tmp_path: Path) -> None:
+def test_a_reused_logger_starts_a_new_table(tmp_path: Path) -> None:
     # J-13: of the first run's columns, and at a URL of its rows too
     logger = CSVLogger(tmp_path)
     trained(tmp_path, module=Wide(), logger=logger)
@@ -35,7 +35,7 @@ def test_a_logger_that_is_used_again_begins_a_table(tmp_path: Path) -> None:
     assert list(rows(again.log_dir)[0]) == ["step", "epoch", "loss_step", "loss_epoch"]
 
 
-def test_a_logger_that_is_used_again_at_a_url_begins_a_table() -> None:  # J-13
+def test_a_reused_logger_at_a_url_starts_a_new_table() -> None:  # J-13
     url = "memory://kept-apart"
     filesystem = fsspec.filesystem("memory")
     logger = CSVLogger(url)
@@ -46,8 +46,8 @@ def test_a_logger_that_is_used_again_at_a_url_begins_a_table() -> None:  # J-13
     assert tables[0] == tables[1]
 
 
-def test_a_logger_that_goes_on_elsewhere_looks_at_the_table_there(tmp_path: Path) -> None:
-    # J-13: values were written to the wrong columns
+def test_a_logger_that_continues_in_another_folder_reads_its_table(tmp_path: Path) -> None:
+    # J-13: previously values were written to the wrong columns
     wide = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2), max_steps=4)
     wide.fit(Wide(), data())
     folder = Path(str(wide.log_dir))
@@ -63,8 +63,8 @@ def test_a_logger_that_goes_on_elsewhere_looks_at_the_table_there(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_what_was_logged_before_the_run_is_in_its_folder(tmp_path: Path, kind: Any) -> None:
-    # J-13: it stayed in version_0 alone, and the run was in version_1
+def test_values_logged_before_the_run_are_in_its_folder(tmp_path: Path, kind: Any) -> None:
+    # J-13: previously it stayed in version_0, while the run was in version_1
     logger = kind(tmp_path)
     logger.log_hyperparams({"of": "the script"})
     assert folders(tmp_path) == ["version_0"]

@@ -21,7 +21,7 @@ from drivetrain.runs import _record
 from drivetrain.testing import FaultyStore
 
 
-def test_a_record_says_what_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13, N-06
+def test_a_record_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13, N-06
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1", "--api_token", "hush", "--db.password=hush"])
     monkeypatch.setenv("DRIVETRAIN_LOG_EVERY_N_STEPS", "2")
     monkeypatch.chdir(tmp_path)
@@ -53,7 +53,7 @@ def test_a_record_says_what_the_run_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert (part["seed"], part["batch_size"], part["from_step"], part["to_step"]) == (0, 4, 0, 12)
 
 
-def test_it_is_there_from_the_beginning_and_says_how_it_ended(tmp_path: Path) -> None:  # J-13
+def test_a_record_exists_from_the_start_and_states_the_end(tmp_path: Path) -> None:  # J-13
     seen: list[Any] = []
     trainer = fit(tmp_path)
     trainer.fit(Net(at_step=lambda step: seen.append(record(trainer.log_dir)["status"])), data())
@@ -80,7 +80,7 @@ fit({root!r}).fit(Net(at_step=lambda step: step == 3 and input("waiting\\n")), d
 """
 
 
-def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:  # J-13
+def test_a_killed_run_is_distinguished_from_a_live_one(tmp_path: Path) -> None:  # J-13
     script = _SCRIPT.format(paths=[str(Path(__file__).parent), *sys.path], root=str(tmp_path))
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
@@ -99,7 +99,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:  # J-13
     assert is_alive(said, []) is False
 
 
-def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
+def test_a_step_does_not_write_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
     written: list[int] = []
     original = _record.encode_record
     trainer = fit(tmp_path, max_epochs=1, callbacks=Checkpoint(every_n_train_steps=4, save_top_k=-1))
@@ -114,7 +114,7 @@ def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert written.count(6) == 1
 
 
-def test_a_write_that_fails_is_said_once_and_tried_again(
+def test_a_failed_write_is_warned_about_once_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original, failing = os.replace, [False]
@@ -136,7 +136,7 @@ def test_a_write_that_fails_is_said_once_and_tried_again(
     assert sorted(one.name for one in Path(str(trainer.log_dir)).glob("run.json*")) == ["run.json"]
 
 
-def test_two_that_write_to_one_folder_are_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_runs_in_one_folder_are_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2, save_top_k=-1))
     theirs: list[dict[str, Any]] = []
 
@@ -152,7 +152,7 @@ def test_two_that_write_to_one_folder_are_told_so(tmp_path: Path, caplog: pytest
     assert record(trainer.log_dir) == theirs[0]
 
 
-def test_one_that_never_trained_does_not_undo_what_another_has_written(tmp_path: Path) -> None:
+def test_a_run_that_never_trained_does_not_revert_anothers_record(tmp_path: Path) -> None:
     first = trained(tmp_path)
     theirs: list[dict[str, Any]] = []
 
@@ -190,7 +190,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=lambda one: repr(one[:24]))
-def test_a_record_of_any_content_is_no_obstacle(
+def test_a_record_with_arbitrary_content_is_tolerated(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13
     from drivetrain.runs import _liveness
@@ -206,13 +206,13 @@ def test_a_record_of_any_content_is_no_obstacle(
     assert folders(tmp_path) == ["version_0", "version_1"]
 
 
-def test_what_json_does_not_know_is_text() -> None:
+def test_values_unknown_to_json_are_stored_as_text() -> None:
     class Odd:
         pass
 
     values = {"nan": float("nan"), "big": 2**70, "path": Path("a"), "odd": Odd(), "kind": Odd, 3: (1, {2})}
     found = _record.plain(values)
-    name = f"{__name__}.test_what_json_does_not_know_is_text.<locals>.Odd"
+    name = f"{__name__}.test_values_unknown_to_json_are_stored_as_text.<locals>.Odd"
     assert found == {"nan": "nan", "big": str(2**70), "path": "a", "odd": name, "kind": name, "3": [1, [2]]}
     assert json.loads(_record.encode_record(found)) == found
 
@@ -223,7 +223,7 @@ def test_times_are_in_order() -> None:
     assert first < _record.now()
 
 
-def test_a_store_that_refuses_is_asked_again_and_never_taken_for_empty(
+def test_a_refusing_store_is_retried_and_not_considered_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13
     monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)

@@ -1,4 +1,4 @@
-"""Every fit has a folder of its own; its content: J-13."""
+"""Every fit has its own folder; the contents of the folder: J-13."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_fit_of_one_trainer_has_its_own(tmp_path: Path) -> None:  # J-13
         assert len(list((Path(str(folder)) / "checkpoints").glob("epoch=*"))) == 1
 
 
-def test_loggers_of_one_root_and_name_share_it_and_others_do_not(tmp_path: Path) -> None:  # J-13
+def test_loggers_with_one_root_and_name_share_a_folder(tmp_path: Path) -> None:  # J-13
     def loggers() -> list[Logger]:
         beside = CSVLogger(tmp_path / "beside", name="b"), TensorBoardLogger(tmp_path / "beside", name="b")
         return [TensorBoardLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="a"), *beside]
@@ -82,7 +82,7 @@ def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.Log
         fit(tmp_path, logger=CSVLogger(tmp_path, version="mine")).fit(Net(), data())
 
 
-def test_a_number_that_somebody_was_told_stays(tmp_path: Path) -> None:  # J-13
+def test_an_announced_version_is_kept(tmp_path: Path) -> None:  # J-13
     logger = CSVLogger(tmp_path)
     told = Path(logger.log_dir)
     told.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_a_number_that_somebody_was_told_stays(tmp_path: Path) -> None:  # J-13
     assert trained(tmp_path, logger=late).log_dir == str(tmp_path / "drivetrain_logs" / "version_2")
 
 
-def test_without_a_logger_it_is_there_for_checkpoints_alone(tmp_path: Path) -> None:  # J-13
+def test_without_a_logger_the_folder_is_for_checkpoints_only(tmp_path: Path) -> None:  # J-13
     trainer = trained(tmp_path, logger=False)
     assert trainer.log_dir == str(tmp_path / "drivetrain_logs" / "version_0")
     assert sorted(one.name for one in Path(trainer.log_dir).iterdir()) == ["checkpoints", "run.json"]
@@ -107,7 +107,7 @@ def test_without_a_logger_it_is_there_for_checkpoints_alone(tmp_path: Path) -> N
     assert not (tmp_path / "none").exists()
 
 
-def test_an_explicit_dirpath_takes_the_checkpoints_alone(tmp_path: Path) -> None:  # J-13
+def test_an_explicit_dirpath_contains_only_checkpoints(tmp_path: Path) -> None:  # J-13
     trainer = trained(tmp_path, callbacks=Checkpoint(tmp_path / "kept"))
     assert folders(tmp_path) == ["version_0"]
     assert not (Path(str(trainer.log_dir)) / "checkpoints").exists()
@@ -116,7 +116,7 @@ def test_an_explicit_dirpath_takes_the_checkpoints_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True, "log_every_n_steps": 0}], ids=str)
-def test_what_is_only_tried_writes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:  # J-13
+def test_trial_runs_write_nothing(tmp_path: Path, options: dict[str, Any]) -> None:  # J-13
     if "barebones" in options:  # barebones refuses user callbacks
         options = {**options, "callbacks": None, "logger": None}
     trainer = trained(tmp_path, **options)
@@ -124,7 +124,7 @@ def test_what_is_only_tried_writes_nothing(tmp_path: Path, options: dict[str, An
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluation_has_one_only_where_a_logger_writes(tmp_path: Path) -> None:  # J-13
+def test_an_evaluation_has_a_folder_only_with_a_file_logger(tmp_path: Path) -> None:  # J-13
     class Silent(Net):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             pass
@@ -144,7 +144,7 @@ def test_an_evaluation_has_one_only_where_a_logger_writes(tmp_path: Path) -> Non
     assert trained(tmp_path, "auto", limit_train_batches=1).log_dir == str(tmp_path / "drivetrain_logs" / "version_1")
 
 
-def test_an_evaluation_after_or_before_a_fit_logs_where_that_does(tmp_path: Path) -> None:
+def test_an_evaluation_logs_to_the_folder_of_the_fit(tmp_path: Path) -> None:
     trainer = fit(tmp_path)
     trainer.validate(Net(), data(), verbose=False)
     trainer.fit(Net(), data())
@@ -173,7 +173,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     assert record(failed.log_dir)["status"] == "failed"
 
 
-def test_a_folder_at_a_url_is_called_by_a_time_and_letters() -> None:  # J-13
+def test_a_folder_at_a_url_is_named_by_a_time_and_letters() -> None:  # J-13
     root = "memory://run-folders"
     names = []
     for _ in range(2):
@@ -208,7 +208,7 @@ class Minimal(Logger):
         self.rows.append(step)
 
 
-def test_loggers_of_the_users(tmp_path: Path) -> None:  # J-13: the first logger with files decides
+def test_third_party_loggers(tmp_path: Path) -> None:  # J-13: the first logger with files decides
     none = trained(tmp_path / "a", logger=[Minimal(), CSVLogger(tmp_path / "a", name="second")])
     assert none.log_dir == str(tmp_path / "a" / "second" / "version_0")
     own = trained(tmp_path / "b", logger=[Minimal(tmp_path / "b"), CSVLogger(tmp_path / "b")])
@@ -227,7 +227,7 @@ class Told(Minimal):
         self.version = version
 
 
-def test_a_logger_of_the_users_that_can_be_told_has_a_folder_for_each_run(tmp_path: Path) -> None:
+def test_a_third_party_logger_with_adopt_gets_a_folder_per_run(tmp_path: Path) -> None:
     logger = Told(tmp_path)
     trainer = fit(tmp_path, logger=logger)
     for number in range(2):
@@ -241,7 +241,7 @@ def test_a_logger_of_the_users_that_can_be_told_has_a_folder_for_each_run(tmp_pa
     assert alone.version == "version_2"
 
 
-def test_a_checkpoint_that_comes_in_setup_has_a_folder_too(tmp_path: Path) -> None:
+def test_a_checkpoint_callback_added_in_setup_has_a_folder(tmp_path: Path) -> None:
     class Late(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
             trainer.callbacks.append(Checkpoint())
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_comes_in_setup_has_a_folder_too(tmp_path: Path) -> No
     assert going_on.log_dir == trainer.log_dir
 
 
-def test_runs_of_threads_have_their_own(tmp_path: Path) -> None:  # J-13
+def test_runs_in_threads_have_their_own_folders(tmp_path: Path) -> None:  # J-13
     found, ready = [], threading.Barrier(4)
 
     def run() -> None:

@@ -112,7 +112,7 @@ def _raise(error: BaseException) -> Any:
     return now
 
 
-def test_a_fresh_run_and_one_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_and_a_running_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_LOG_EVERY_N_STEPS", "1")
     meanwhile: list[dict[str, Any]] = []
     look = At(lambda trainer: meanwhile.append(_checked(trainer.log_dir)))
@@ -130,7 +130,7 @@ def test_a_fresh_run_and_one_that_is_under_way(tmp_path: Path, monkeypatch: pyte
     assert checkpoint["path"] == str(tmp_path / "elsewhere" / "epoch=1-step=8")
 
 
-def test_a_run_that_is_told_to_leave_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_preempted_and_resumed(tmp_path: Path) -> None:
     record = _ended_by(_fit(tmp_path, At(_terminate)), SystemExit)
     assert (record["status"], record["why"]) == (INTERRUPTED, "SIGTERM asked it to save and leave")
     [left] = record["checkpoints"]
@@ -201,7 +201,7 @@ def record(tmp_path: Path) -> dict[str, Any]:
     return _checked(fit.log_dir)
 
 
-def test_what_is_no_record_is_refused(record: dict[str, Any]) -> None:
+def test_invalid_records_are_refused(record: dict[str, Any]) -> None:
     for key in record:
         with pytest.raises(ValidationError, match=f"'{key}' is a required property"):
             OPEN.validate({name: value for name, value in record.items() if name != key})
@@ -217,7 +217,7 @@ def test_what_is_no_record_is_refused(record: dict[str, Any]) -> None:
                 OPEN.validate(record | {name: [lacking]})
     wrongs: tuple[dict[str, Any], ...] = (
         {"status": "killed"},
-        {"status": RUNNING},  # with a time at which it ended
+        {"status": RUNNING},  # with an end time
         {"ended": None},
         {"format": FORMAT + 1},
         {"started": "2026-11-23 13:32:04"},
@@ -230,7 +230,7 @@ def test_what_is_no_record_is_refused(record: dict[str, Any]) -> None:
             OPEN.validate(record | wrong)
 
 
-def test_what_a_later_version_adds_is_passed_over(record: dict[str, Any]) -> None:
+def test_fields_of_later_versions_are_ignored(record: dict[str, Any]) -> None:
     later = record | {"added": 1, "events": [{**record["events"][0], "added": 2}]}
     OPEN.validate(later)
     with pytest.raises(ValidationError, match="'added' was unexpected"):
@@ -248,7 +248,7 @@ def test_processes_and_jobs() -> None:
             validator.validate(one.as_json())
 
 
-def test_the_schema_is_one_and_describes_every_field() -> None:
+def test_the_schema_is_valid_and_describes_every_field() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["properties"]["format"]["const"] == FORMAT
     assert SCHEMA["$defs"]["status"]["enum"] == [RUNNING, FINISHED, INTERRUPTED, FAILED]
