@@ -425,7 +425,7 @@ def test_a_name_has_lightnings_meaning(recorded: Recorded, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("fit_loop", r"trainer\.current_epoch, \.global_step"),
+        ("fit_loop", r"read trainer\.current_epoch, \.global_step"),
         ("logger_connector", r"read trainer\.callback_metrics"),
         ("_checkpoint_connector", r"use trainer\.save_checkpoint"),
         ("precision_plugin", r"read trainer\.precision"),

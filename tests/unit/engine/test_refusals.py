@@ -57,7 +57,7 @@ def _refused(call: Callable[[], Any], *said: str) -> None:
         ({"gradient_clip_val": "1"}, ["gradient_clip_val='1'"]),
         ({"gradient_clip_algorithm": "nrom"}, ["'nrom'", "Did you mean 'norm'?"]),
         *(
-            ({name: value}, [f"{name}={value!r}", "a float is a part"])
+            ({name: value}, [f"{name}={value!r}", "a float is a fraction"])
             for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
             for value in (1.5, -1, -0.1, True, "all")
         ),
