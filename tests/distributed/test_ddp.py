@@ -500,7 +500,7 @@ def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C
         assert found["device_map"]["type"] == found["max_norm"]["type"] == "ConfigurationError"
         assert "'net' was loaded with a device_map" in found["device_map"]["text"]
         assert "'table' is an Embedding with max_norm=1.0" in found["max_norm"]["text"]
-        assert "renormalise" in found["max_norm"]["text"]
+        assert "renormaliz" in found["max_norm"]["text"]
         torch.testing.assert_close(found["sparse"], reference, **TIGHT)
         assert found["drift"]["type"] == "DistributedError"
         assert "after step 4: parameter 'net.0.bias'" in found["drift"]["text"]

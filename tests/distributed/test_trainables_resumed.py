@@ -175,7 +175,7 @@ def test_freezing_at_the_start_of_a_resumed_run_is_undone_with_a_warning(strateg
     (frozen, lines), (added, more) = _on(strategy, _frozen_again, strategy, str(tmp_path / "saved"))
     expected = by_hand(Phased(BEGUN, **GIVEN))
     assert_near(frozen, expected, "resumed")
-    (line,) = [line for line in lines if "that was undone" in line]
+    (line,) = [line for line in lines if "This was undone" in line]
     assert "froze or unfroze 2 parameter(s): 'net.body.weight', 'net.body.bias'" in line
     assert_near(added, expected, "resumed, the group added again")
     assert any("was not added again" in line for line in more)
