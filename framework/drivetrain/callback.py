@@ -165,7 +165,7 @@ class Callback:
         """Called before an epoch's first micro-batch."""
 
     def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after an epoch's last micro-batch and validation, when epoch metrics are reduced."""
+        """Called after an epoch's last micro-batch and validation, after epoch metrics have been reduced."""
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> int | None:
         """Called before a micro-batch. Returning -1 on every rank skips the rest of the epoch."""

@@ -53,7 +53,7 @@ def set_up_optimizers(
     if strategy.rank == 0:
         _warn_of_unused_keys(configs, automatic)
     trainables.warn_of_unoptimized(optimizers)
-    before = trainables.present()
+    before = trainables.current_state()
     optimizers = strategy.setup_optimizers(optimizers)
     if strategy.world_size > 1:
         strategy.broadcast_module(module)

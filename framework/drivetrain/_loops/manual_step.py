@@ -270,7 +270,7 @@ class ManualStep:
             self._raise_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
             if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
-                trainables.raise_if_changed(toggles=True)
+                trainables.raise_if_changed(mention_toggling=True)
             trainables.window_open = False
         return {} if output is None else output
 

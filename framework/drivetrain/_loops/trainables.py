@@ -30,9 +30,9 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _CHANGE_TIMEOUT = timedelta(seconds=30)
-"""A rank without a change waits in a collective of its step instead. After this time, an error names it."""
+"""Limit for the agreement on a change. A rank that sees no change does not join it; an error then names that rank."""
 
-_FIXED_SCHEDULERS = (
+_SCHEDULERS_WITH_FIXED_GROUPS = (
     lr_scheduler.LambdaLR,
     lr_scheduler.MultiplicativeLR,
     lr_scheduler.OneCycleLR,
@@ -47,8 +47,8 @@ _FIXED_SCHEDULERS = (
 class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    As each window opens, ``tuple(map(REQUIRES_GRAD, parameters))`` is compared with ``flags``, which needs no Python
-    call. New layers and parameter groups set ``touched``.
+    When a window opens, the step compares the ``requires_grad`` of all `parameters` with `flags`; the comparison runs
+    in C. New layers and parameter groups set `touched`.
 
     Args:
         module: the module, wrapped by the strategy.
@@ -122,13 +122,13 @@ class Trainables:
             optimizer.__dict__.pop("add_param_group", None)
         self._handles, self._patched = [], []
 
-    # Between windows
+    # Checks
 
     def settle(self) -> None:
         """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if there are any.
 
         Raises:
-            DistributedError: the changes differ between ranks; names them.
+            DistributedError: the changes differ between ranks. The error names them.
             ConfigurationError: the strategy does not support the change.
         """
         self.touched = False
@@ -147,31 +147,31 @@ class Trainables:
         self._groups = self._current_groups()
         self.warn_of_unoptimized(self._optimizers)
 
-    def raise_if_changed(self, unfrozen_only: bool = False, toggles: bool = False) -> None:
+    def raise_if_changed(self, unfrozen_only: bool = False, mention_toggling: bool = False) -> None:
         """Raise an error if parameters have changed since the window opened.
 
         Args:
-            unfrozen_only: raise only for parameters that were unfrozen; a toggled optimizer freezes others.
-            toggles: whether the error mentions that an optimizer may still be toggled.
+            unfrozen_only: ignore newly frozen parameters, since ``toggle_optimizer`` freezes those of other optimizers.
+            mention_toggling: whether the error mentions that an optimizer may still be toggled.
 
         Raises:
-            ConfigurationError: parameters have changed; names them.
+            ConfigurationError: parameters have changed. The error names them.
         """
-        strategy = type(self._strategy).__name__
+        strategy_name = type(self._strategy).__name__
         if self.touched:
             now = self._strategy.named_parameters()
             recorded = self._recorded
             created = [name for name, value in now.items() if name not in recorded or recorded[name][0] is not value]
             if created:
-                raise parameters_created_within_window(created, strategy)
+                raise parameters_created_within_window(created, strategy_name)
         names = {id(parameter): name for name, (parameter, _) in self._recorded.items()}
         changed = [
             names[id(parameter)]
-            for parameter, trained in zip(self.parameters, self.flags, strict=True)
-            if parameter.requires_grad != trained and (parameter.requires_grad or not unfrozen_only)
+            for parameter, requires_grad in zip(self.parameters, self.flags, strict=True)
+            if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
-            raise changed_within_window(changed, strategy, toggles)
+            raise changed_within_window(changed, strategy_name, mention_toggling)
 
     def warn_of_unoptimized(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn, once per parameter, about trainable parameters that are in no optimizer."""
@@ -191,15 +191,15 @@ class Trainables:
                 listed(names),
             )
 
-    # State of a checkpoint
+    # Frozen parameters
 
     def accept_strategy_changes(self, before: Mapping[str, tuple[torch.nn.Parameter, bool]]) -> None:
         """Accept what the strategy changed in ``setup_optimizers``; what it froze there counts as trainable.
 
         Args:
-            before: the result of `present` just before ``setup_optimizers``.
+            before: the result of `current_state` just before ``setup_optimizers``.
         """
-        after = self.present()
+        after = self.current_state()
         changed = {name for name, state in after.items() if before.get(name) != state}
         self._frozen_by_strategy = {
             name for name in changed if name in before and before[name][1] and not after[name][1]
@@ -207,38 +207,38 @@ class Trainables:
         self._recorded.update((name, after[name]) for name in changed)
         self._update_flags()
 
-    def present(self) -> dict[str, tuple[torch.nn.Parameter, bool]]:
+    def current_state(self) -> dict[str, tuple[torch.nn.Parameter, bool]]:
         """Return every parameter by name, and whether it trains."""
         named = self._strategy.named_parameters().items()
         return {name: (parameter, parameter.requires_grad) for name, parameter in named}
 
     def frozen(self) -> list[str]:
-        """Return the names of the parameters that the user has frozen, except those that the strategy froze."""
+        """Return the names of the frozen parameters, without those that the strategy froze."""
         return [
             name
             for name, parameter in self._strategy.named_parameters().items()
             if not parameter.requires_grad and name not in self._frozen_by_strategy
         ]
 
-    def freeze_as_saved(self, names: Iterable[str], where: str | None) -> None:
+    def freeze_as_saved(self, names: Iterable[str], hook_name: str | None) -> None:
         """Freeze ``names`` and unfreeze all other parameters, as they were in the run that is resumed.
 
         Args:
             names: the parameters that were frozen when the run was saved.
-            where: the hook whose changes are undone, for the warning; None for no warning.
+            hook_name: the hook whose changes are undone, for the warning; None for no warning.
         """
         undone = freeze_only(self._strategy.named_parameters(), {*names, *self._frozen_by_strategy})
-        if undone and where is not None and self._strategy.rank == 0:
+        if undone and hook_name is not None and self._strategy.rank == 0:
             logger.warning(
                 "%s froze or unfroze %d parameter(s): %s. This was undone: a resumed run trains the parameters that "
                 "trained in its checkpoint.",
-                where,
+                hook_name,
                 len(undone),
                 listed(undone),
             )
 
     def set_resuming(self, value: bool) -> None:
-        """Set whether hooks at the start of a resumed run are being called; their groups are already restored."""
+        """Set while start hooks of a resumed run are called: the groups that they add were restored already."""
         self._resuming = value
 
     # Notifications of new layers and groups
@@ -256,8 +256,8 @@ class Trainables:
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             group["params"] = params
             tensors = [param[1] if isinstance(param, tuple) else param for param in params]
-            present = {id(param) for other in optimizer.param_groups for param in other["params"]}
-            if self._resuming and tensors and all(id(tensor) in present for tensor in tensors):
+            grouped = {id(param) for other in optimizer.param_groups for param in other["params"]}
+            if self._resuming and tensors and all(id(tensor) in grouped for tensor in tensors):
                 if strategy.rank == 0:
                     logger.warning(
                         "A group of %d parameter(s) was not added again, since it was already restored from the "
@@ -298,7 +298,7 @@ class Trainables:
     def _check_schedulers(self, optimizer: Optimizer) -> None:
         for config in self._schedulers:
             for scheduler in _with_inner_schedulers(config.scheduler):
-                if _is_fixed(scheduler) and getattr(scheduler, "optimizer", None) is optimizer:
+                if _has_fixed_groups(scheduler) and getattr(scheduler, "optimizer", None) is optimizer:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
@@ -310,7 +310,7 @@ class Trainables:
     # The recorded state
 
     def _record(self) -> None:
-        self._recorded = self.present()
+        self._recorded = self.current_state()
         self._update_flags()
 
     def _update_flags(self) -> None:
@@ -338,10 +338,10 @@ def freeze_only(named: Mapping[str, torch.nn.Parameter], frozen: set[str]) -> li
     return changed
 
 
-def _is_fixed(scheduler: Any) -> bool:
+def _has_fixed_groups(scheduler: Any) -> bool:
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         return getattr(scheduler, "default_min_lr", 0.0) is None  # min_lr is a list with a number for each group
-    return isinstance(scheduler, _FIXED_SCHEDULERS)
+    return isinstance(scheduler, _SCHEDULERS_WITH_FIXED_GROUPS)
 
 
 def _with_inner_schedulers(scheduler: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ class ModuleHooks:
     def configure_model(self) -> None:
         """Build or replace layers under the strategy's device and dtype contexts.
 
-        Called once per run, so it must be idempotent.
+        Called in every run, possibly several times for one module, so it must be idempotent.
         """
 
     def configure_callbacks(self) -> Any:
@@ -58,7 +58,7 @@ class ModuleHooks:
         """Called before an epoch's first micro-batch."""
 
     def on_train_epoch_end(self) -> None:
-        """Called after an epoch's last micro-batch and validation, when epoch metrics are reduced."""
+        """Called after an epoch's last micro-batch and validation, after epoch metrics have been reduced."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Called before a micro-batch. Returning -1 on every rank skips the rest of the epoch."""

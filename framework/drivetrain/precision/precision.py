@@ -1,4 +1,4 @@
-"""Precision: the interface of precision plugins and, used directly, full precision."""
+"""Precision: the base class of precision plugins. Used directly, it is float32 throughout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 
-_TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+_TRUE_PRECISION_NAMES = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """Names of the precisions whose parameters have the compute dtype."""
 
 
@@ -26,7 +26,7 @@ _FLAGS = {
     "converts_batch": ("convert_batch",),
     "scales_loss": ("unscale", "update"),
 }
-"""For each attribute, the methods that do nothing if it is False."""
+"""Maps each attribute to the methods whose overriding sets it to True."""
 
 
 class Precision:
@@ -42,7 +42,8 @@ class Precision:
 
     A precision depends neither on hooks nor on the engine, and works without them::
 
-        loss = step_under(precision.forward_context())
+        with precision.forward_context():
+            loss = module.training_step(batch, batch_idx)
         precision.backward(loss)
         for optimizer in optimizers:
             precision.unscale(optimizer)
@@ -51,15 +52,15 @@ class Precision:
             precision.step(optimizer)
         precision.update()
 
-    The attributes tell the engine and the strategies the dtypes of the run, and which calls the loop can omit. The
-    latter follow from the methods that a subclass overrides, unless it sets them itself.
+    The attributes tell the engine and the strategies the dtypes of the run, and which calls the loop can omit. An
+    attribute of the second kind is set automatically when a subclass overrides one of its methods.
 
     Pass one to ``Fit(precision=...)``, or register a callable without arguments that returns one in the entry-point
     group ``drivetrain.precision`` and pass its name.
     """
 
     name: str = "32-true"
-    """The canonical name for users; subclasses have the name of the class by default."""
+    """The canonical name. A subclass that sets none gets the name of its class."""
 
     param_dtype: torch.dtype = torch.float32
     """Dtype of the parameters and their updates."""
@@ -83,12 +84,12 @@ class Precision:
     """Whether `unscale` and `update` do anything, and `backward` does more than ``loss.backward()``."""
 
     clips_scaled: bool = False
-    """Whether `clip_gradients` also unscales. The engine then skips `unscale`, unless something reads the gradients
-    before clipping, which saves one pass over them."""
+    """Whether `clip_gradients` unscales the gradients while it clips them. The engine then skips `unscale`, which saves
+    one pass over the gradients, unless a hook reads them before clipping."""
 
     found_inf_reducer: Callable[[Tensor], None] | None = None
-    """Combines the overflow flag over all ranks, in place: a float tensor of shape (), above zero after an overflow.
-    Replicated gradients and those of one device mesh do not need it, since infinities spread in their reductions."""
+    """Reduces the overflow flag over ranks in place: a float tensor of shape (), above zero after an overflow. It is
+    None if the reduction of gradients spreads infinities itself: for replicated gradients and for one device mesh."""
 
     at_floor: Callable[[float], None] | None = None
     """Called with the loss scale if an overflow has reduced it to the smallest scale."""
@@ -122,10 +123,10 @@ class Precision:
         return batch
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass. The engine creates one and enters it for each step, one at a time.
+        """Return the context of a forward pass. The engine creates one and enters it again for each step.
 
-        Forward passes that activation checkpointing repeats in `backward` are outside of it, unless `backward` enters
-        one too; ``torch.autocast`` is restored there automatically.
+        Activation checkpointing recomputes forward passes during `backward`, outside of this context. Override
+        `backward` to enter the context there as well. ``torch.autocast`` is restored automatically.
         """
         return nullcontext()
 
@@ -176,7 +177,7 @@ class Precision:
         return True
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Note ``optimizers`` whose scaled gradients are kept after the next `update`, which has to rescale them.
+        """Record optimizers that will step after the next `update`, so that it rescales their pending gradients.
 
         Called in manual optimization, where an optimizer may step in a later ``training_step`` than its backward.
         """
@@ -197,8 +198,8 @@ class Precision:
 
         if self.compute_dtype.itemsize > 2:
             return [MemoryAdvice("activations", "precision='bf16-mixed': activations of half the size")]
-        if self.compute_dtype in _TRUE and self.param_dtype.itemsize > 2:
-            other = _TRUE[self.compute_dtype]
+        if self.compute_dtype in _TRUE_PRECISION_NAMES and self.param_dtype.itemsize > 2:
+            other = _TRUE_PRECISION_NAMES[self.compute_dtype]
             return [MemoryAdvice("state", f"precision={other!r}: no float32 copy, and less exact")]
         return []
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 # The first variable is set by dynamo, which torch's optimizers import at their first step.
-_IGNORED = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
+_IGNORED_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
 
 
 class ProcessSnapshot:
@@ -44,7 +44,7 @@ class ProcessSnapshot:
         if _working_directory() != self._folder:
             os.chdir(self._folder)
             changes.append("another working directory")
-        names = self._changed_variables()
+        names = self._restore_variables()
         if names:
             changes.append(f"changed environment variables: {', '.join(sorted(names))}")
         return changes
@@ -52,8 +52,8 @@ class ProcessSnapshot:
     def still_running(self) -> list[str]:
         """Return a description of every thread and child process that was started since the snapshot.
 
-        If there are any, garbage is collected first, which ends a data loader with persistent workers that is in a
-        cycle.
+        Garbage is collected first if there are any: a data loader in a reference cycle stops its persistent workers
+        only when it is collected.
         """
         if self._new_threads_and_children():
             gc.collect()
@@ -68,10 +68,11 @@ class ProcessSnapshot:
         ]
         return threads + children
 
-    def _changed_variables(self) -> set[str]:
+    def _restore_variables(self) -> set[str]:
+        """Restore the environment variables and return the names of those that had changed."""
         before, current = self._environment, os.environ
         changed = {name for name in before.keys() | current.keys() if before.get(name) != current.get(name)}
-        names = changed - _IGNORED
+        names = changed - _IGNORED_VARIABLES
         for name in names:
             current.pop(name, None)
             if name in before:

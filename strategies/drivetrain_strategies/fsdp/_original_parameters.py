@@ -14,7 +14,7 @@ class Original:
 
     Attributes:
         name: its first name in ``named_parameters()``.
-        parameter: the object; its storage is freed while shards replace it.
+        parameter: the original object; its storage is freed while it is sharded.
         slots: the modules that register it, each with the attribute's name.
         device: its original device.
     """
@@ -42,23 +42,23 @@ class Original:
         for module, attribute in self.slots:
             module._parameters[attribute] = value
 
-    def restore(self, whole: torch.Tensor) -> None:
-        """Register the object again with the values ``whole`` and the shard's ``requires_grad``.
+    def restore(self, full_value: torch.Tensor) -> None:
+        """Register the original parameter again, with the unsharded values and the shard's current ``requires_grad``.
 
         A meta tensor is replaced by a new parameter.
         """
         requires_grad = self.current.requires_grad
         if self.parameter.is_meta or type(self.parameter) is not nn.Parameter:
-            self.parameter = nn.Parameter(whole, requires_grad=requires_grad)
+            self.parameter = nn.Parameter(full_value, requires_grad=requires_grad)
         else:
-            self.parameter.data = whole
+            self.parameter.data = full_value
             self.parameter.requires_grad_(requires_grad)
         self.parameter.grad = None
         self.put(self.parameter)
 
 
 def originals_of(module: nn.Module) -> list[Original]:
-    """Return every parameter of ``module`` with its slots, tied ones once, in ``named_parameters()`` order."""
+    """Return each parameter of ``module`` once, with its slots, in ``named_parameters()`` order."""
     originals: dict[int, Original] = {}
     for prefix, child in module.named_modules():
         for attribute, parameter in child._parameters.items():
