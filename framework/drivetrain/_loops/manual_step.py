@@ -128,6 +128,8 @@ class OptimizerHandle:
         self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # copy and pickle read attributes before they are set
+            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -402,3 +404,18 @@ def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path, by_closure: 
     evaluation = [("forward", True), ("backward", False)]
     step = [("step", False)]
     assert said == [*(step + evaluation if by_closure else evaluation + step), ("forward", True)]
+
+
+class _KeepsItsOptimizer(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept = self.optimizers()
+        super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_module_that_keeps_its_optimizer_can_be_copied(tmp_path: Path, copied: Any) -> None:
+    module = _KeepsItsOptimizer(_steps_thrice)
+    fit(tmp_path).fit(module, regression(8))
+    again = copied(module)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), module.parameters(), strict=True))
+    assert again.kept.param_groups[0]["params"][0] is next(again.parameters())
