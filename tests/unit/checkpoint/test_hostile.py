@@ -102,7 +102,7 @@ class TestManifests:
         path = Path(written(tmp_path / "c"))
         planted = {"layer": {"adapters": {"default": {"peft_type": ["LORA"]}}}}
         resealed(path, lambda document: document.update({"pretrained": planted}))
-        with pytest.raises(CheckpointError, match="is of the type"):
+        with pytest.raises(CheckpointError, match="has the type"):
             convert(path, tmp_path / "out", to="hf")
 
     @pytest.mark.parametrize("kind", ["pipe", "link to itself", "directory", "device"])

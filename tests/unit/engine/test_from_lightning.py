@@ -433,7 +433,7 @@ class TestTrainers:
 
         assert note("a") == (7 if called else None)
         assert heard == called
-        assert note.__doc__ == "Note it."
+        assert note.__doc__ == "Record the text."
 
 
 def test_toggling_as_lightnings_gan_does(tmp_path: Path) -> None:
