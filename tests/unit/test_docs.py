@@ -87,6 +87,29 @@ def test_links_are_valid(page: Path) -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs derive them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "")).lower()
+        found.add(re.sub(r" +", "-", re.sub(r"[^\w\- ]", "", text).strip()))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_anchors_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    linked = [link for link in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text) if "://" not in link[0]]
+    missing = [link for link in linked if link[1] not in anchors(page.parent / link[0] if link[0] else page)]
+    assert not missing
+
+
+def test_an_anchor_is_derived_from_its_heading(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# The `run.json`\n\n```bash\n# no heading\n```\n\n## FSDP's knobs, [here](x.md)\n")
+    assert anchors(page) == {"the-runjson", "fsdps-knobs-here"}
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
