@@ -95,7 +95,7 @@ class _CallSites:
     def __init__(self) -> None:
         self._code_numbers: dict[CodeType, int] = {}
         self._by_identity: dict[int, tuple[CodeType, int]] = {}  # a cache: hashing a code object is slow
-        self._seen_sites: set[tuple[int, ...]] = set()
+        self._seen: set[tuple[int, ...]] = set()
 
     def is_new(self, frame: FrameType | None) -> bool:
         """Record the stack of ``frame`` as a call site; return whether no earlier call came from it."""
@@ -106,13 +106,13 @@ class _CallSites:
             stack += (self._number_of(frame.f_code), frame.f_lasti)
             frame = frame.f_back
         call_site = tuple(stack)
-        if call_site in self._seen_sites:
+        if call_site in self._seen:
             return False
-        if len(self._seen_sites) + len(self._by_identity) > _MAX_CALL_SITES:
-            for cache in (self._code_numbers, self._by_identity, self._seen_sites):  # known sites wait once more
+        if len(self._seen) + len(self._by_identity) > _MAX_CALL_SITES:
+            for cache in (self._code_numbers, self._by_identity, self._seen):  # known sites wait once more
                 cache.clear()
         else:
-            self._seen_sites.add(call_site)
+            self._seen.add(call_site)
         return True
 
     def _number_of(self, code: CodeType) -> int:
