@@ -12,7 +12,7 @@ from drivetrain.checkpoint._format import StagedCheckpoint, commit
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread; the next save waits for it.
+    """Writes one checkpoint at a time in a thread. The next save waits for the thread.
 
     The state is copied before `save` is called, so training may change it meanwhile. An error is raised at the next
     point at which a checkpoint could be written, at most a step later, or by `finish`.
@@ -52,7 +52,7 @@ class BackgroundSaver:
         """Wait until the checkpoint is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -60,7 +60,7 @@ class BackgroundSaver:
         self._raise()
 
     def abandon(self) -> None:
-        """Wait for the thread and discard its error: the run is failing with another one already."""
+        """Wait for the thread and discard its error, since the run is already failing with another error."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()

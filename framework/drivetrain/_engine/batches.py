@@ -20,13 +20,13 @@ Move = Callable[[Any, int], Any]
 
 
 class BatchMover:
-    """Prepares a batch for a step: hooks, the copy to the device, the precision's casts, hooks.
+    """Prepares a batch for a step by hooks, the copy to the device, the precision's casts, and more hooks.
 
     Args:
         before: hooks called with the batch as the loader returned it.
         transfer: copies the batch to the device; None if no copy is needed.
         after: casts and hooks called with the batch on the device.
-        device: where ``transfer`` copies to, which allows prefetching; None if the user overrides the transfer.
+        device: the device to which batches can be prefetched; None if the transfer is overridden.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BatchMover:
         return batch
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap every hook, copy and cast, before the first batch is moved. The profiler times them this way."""
+        """Wrap every hook, copy and cast, before the first batch is moved. The profiler times the calls this way."""
         self._before = [wrapper(hook) for hook in self._before]
         self._transfer = None if self._transfer is None else wrapper(self._transfer)
         self._after = [wrapper(change) for change in self._after]
@@ -73,7 +73,7 @@ class BatchMover:
 
 
 def build_batch_mover(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> BatchMover | None:
-    """Return the mover for a run's batches; None if they need neither hooks nor a copy nor casts."""
+    """Return the mover for a run's batches; None if batches need neither hooks nor a copy nor casts."""
     before = _hooks("on_before_batch_transfer", module, datamodule)
     after = _hooks("on_after_batch_transfer", module, datamodule)
     override = _transfer_override(module, datamodule, strategy)

@@ -1,4 +1,4 @@
-"""Searches the user's source files for calls of a method: one that they call is a helper, not a misnamed hook."""
+"""Searches the user's source files for calls of a method, since a called method is a helper, not a misnamed hook."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
         checkpoint: the checkpoint to load.
         own: the module's weights by name.
         module: the module's class name, for the error.
-        strict: whether missing and unexpected names are an error; else they are logged and skipped.
+        strict: whether missing and unexpected names are an error. Otherwise such names are logged and skipped.
 
     Raises:
         CheckpointError: lists the names that are missing, unexpected or have another shape.
@@ -39,7 +39,7 @@ def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedul
     """Check the number of optimizers and schedulers; None accepts any.
 
     Raises:
-        CheckpointError: the numbers differ; names both.
+        CheckpointError: the numbers differ. The error names both.
     """
     state = checkpoint.state()
     for kind, saved, configured in (
@@ -59,7 +59,7 @@ def check_saved_state(checkpoint: Checkpoint) -> None:
     """Check that the progress and the run's state in a checkpoint are well-formed.
 
     Raises:
-        CheckpointError: they are not; names the file and the key.
+        CheckpointError: the state is malformed. The error names the file and the key.
     """
     check_progress(checkpoint)
     check_state(checkpoint)

@@ -1,4 +1,4 @@
-"""Checks that a collective call in user code is made on every rank, before it can hang."""
+"""Checks that a collective call in user code is made on every rank, before the call can hang."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from drivetrain.strategies.strategy import Strategy
 
 _ARRIVAL_TIMEOUT = timedelta(seconds=30)
 _FIRST_PROGRESS_CHECK = 0.01  # seconds of waiting before the other ranks' progress is read
-_MAX_PROGRESS_INTERVAL = 1.0  # seconds between two readings of it, at most
-_FAILURE_CHECK_INTERVAL = 1.0  # seconds
-_MIN_SLEEP = 0.0001  # seconds
-_STACK_DEPTH = 16  # frames that distinguish two call sites
-_MAX_CALL_SITES = 10_000  # call sites that are remembered
-_CAUTIOUS_CALLS = 16  # calls that wait after one at which not all ranks waited
+_MAX_PROGRESS_INTERVAL = 1.0  # the most seconds between two readings of the other ranks' progress
+_FAILURE_CHECK_INTERVAL = 1.0  # seconds between two checks whether a rank has failed
+_MIN_SLEEP = 0.0001  # seconds between two checks whether all ranks have arrived, at least
+_STACK_DEPTH = 16  # the number of innermost frames that distinguish two call sites
+_MAX_CALL_SITES = 10_000  # the number of call sites and code objects that are remembered
+_CAUTIOUS_CALLS = 16  # the number of calls that wait after a call at which not all ranks waited
 
 _WHY = "a collective method must be called by every rank, in the same order."
 _FIX = "look for a call under `if trainer.is_global_zero:` and move it out."
 
 
 class CollectiveCalls:
-    """Verifies that every rank makes the same collective calls: one under ``if is_global_zero:`` raises an error.
+    """Verifies that all ranks make the same collective calls, so that one under ``if is_global_zero:`` raises an error.
 
-    Each rank counts its calls and publishes in the store the number, kind and position in the run of its last one. A
-    rank that reaches a call site for the first time waits there until the others have published the same call; at a
-    known call site it does not wait. Ranks may differ in which sites are new, for instance with code that is generated
-    or compiled on each rank. If a rank waited and another did not, its next `_CAUTIOUS_CALLS` calls wait too: a call
-    made on one rank alone, which was paired with the next call of the others, shows up there.
+    Each rank counts its calls. In the store it publishes the number of its last call, the call's kind and the call's
+    position in the run. A rank that reaches a call site for the first time waits there until the other ranks have
+    published the same call. At a known call site a rank does not wait. Ranks may differ in which sites are new, for
+    instance with code that is generated or compiled on each rank. If a rank waited and another rank did not, the next
+    `_CAUTIOUS_CALLS` calls of the rank that waited wait too. They detect a call that was made on one rank alone and was
+    paired with the next call of the other ranks.
     """
 
     def __init__(self) -> None:
@@ -57,10 +58,10 @@ class CollectiveCalls:
             control: connects the ranks.
             kind: the kind of call, such as "all_gather".
             where: returns the position in the run, equal on every rank that makes this call.
-            every_time: wait at a known call site too.
+            every_time: whether to wait at a known call site too.
 
         Raises:
-            DistributedError: some ranks did not reach it within 30 s, or reached another call; names them.
+            DistributedError: some ranks did not reach the call within 30 s, or reached another. The error names them.
         """
         if control.world_size == 1:
             return
@@ -76,7 +77,7 @@ class CollectiveCalls:
             self._cautious_calls_left = max(0, self._cautious_calls_left - 1) if all_waited else _CAUTIOUS_CALLS
 
     def gather(self, strategy: Strategy, data: Any, sync_grads: bool) -> Any:
-        """Gather every tensor and number of a nested collection; each of shape (*S) becomes (W, *S)."""
+        """Gather every tensor and number of a nested collection; a value of shape (*S) becomes (W, *S)."""
 
         def gathered(value: Any) -> Any:
             return strategy.all_gather(value, sync_grads) if isinstance(value, torch.Tensor) else value
@@ -88,7 +89,7 @@ class _CallSites:
     """The call sites that this process has called from.
 
     A call site is a stack of bytecode offsets in code objects. File names and line numbers do not suffice:
-    generated code shares them or has none. Functions with equal code count as one.
+    generated code may share both or have neither. Functions with equal code count as one function.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class _CallSites:
         self._seen: set[tuple[int, ...]] = set()
 
     def is_new(self, frame: FrameType | None) -> bool:
-        """Whether this is the first call from the stack of ``frame``; records it."""
+        """Record the stack of ``frame`` as a call site; return whether no earlier call came from it."""
         stack: list[int] = []
         for _ in range(_STACK_DEPTH):
             if frame is None:
@@ -116,20 +117,25 @@ class _CallSites:
 
     def _number_of(self, code: CodeType) -> int:
         known = self._by_identity.get(id(code))
-        if known is None:  # the entry holds the code object, so that its id is not reused
+        if known is None:  # the entry keeps the code object alive, so that no other object gets its id
             known = self._by_identity[id(code)] = code, self._code_numbers.setdefault(code, len(self._code_numbers))
         return known[1]
 
 
 class _Call(NamedTuple):
-    """A collective call: its number in the run, and its kind and position, equal on every rank."""
+    """A collective call.
+
+    Attributes:
+        number: the number of the call in the run.
+        text: the kind and the position of the call, equal on every rank.
+    """
 
     number: int
     text: str
 
 
 def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
-    """Wait until every rank has reached ``call``; return whether all of them waited there."""
+    """Wait until every rank has reached ``call``; return whether all ranks waited there."""
     key = f"calls/{call.number}/{call.text}"
     if store.add(f"{key}/arrived", 1) == control.world_size:
         store.set(f"{key}/all", "")
@@ -144,7 +150,7 @@ def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
             continue
         absent = _ranks_behind(control, store, call)
         if not absent:
-            return bool(store.check([f"{key}/all"]))  # False: others knew the call site and are in the call already
+            return bool(store.check([f"{key}/all"]))  # False if others knew the call site and are in the call
         next_progress_check = time.monotonic() + min(max(waited, _FIRST_PROGRESS_CHECK), _MAX_PROGRESS_INTERVAL)
         if time.monotonic() > next_failure_check:
             next_failure_check += _FAILURE_CHECK_INTERVAL
@@ -159,7 +165,7 @@ def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
 
 
 def _ranks_behind(control: ControlPlane, store: Store, call: _Call) -> list[int]:
-    """Return the ranks that have made fewer calls.
+    """Return the ranks that have made fewer calls than ``call.number``.
 
     Raises:
         DistributedError: some ranks made another call with this number.

@@ -23,18 +23,18 @@ class CompiledSteps:
 
     def __init__(self, module: TrainModule, setting: bool | dict[str, Any], metrics: MetricStore) -> None:
         self._attributes = module.__dict__
-        self._replaced: dict[str, Any] = {}
+        self._replaced_attributes: dict[str, Any] = {}
         options = setting if isinstance(setting, dict) else {}
         # Logging writes to plain Python objects; if traced, dynamo would guard on every value they hold.
         metrics.record = torch.compiler.disable(metrics.record)  # type: ignore[method-assign,no-untyped-call]
         for name in _STEPS:
-            self._replaced[name] = self._attributes.get(name)
+            self._replaced_attributes[name] = self._attributes.get(name)
             self._attributes[name] = torch.compile(getattr(module, name), **options)
 
     def undo(self) -> None:
-        """Restore the module's own steps."""
-        for name, attribute in self._replaced.items():
+        """Restore the steps that the compiled ones replaced."""
+        for name, attribute in self._replaced_attributes.items():
             self._attributes.pop(name)
             if attribute is not None:
                 self._attributes[name] = attribute
-        self._replaced = {}
+        self._replaced_attributes = {}

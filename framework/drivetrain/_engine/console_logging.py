@@ -15,7 +15,7 @@ _LOGGED: set[str] = set()
 
 
 def log_once(text: str) -> None:
-    """Log ``text`` once per process: for messages that would be the same for every run."""
+    """Log ``text`` once per process, since the message would be the same for every run."""
     if text not in _LOGGED and _LOGGER.isEnabledFor(logging.INFO):
         _LOGGED.add(text)
         _LOGGER.info(text)

@@ -50,7 +50,7 @@ class Cursor:
             new_loader: whether the epoch, not yet begun, gets a new loader, whose batch size may differ.
 
         Returns:
-            Whether the data is sharded as it was, so that the run can resume bit for bit.
+            Whether the data is sharded as in the saved run, so that the run can resume bit for bit.
         """
         same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if same_sharding:

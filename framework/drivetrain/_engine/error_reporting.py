@@ -65,7 +65,7 @@ def note_inference_tensors(error: BaseException) -> None:
 def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
     """Print a `RankFailedError` that leaves the block uncaught as one line.
 
-    Only the rank that failed first prints a traceback; the tracebacks of the others would bury it.
+    Only the rank that failed first prints a traceback, which the tracebacks of the other ranks would bury.
 
     Args:
         rank: this process's rank; None if it is to be looked up among the processes that the framework has started.
@@ -82,8 +82,8 @@ def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
 def print_in_one_line(error: BaseException, summary: str) -> None:
     """Make Python print ``summary`` and the error's notes instead of a traceback if ``error`` ends the process.
 
-    `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches it finds the hook
-    unchanged. A hook that the user has set is never replaced. docs/decisions/0024 gives the reasons.
+    `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches the error finds the
+    hook unchanged. A hook that the user has set is never replaced. docs/decisions/0024 gives the reasons.
     """
     hook = sys.excepthook
     if threading.current_thread() is not threading.main_thread() or not _is_replaceable(hook):
@@ -102,13 +102,13 @@ class OneLineHook:
 
     def __init__(self, previous: Callable[..., Any]) -> None:
         self._previous = previous
-        self._marked = 0
+        self._marked_count = 0
 
     def mark(self, error: BaseException, line: str) -> None:
         """Attach to ``error`` the line that is printed in place of its traceback."""
-        self._marked += 1
+        self._marked_count += 1
         attached = error.__dict__[_LINE_ATTRIBUTE] = _Line(line)
-        # The line's lifetime stands for the error's: most built-in exceptions do not support weak references.
+        # The line lives as long as the error. Most built-in exceptions do not support weak references.
         weakref.finalize(attached, self._release).atexit = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -122,8 +122,8 @@ class OneLineHook:
         time.sleep(_EXIT_DELAY)
 
     def _release(self) -> None:
-        self._marked -= 1
-        if not self._marked and sys.excepthook is self:
+        self._marked_count -= 1
+        if not self._marked_count and sys.excepthook is self:
             sys.excepthook = self._previous
 
 

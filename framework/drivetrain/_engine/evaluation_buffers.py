@@ -17,13 +17,13 @@ class _ReplacedBuffer(NamedTuple):
     """A buffer that the broadcast from rank 0 replaced or changed.
 
     Attributes:
-        layer: the layer that holds it.
-        name: its name in ``layer``.
-        existed: whether ``layer`` had a buffer of this name before.
+        layer: the layer that holds the buffer.
+        name: the buffer's name in ``layer``.
+        existed: whether ``layer`` had a buffer of this name before the broadcast.
         original: the buffer before the broadcast.
-        original_values: a copy of its values, if the broadcast wrote into it.
+        original_values: a copy of the values of ``original``, if the broadcast wrote into it; otherwise None.
         received: the buffer after the broadcast.
-        received_values: a copy of its values.
+        received_values: a copy of the values of ``received``.
     """
 
     layer: nn.Module
@@ -98,7 +98,7 @@ class EvaluationBuffers:
             self.restore()
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values to be restored, by name: a checkpoint written during an evaluation contains these."""
+        """Return the values to be restored, by name. A checkpoint written during an evaluation contains them."""
         if not self._replaced:
             return {}
         paths = {id(layer): f"{path}." if path else "" for path, layer in self._module.named_modules()}
@@ -119,8 +119,8 @@ def _replaced_in(
 
     Args:
         layer: the layer.
-        buffers: its buffers before, by name.
-        values: copies of the values before, by the buffers' ids.
+        buffers: the layer's buffers before the broadcast, by name.
+        values: copies of the values before the broadcast, by the buffers' ids.
     """
     for name in {**buffers, **layer._buffers}:
         original, received = buffers.get(name), layer._buffers.get(name)

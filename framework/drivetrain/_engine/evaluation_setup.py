@@ -28,7 +28,7 @@ def build_evaluation(
     limits: Sequence[int | None] | None = None,
     early: EarlyExit | None = None,
 ) -> Callable[[], list[dict[str, float]]]:
-    """Return a function that validates or tests the run's module and returns each loader's values.
+    """Return a function that validates or tests the run's module and returns the values of each loader.
 
     Args:
         core: the run.
@@ -36,9 +36,9 @@ def build_evaluation(
         stage: "validate" or "test".
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
-        limits: micro-batches of each loader, for a sanity check, whose values are not logged; None for the run's own
-            limits.
-        early: lets all ranks leave before the end; None if they always finish.
+        limits: the number of micro-batches of each loader in a sanity check, whose values are not logged; None for the
+            limits of the run.
+        early: lets all ranks leave before the end; None if the ranks always finish.
     """
     strategy = core.strategy
     sync_buffers = partial(strategy.sync_buffers, core.module)
@@ -169,6 +169,6 @@ def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager
 
 
 def _inference_mode(core: RunCore) -> bool:
-    # Sharded parameters are gathered into the same tensors repeatedly. Tensors created in inference mode would break a
-    # later training step; where a single rank holds the whole parameter they would already break the next forward.
+    # Sharded parameters are gathered into the same tensors repeatedly. If these tensors were created in inference
+    # mode, a later training step would fail. Where one rank holds a whole parameter, the next forward would fail.
     return core.trainer.inference_mode and not core.strategy.shards_parameters

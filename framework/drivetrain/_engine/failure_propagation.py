@@ -20,7 +20,7 @@ _CAUSE_TIMEOUT = timedelta(seconds=10)
 """How long a rank that lost its connection waits for a report of the cause."""
 
 _POLL_INTERVAL = timedelta(seconds=0.2)
-"""How long it waits for a report in the store before it checks the processes."""
+"""How long such a rank waits for a report in the store before it checks the processes."""
 
 _TIMEOUT_MESSAGES = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Texts of gloo's and NCCL's errors for a rank that did not join a collective in time."""
@@ -32,13 +32,14 @@ _LINGER = timedelta(seconds=5)
 """How long a failed rank stays so that the others can read its report."""
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-"""Limit for a request to the store: after a network cut it would block for the system's limit of 15 minutes."""
+"""The limit for a request to the store. After a network cut, a request would block for the system's 15 minutes."""
 
 
 def publish_failure(control: ControlPlane, failure: Failure) -> None:
     """Report this rank's failure to the others.
 
-    Call it before the process group is destroyed: the others' collectives fail then, and they look for a report.
+    The function has to be called before the process group is destroyed, because then the collectives of the other
+    ranks fail, and those ranks look for a report.
     """
     try:
         _call_with_timeout(_STORE_TIMEOUT, lambda: control.report_failure(failure))
@@ -74,7 +75,7 @@ def resolve_cause(
     """Return the error to raise, and the rank that prints its traceback instead of this one, if any.
 
     The error is ``error`` itself, or a `RankFailedError` with the cause if another rank's failure has caused it.
-    If all ranks fail with the same error, only the lowest prints its traceback.
+    If all ranks fail with the same error, only the lowest rank prints its traceback.
     """
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
@@ -98,7 +99,7 @@ def resolve_cause(
 
 
 def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
-    """Wait for the other ranks' failures; return the lowest rank with the same one, or None if it is this rank."""
+    """Wait for the other ranks' failures; return the lowest rank with the same one, or None if that is this rank."""
     end = time.monotonic() + linger.total_seconds()
     same = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
     control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
@@ -120,7 +121,7 @@ def _cause_elsewhere(
 
 
 def _lost_connection(failure: Failure, peer: str) -> DistributedError:
-    # The connection's own message is kept: `Failure.distance` recognises a consequence by it.
+    # The connection's message is kept, because `Failure.distance` recognises a consequence by this text.
     return DistributedError(
         f"Rank {failure.rank} has lost {peer}: {failure.message}",
         "it reported no error: it was killed, its machine went down, or the network between them failed",

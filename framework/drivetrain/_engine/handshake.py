@@ -20,7 +20,7 @@ def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     """Compare ``facts``, which must be serialisable as JSON, with rank 0's. Collective.
 
     Raises:
-        DistributedError: on every rank if any differ; names each differing fact, the ranks and their values.
+        DistributedError: on every rank, if facts differ. The error names each such fact, the ranks and their values.
     """
     if control.world_size == 1:
         return
@@ -42,14 +42,14 @@ def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
 
 
 def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> None:
-    """Check that either all ranks or none need a folder for the run: choosing one is collective. Collective.
+    """Check that either all ranks or none need a folder for the run, since ranks choose one together. Collective.
 
     Args:
         control: connects the ranks.
         wanted_by: what needs a folder on this rank: class names of loggers, callbacks and a profiler, "ckpt_path".
 
     Raises:
-        DistributedError: on every rank if they differ; names what needs the folder, and the ranks.
+        DistributedError: on every rank, if ranks differ. The error names what needs the folder, and the ranks.
     """
     if control.world_size == 1:
         return

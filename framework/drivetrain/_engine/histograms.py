@@ -37,7 +37,7 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
             "give a tensor, or tensors by name; None on ranks that hold no part of it.",
         )
     ranges, local_counts = {}, {}
-    for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # all ranks' keys, in the same order
+    for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # the keys of all ranks, in the same order
         ranges[key] = ValueRange.joined([ValueRange(*each[key]) for _, each in from_ranks if key in each])
         values = local.get(key)
         if values is not None and not ranges[key].is_empty:
@@ -86,7 +86,7 @@ def _local_values(run: RunCore, tensors: Mapping[str, torch.Tensor | None]) -> d
                 "give tensor.full_tensor() on every rank.",
             )
         elif belongs_to_module and strategy.rank > 0:
-            values[key] = None  # it is replicated, and rank 0 counts it
+            values[key] = None  # rank 0 counts a replicated tensor
         else:
             values[key] = FlatValues(part)
     return values

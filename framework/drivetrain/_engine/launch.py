@@ -1,4 +1,4 @@
-"""Launches a run in this process, among processes that exist already, or in processes started for it."""
+"""Launches a run in this process, among processes that exist already, or in processes started for the run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
     environment = resolve_environment(trainer.environment)
-    setting = _launcher_setting(trainer)
-    launcher = named_launcher(setting)
+    launcher_or_name = _launcher_setting(trainer)
+    launcher = named_launcher(launcher_or_name)
     if launcher is not None and launcher.places_devices and is_standalone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
         topology = first_rank_topology(devices, trainer.num_nodes, trainer.chosen_strategy)
@@ -50,7 +50,7 @@ def launch(request: RunRequest[SessionContext]) -> Any:
             topology = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
     if not topology.missing:
         return _run_as_rank(request, topology)
-    launcher = choose_launcher(launcher or setting, topology.placement.local_world_size)
+    launcher = choose_launcher(launcher or launcher_or_name, topology.placement.local_world_size)
     work = _WorkOfRun(request, topology, devices.type)
     launcher.run(work, topology.placement, address=topology.address, port=topology.port)
     if not work.done:
@@ -84,9 +84,9 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
-    previous = None if trainer.session is None else trainer.session.core.folder
+    previous_folder = None if trainer.session is None else trainer.session.core.folder
     # An evaluation keeps the counters of the fit before it.
-    session = Session(request, strategy, topology, previous, None if stage == "fit" else trainer.progress)
+    session = Session(request, strategy, topology, previous_folder, None if stage == "fit" else trainer.progress)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
@@ -106,22 +106,22 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
         raise
     finally:
         torch.set_num_threads(threads)
-        strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the object to another `Fit`
+        strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the strategy to another `Fit`
     trainer.state = "finished"
     return result
 
 
 def _launcher_setting(trainer: SessionContext) -> str | Launcher:
-    """Return the strategy's own launcher, if it has one, or else the argument ``launcher``."""
-    own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
-    return own or trainer.launcher
+    """Return the launcher of the strategy, if it has one, or else the trainer's ``launcher`` launcher_or_name."""
+    strategy_launcher: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
+    return strategy_launcher or trainer.launcher
 
 
 def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device: torch.device) -> bool:
     """Return whether batch normalization spans all ranks.
 
     Raises:
-        ConfigurationError: the strategy or the device does not support it.
+        ConfigurationError: the strategy or the device does not support synchronized batch normalization.
     """
     if not trainer.sync_batchnorm:
         return False
@@ -140,7 +140,7 @@ def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device:
     return True
 
 
-# In processes started for the run
+# Running in processes started for the run, and taking over their results
 
 
 class _WorkOfRun(Work):
@@ -148,8 +148,8 @@ class _WorkOfRun(Work):
 
     Args:
         request: the run.
-        topology: the place of this node's first process among them.
-        device: the type of device that each process uses.
+        topology: the place of this node's first process among the run's processes.
+        device: the type of the device that each process uses.
     """
 
     def __init__(self, request: RunRequest[SessionContext], topology: Topology, device: str) -> None:
@@ -197,7 +197,7 @@ class _WorkOfRun(Work):
 
 
 def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
-    """Refuse a run whose weights would remain sharded over processes that end with it.
+    """Refuse a run whose weights would remain sharded over processes that end with the run.
 
     Raises:
         ConfigurationError: the weights exceed the strategy's gather_limit.
@@ -252,17 +252,17 @@ def _worker(
     allow: tuple[str, ...],
     trial: bool,
 ) -> Outcome:
-    """Run one rank in a process started for it.
+    """Run one rank in a process that was started for the rank.
 
-    The request's fields are separate arguments, so that an error names the one that cannot be pickled.
+    The request's fields are separate arguments, so that an error names the field that cannot be pickled.
     """
     from drivetrain._engine.layer_transfer import InitialLayers  # only runs in other processes need it
     from drivetrain._engine.remote_result import Outcome
 
     before = InitialLayers.of(module)
     if not resolve_environment(trainer.environment).started_us:
-        trainer.environment = "auto"  # the caller's setting described the caller's process
+        trainer.environment = "auto"  # the caller's launcher_or_name described the caller's process
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:
-        _refuse_shards(trainer, module)  # configure_model may have added the parameters
+        _refuse_shards(trainer, module)  # again, since configure_model may have added parameters
     return Outcome.of(trainer, module, result, before, with_module=not trial)

@@ -36,9 +36,9 @@ class BuiltLayers:
     """The layers that a run has given a module.
 
     Attributes:
-        structure: its layers and tensors.
+        structure: the layers and tensors of the module.
         pickled: the module's own containers, and its attributes that had no value before; None if pickling failed.
-        pickling_error: the error of that failure, as text.
+        pickling_error: the error with which pickling failed, as text.
     """
 
     structure: LayerStructure
@@ -65,7 +65,7 @@ class BuiltLayers:
         """Give the caller's module the same layers, by unpickling them or by calling its ``configure_model``.
 
         Raises:
-            ConfigurationError: they could not be pickled, and ``configure_model`` does not build them here.
+            ConfigurationError: the layers could not be pickled, and ``configure_model`` does not build them here.
         """
         if self.pickled is not None:
             state: dict[str, Any] = pickle.loads(self.pickled)

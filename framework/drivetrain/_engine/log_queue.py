@@ -34,10 +34,10 @@ class LogQueue:
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:
-        """Deliver the rows that are complete; with ``wait``, wait for the others and deliver them too.
+        """Deliver the rows that are complete; with ``wait``, wait for the other rows and deliver these too.
 
         Raises:
-            Exception: the first error of a logger, after all these rows were delivered to all loggers.
+            Exception: the first error of a logger, after the rows were delivered to all loggers.
         """
         rows = self._rows
         first_error: Exception | None = None

@@ -1,4 +1,4 @@
-"""Refuses methods whose names resemble hooks, which the engine would silently never call."""
+"""Refuses methods whose names resemble hooks, since the engine would never call such a method and not say so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOADER_PATTERN = re.compile(r"\w+_dataloaders?")
 _SYNONYMS = {"begin": "start", "stop": "end", "finish": "end", "finished": "end", "done": "end"}
 _SYNONYM_PATTERN = re.compile(rf"({'|'.join(_SYNONYMS)})$")
 _MIN_SIMILARITY = 0.88
-"""Names at least this similar to a hook's are refused: "validation_steps" is, "training_loss" is not."""
+"""A name that is at least this similar to a hook's is refused, such as "validation_steps" but not "training_loss"."""
 
 _EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which has no other parameter"
 _ZERO_GRAD_FIX = (
@@ -39,7 +39,7 @@ _ZERO_GRAD_FIX = (
     "self.automatic_optimization = False and call zero_grad in training_step"
 )
 _MODE_FIX = "set the mode of the layers that need another in on_{}_start(self), and restore it in on_{}_end(self)"
-_LIGHTNING_HOOKS = {
+_LIGHTNING_FIXES = {
     "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
     "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
     "test_epoch_end": _EPOCH_END_FIX.format("on_test_epoch_end"),
@@ -74,7 +74,7 @@ _LIGHTNING_HOOKS = {
     **dict.fromkeys(("on_hpc_load", "hpc_load"), "write on_load_checkpoint"),
     "tng_dataloader": "write train_dataloader",
 }
-"""Hooks of past and present Lightning versions that do not exist here, and what replaces each."""
+"""Hooks of past and present Lightning versions that do not exist here, and what to write instead of each."""
 
 _MODULE_HOOKS = (
     *(name for name in vars(ModuleHooks) if not name.startswith("_")),
@@ -96,21 +96,21 @@ def check_hooks(
 ) -> None:
     """Refuse methods that look like hooks but are not, and hooks that cannot take the engine's arguments.
 
-    A method that the object's own code or the user's script calls is a helper, whatever its name.
+    A method that the object's class or the user's script calls is a helper, whatever the method's name.
 
     Args:
-        owner: the object; its class and the bases that the user wrote are checked.
+        owner: the object whose class, with the bases that the user wrote, is checked.
         given: the loaders passed to the run. A method that looks like a loader method may have built them.
         stage: "fit", "validate", "test" or "predict"; loader methods that this stage does not call are not checked.
-            None if the engine calls none of them.
+            None if the engine calls no loader method.
 
     Raises:
-        ConfigurationError: names the method, and the correct hook.
+        ConfigurationError: a method is refused. The error names the method and the correct hook.
     """
     base, hooks = _base_and_hooks(owner)
-    known = set(dir(base))
+    base_attributes = set(dir(base))
     for name in _user_methods(owner, base):
-        if name in known or name.startswith("_"):
+        if name in base_attributes or name.startswith("_"):
             continue
         fix = _suggest_fix(name, base, hooks, given)
         if fix is not None and not _calls_itself(owner, base, name) and not _is_called(owner, base, name):
@@ -131,10 +131,10 @@ def _base_and_hooks(owner: object) -> tuple[type, tuple[str, ...]]:
 
 
 def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArguments | None) -> str | None:
-    """Return what to write instead of ``name``; None if it does not resemble a hook."""
+    """Return what to write instead of ``name``; None if ``name`` does not resemble a hook."""
     is_on_hook = name.startswith("on_")
-    if name in _LIGHTNING_HOOKS and (is_on_hook or base is TrainModule):
-        return _LIGHTNING_HOOKS[name]
+    if name in _LIGHTNING_FIXES and (is_on_hook or base is TrainModule):
+        return _LIGHTNING_FIXES[name]
     if is_on_hook:
         kinds = (("a module", _MODULE_HOOKS), ("a callback", HOOKS), ("a data module", _DATA_HOOKS))
         owners = [kind for kind, names in kinds if name in names]
@@ -142,17 +142,17 @@ def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArgumen
             return f"it is a hook of {' and of '.join(owners)}: write it there"
     elif base is Callback or (base is DataModule and re.fullmatch(r"\w+_steps?", name)):
         return None
-    matches = (_HOOK_PATTERN if is_on_hook else _STEP_PATTERN).fullmatch(name) is not None
-    standard = _SYNONYM_PATTERN.sub(lambda match: _SYNONYMS[match[0]], name) if is_on_hook else name
-    hook, similarity = _nearest_hook(standard, hooks, always=matches)
-    if not matches and similarity < _MIN_SIMILARITY:
+    matches_pattern = (_HOOK_PATTERN if is_on_hook else _STEP_PATTERN).fullmatch(name) is not None
+    standard_name = _SYNONYM_PATTERN.sub(lambda match: _SYNONYMS[match[0]], name) if is_on_hook else name
+    hook, similarity = _nearest_hook(standard_name, hooks, always=matches_pattern)
+    if not matches_pattern and similarity < _MIN_SIMILARITY:
         return None
-    # If loaders were passed to the run, this method may have built them.
+    # If loaders were passed to the run, the method may be a helper that built them.
     return None if hook.endswith("_dataloader") and _is_given(hook, given) else f"write {hook}"
 
 
 def _nearest_hook(name: str, hooks: Sequence[str], always: bool) -> tuple[str, float]:
-    """Return the hook with the most similar name, and the similarity; unless ``always``, only similar names count."""
+    """Return the hook with the most similar name, and the similarity. ``always`` compares names of any length."""
     nearest, best = "", 0.0
     for hook in hooks:
         # Comparing lengths and first letters rules out most names at almost no cost.
@@ -209,7 +209,8 @@ def _calls_itself(owner: object, base: type, method: str) -> bool:
 def _is_called(owner: object, base: type, method: str) -> bool:
     """Whether the user's files call ``method``.
 
-    False for ``backward``, which losses have too, and for loader methods: calls of these prove nothing.
+    The result is False for ``backward``, because losses have a method of that name, and for loader methods, because
+    a call of such a name proves nothing.
     """
     if method == "backward" or _LOADER_PATTERN.fullmatch(method):
         return False
@@ -245,7 +246,7 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
     with_loader_index = [parameter.name for parameter in expected]
     try:
         signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may pass more arguments
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # the hook is not written in Python
         return
     if with_loader_index != passed and _accepts(signature, with_loader_index):
         return

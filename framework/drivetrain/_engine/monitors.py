@@ -30,30 +30,30 @@ class MonitorCheck:
 
     Args:
         run: the run.
-        data: its data.
-        schedulers: its learning rate schedulers.
+        data: the data of the run.
+        schedulers: the learning rate schedulers of the run.
     """
 
     def __init__(self, run: RunCore, data: RunData, schedulers: Sequence[SchedulerConfig]) -> None:
         self._run = run
         self._data = data
         self._schedulers = schedulers
-        self._known: set[str] = set()
+        self._logged_names: set[str] = set()
         self._validated = False
 
     def note_validation(self) -> None:
-        """Record the names that the sanity check has logged, before its values are cleared."""
+        """Record the names that the sanity check has logged, before the check's values are cleared."""
         self._validated = True
-        self._known = self._run.metrics.known_names()
+        self._logged_names = self._run.metrics.known_names()
 
     def after_first_batch(self) -> None:
         """Warn about monitored names that were not logged. Called on one rank."""
-        self._known |= self._run.metrics.known_names()
-        known = sorted(self._known)
+        self._logged_names |= self._run.metrics.known_names()
+        known = sorted(self._logged_names)
         for monitored_by, name in self._monitored():
-            if name in self._known or self._is_in_user_code(name):
+            if name in self._logged_names or self._is_in_user_code(name):
                 continue
-            # A hook that has not run yet may log it: warn only if the name is almost a logged one, a likely typo.
+            # A hook that has not run yet may log the name. A name that is almost a logged one is a likely typo.
             if self._may_log_later() and not get_close_matches(name, known, n=1, cutoff=0.85):
                 continue
             logger.warning(
@@ -84,7 +84,7 @@ class MonitorCheck:
         return any(is_overridden(name, callback, Callback) for callback in callbacks for name in names)
 
     def _is_in_user_code(self, name: str) -> bool:
-        """Whether the user's code contains the name: it may be logged in another step, or under a condition."""
+        """Whether the user's code contains the name, which may be logged in another step or under a condition."""
         for owner in (self._run.module, *self._run.callbacks):
             for kind in type(owner).__mro__:
                 if kind.__module__.startswith(("drivetrain.", "torch.", "builtins")):

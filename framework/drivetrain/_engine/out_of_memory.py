@@ -1,4 +1,4 @@
-"""Adds a note to out-of-memory errors: what uses the memory, and which settings would use less."""
+"""Adds a note to out-of-memory errors that says what uses the memory, and which settings would use less."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
-# Texts of torch's host allocator, which raises a plain RuntimeError; device allocators have an error class.
+# Messages of torch's host allocator, which raises a plain RuntimeError. Device allocators have an error class.
 _HOST_MESSAGES = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
 _ERROR_TYPES = ("OutOfMemoryError", "MemoryError")
-_LARGEST_LISTED = 5
+_MAX_LISTED_TENSORS = 5
 
 
 class _Tensor(NamedTuple):
@@ -55,7 +55,7 @@ def explain_out_of_memory(
 ) -> None:
     """Add a note to an out-of-memory error that lists the largest tensors and the settings to change first.
 
-    Call it before the run's tensors are freed. Other errors are left unchanged, and it never raises.
+    The function has to be called before the run's tensors are freed. It leaves other errors unchanged and never raises.
     """
     try:
         if is_out_of_memory(error):
@@ -77,7 +77,7 @@ def _note(error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], b
         allocated, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
         lines.append(f"  on the device {_size(allocated)} in tensors, {_size(reserved)} reserved")
     lines.append("The largest tensors:")
-    for entry in sorted(tensors, key=lambda entry: -entry.nbytes)[:_LARGEST_LISTED]:
+    for entry in sorted(tensors, key=lambda entry: -entry.nbytes)[:_MAX_LISTED_TENSORS]:
         dtype, shape = str(entry.tensor.dtype).removeprefix("torch."), tuple(entry.tensor.shape)
         lines.append(f"  {_size(entry.nbytes)}  {entry.kind}: {entry.name}, {dtype} of shape {shape}")
     lines += [
@@ -87,7 +87,7 @@ def _note(error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], b
     return "\n".join(lines)
 
 
-# Live tensors
+# Collecting the live tensors
 
 
 def _run_tensors(run: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_Tensor]:
@@ -127,7 +127,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _distinct(tensors: list[_Tensor]) -> list[_Tensor]:
-    """Return one tensor per storage, the first in the list, without empty ones."""
+    """Return one tensor per storage, the first in the list, without empty tensors."""
     by_storage: dict[int, _Tensor] = {}
     for entry in tensors:
         if entry.tensor.device.type != "meta":

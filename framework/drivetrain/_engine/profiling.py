@@ -40,7 +40,7 @@ class Profiling(NoProfiling):
         request: the call that is measured.
         strategy: the run's strategy.
         folder: the run's folder, whose path is set later.
-        profiler: the profiler. A run inside a run that it is measuring already becomes one phase of the outer run.
+        profiler: the profiler. If it is measuring a run already, this run becomes one phase of the outer run.
     """
 
     _measuring: set[int] = set()  # noqa: RUF012 - shared by all runs of this process
@@ -61,13 +61,13 @@ class Profiling(NoProfiling):
             self._trainer.log_every_n_steps,
             bool(self._trainer.compile),
         )
-        before = folder.before  # the profile of an evaluation after a fit is written to the fit's folder
+        before = folder.before  # an evaluation after a fit writes the profile to the fit's folder
         self._fit_folder = before.path if before is not None and before.is_of_fit and request.stage != "fit" else None
         self._is_nested = False
         self._has_begun = False
         self.train_loop = type("ProfiledLoop", (_ProfiledLoop,), {"span": self.span})
 
-    # The run
+    # Measuring the run, and the profile's folder
 
     @property
     def wants_folder(self) -> bool:
@@ -98,7 +98,7 @@ class Profiling(NoProfiling):
         for part in (self._profiler.end, self._show, self._write):
             try:
                 part()
-            except Exception as error:  # an error in the profiler must not fail the run
+            except Exception as error:  # so that an error in the profiler does not fail the run
                 logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
 
     def _show(self) -> None:
@@ -118,11 +118,11 @@ class Profiling(NoProfiling):
         trainer = self._trainer
         if trainer.fast_dev_run:
             return None
-        # An evaluation's own folder is claimed when a logger first writes to it, which only rank 0 knows.
+        # An evaluation gets a folder when a logger first writes to one, which only rank 0 knows.
         run_folder = self._folder.path if self._facts.stage == "fit" else self._fit_folder
         return child(run_folder or trainer.default_root_dir, FOLDER)
 
-    # Wrapped parts
+    # Wrapping the parts of a run, and the facts about its loaders
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
         return self._profiler.profile(phase)
@@ -188,10 +188,10 @@ class Profiling(NoProfiling):
         self._facts.num_workers = min(workers, default=None)
         self._facts.pin_memory = all(pinned) if pinned else None
 
-    # Iterators
+    # Iterators that report reading and steps
 
     def _read(self, phase: str, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items; time how long each takes to arrive."""
+        """Yield the items, and time how long each item takes to arrive."""
         start, stop = self._profiler.start, self._profiler.stop
         while True:
             start(phase)
@@ -204,7 +204,7 @@ class Profiling(NoProfiling):
             yield item
 
     def _steps(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items; report the end of a step when the next item is requested."""
+        """Yield the items, and report the end of a step when the next item is requested."""
         step = self._profiler.step
         for item in items:
             yield item
@@ -212,7 +212,7 @@ class Profiling(NoProfiling):
 
 
 class _ProfiledSource:
-    """A source of batches that times reading."""
+    """A source of batches whose reading is timed."""
 
     def __init__(self, source: BatchSource, follow: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self._source = source
@@ -267,7 +267,7 @@ class _ProfiledLoop(TrainLoop):
 
 
 class _ProfiledSaves(SaveRequests):
-    """Requested checkpoints, each timed."""
+    """Requests for checkpoints, of which each is timed when it is carried out."""
 
     def __init__(self, call: Callable[[str, Callable[[], None]], Callable[[], None]]) -> None:
         super().__init__()
@@ -279,5 +279,5 @@ class _ProfiledSaves(SaveRequests):
 
 def _owner(hook: Any) -> str:
     """Return the name of the class that a hook belongs to."""
-    bound = getattr(hook, "func", hook)
-    return type(bound.__self__).__name__ if hasattr(bound, "__self__") else "module"
+    bound_method = getattr(hook, "func", hook)
+    return type(bound_method.__self__).__name__ if hasattr(bound_method, "__self__") else "module"

@@ -11,17 +11,17 @@ from drivetrain._loops.step import TrainStep
 from drivetrain._loops.windows import MicroBatch
 from drivetrain.errors import NonFiniteError
 
-_AUTOGRAD_MESSAGE = "returned nan values"  # part of autograd's error, which names the operation
+_AUTOGRAD_MESSAGE = "returned nan values"  # a part of the message of autograd's error, which names the operation
 
 
 class AnomalyStep:
     """Wraps another training step and raises `NonFiniteError` if its loss or a gradient is not finite.
 
-    Waits for the device, since it reads every loss.
+    Every step waits for the device, since the loss is read.
 
     Args:
         step: the step to wrap.
-        progress: the counters, for the message.
+        progress: the counters, for the error's message.
         rank: this process's rank.
     """
 

@@ -25,10 +25,11 @@ from drivetrain.data._batch_copies import copy_batch, copy_containers
 class ClosureStep(AutomaticStep):
     """Passes the optimizer a closure that evaluates the whole window on all ranks.
 
-    The window's gradients are computed before the optimizer steps, since some optimizers (SAM) use them and move the
-    parameters before they call the closure. If the parameters have not moved, the closure returns the loss that was
-    computed; otherwise it runs the window again. It returns the mean loss of all ranks: with a local loss, line search
-    and stopping rules would decide differently on each rank, and the replicas would diverge.
+    The window's gradients are computed before the optimizer steps, since some optimizers (SAM) use the gradients and
+    move the parameters before they call the closure. If the parameters have not moved, the closure returns the loss
+    that was computed. Otherwise the closure runs the window again. The closure returns the mean loss of all ranks,
+    because with a local loss, line search and stopping rules would decide differently on each rank, and the replicas
+    would diverge.
 
     Args:
         wrapped: as for `AutomaticStep`.
@@ -68,7 +69,7 @@ class ClosureStep(AutomaticStep):
         return self._run(micro_batch, batch_idx)
 
     def _run(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
-        """Run forward and backward, and add the loss to that of the window."""
+        """Run forward and backward, and add the micro-batch's loss to the window's loss."""
         output = super().forward_backward(micro_batch, batch_idx)
         if output is not None and micro_batch.weight:
             assert self._loss is not None
@@ -106,7 +107,7 @@ class ClosureStep(AutomaticStep):
                 loss = torch.zeros((), device=self.strategy.device) if loss is None else loss
                 loss = loss.to(self.strategy.device, torch.float64)
             assert loss is not None
-            # The loss is normalized like its gradients: by the weights that contributed.
+            # Like the gradients, the loss is normalized by the weights of the micro-batches that had a loss.
             return self.strategy.reduce(loss if contributed_share == 1.0 else loss / contributed_share, "mean")
 
         if self._override is not None:
@@ -114,7 +115,7 @@ class ClosureStep(AutomaticStep):
         return self.strategy.optimizer_step(optimizer, closure)
 
     def _on_any_rank(self, moved: bool) -> bool:
-        """Return whether ``moved`` is true on any rank; this rank's shards of the parameters may be unchanged."""
+        """Return whether ``moved`` is true on any rank. Some ranks may hold only shards that did not change."""
         if self.strategy.world_size == 1:
             return moved
         return bool(self.strategy.reduce(torch.tensor(float(moved), device=self.strategy.device), "max") > 0)
@@ -124,12 +125,12 @@ class ClosureStep(AutomaticStep):
         self._window = []
 
     def _evaluate_again(self) -> None:
-        """Run the window with the parameters as they are now, without logging."""
+        """Run the window with the current values of the parameters, without logging."""
         (optimizer,) = self.optimizers
         zero_grad(optimizer)
         window, self._window_loss = self._window, None
         paused = LoggingPaused(self._metrics)
-        self._metrics.joining = False  # each of the window's micro-batches sets it if this rank joins it
+        self._metrics.joining = False  # a micro-batch that this rank joins sets the flag again
         try:
             with torch.enable_grad():
                 for micro_batch, batch_idx in window:
@@ -141,8 +142,8 @@ class ClosureStep(AutomaticStep):
 class ParameterSnapshot:
     """Detects whether an optimizer has changed its parameters or gradients since this object was created.
 
-    Some optimizers call the closure before they change anything; others use the gradients, move the parameters and
-    call it then. Only a comparison of the tensors tells them apart.
+    Some optimizers call the closure before they change anything. Other optimizers use the gradients and move the
+    parameters before they call the closure. Only a comparison of the tensors shows what an optimizer does.
     """
 
     __slots__ = ("_norms", "_optimizer", "_versions")
@@ -172,9 +173,9 @@ class ParameterSnapshot:
 
     @torch.no_grad()
     def _current_norms(self) -> list[Tensor] | None:
-        """Return the tensors' norms in float64, which shows small steps; None if a tensor does not support that."""
+        """Return the tensors' norms in float64, which shows small steps; None if a tensor has no such norm."""
         tensors: list[Any] = [tensor.detach() for tensor in self._tensors() if tensor is not None]
-        # Checks the attribute rather than the class, since importing DTensor is slow.
+        # A DTensor is recognized by its attribute rather than by its class, since importing the class is slow.
         local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
         if any(tensor.is_sparse or tensor.is_complex() or tensor.device.type == "mps" for tensor in local):
             return None

@@ -38,9 +38,10 @@ class SchedulerConfig:
         interval: "epoch" or "step" (optimizer steps).
         frequency: the number of intervals between two steps of the scheduler.
         monitor: the logged value that a plateau scheduler monitors.
-        name: its name in `LearningRateMonitor`.
-        strict: raise an error if ``monitor`` was not logged; otherwise skip the step and warn once.
-        plateau: ``step`` takes the monitored value, as in `ReduceLROnPlateau`.
+        name: the scheduler's name in `LearningRateMonitor`.
+        strict: whether an error is raised if ``monitor`` was not logged. Otherwise the step is skipped, with a warning
+            the first time.
+        plateau: whether the scheduler's ``step`` takes the monitored value, as that of `ReduceLROnPlateau` does.
     """
 
     scheduler: Any
@@ -64,7 +65,7 @@ def parse_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerCo
     """Return the optimizers and schedulers that ``configure_optimizers`` returned, in any supported form.
 
     Raises:
-        ConfigurationError: the result is not supported; names its type.
+        ConfigurationError: the result has an unsupported type. The error names the type.
     """
     if configured is None:
         return [], []
@@ -91,9 +92,9 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
         ConfigurationError: the value of ``"closure"`` is invalid.
     """
     dicts = [configured] if isinstance(configured, Mapping) else configured if isinstance(configured, Sequence) else []
-    requested = [part["closure"] for part in dicts if isinstance(part, Mapping) and "closure" in part]
-    needed = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
-    for value in requested:
+    closure_settings = [part["closure"] for part in dicts if isinstance(part, Mapping) and "closure" in part]
+    closure_optimizers = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
+    for value in closure_settings:
         if not isinstance(value, bool):
             raise ConfigurationError(
                 f"configure_optimizers: 'closure': {value!r}.",
@@ -107,13 +108,13 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
                 "the engine does not step optimizers then, and makes no closure.",
                 "leave it out, and call optimizer.step(closure) in training_step.",
             )
-        if not value and needed and len(optimizers) == 1:
+        if not value and closure_optimizers and len(optimizers) == 1:
             raise ConfigurationError(
-                f"configure_optimizers: 'closure': False with {type(needed[0]).__name__}.",
+                f"configure_optimizers: 'closure': False with {type(closure_optimizers[0]).__name__}.",
                 "it cannot step without one.",
                 "leave it out.",
             )
-    return bool(needed) or any(requested)
+    return bool(closure_optimizers) or any(closure_settings)
 
 
 def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -218,10 +219,10 @@ def check_optimizers(
     """Check that optimizers and schedulers can train ``module``.
 
     Raises:
-        ConfigurationError: they cannot; names the parameter, the optimizer or the scheduler.
+        ConfigurationError: they cannot train it. The error names the parameter, the optimizer or the scheduler.
     """
     names = parameter_names(module)
-    owner: dict[int, int] = {}
+    owner_numbers: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -232,7 +233,7 @@ def check_optimizers(
                         "it would train a tensor that is not saved, moved or synchronised.",
                         "assign the layer to the module (self.layer = ...), and pass its parameters.",
                     )
-                other = owner.setdefault(id(parameter), number)
+                other = owner_numbers.setdefault(id(parameter), number)
                 if automatic and other != number:
                     raise ConfigurationError(
                         f"Optimizers {other} and {number} share the parameter {names[id(parameter)]!r}.",
@@ -241,9 +242,9 @@ def check_optimizers(
                     )
     if automatic and closure and len(optimizers) > 1:
         first = next((number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)), None)
-        which = "One" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
+        closure_user = "One" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
         raise ConfigurationError(
-            f"{which} evaluates the loss again in its step, and there are {len(optimizers)} optimizers.",
+            f"{closure_user} evaluates the loss again in its step, and there are {len(optimizers)} optimizers.",
             "the others would step with gradients from before its step.",
             "use it alone, or set self.automatic_optimization = False.",
         )
@@ -254,8 +255,8 @@ def check_optimizers(
                 "its step needs the value of a logged metric.",
                 "return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
             )
-        scheduled = getattr(config.scheduler, "optimizer", None)
-        if scheduled is not None and all(scheduled is not optimizer for optimizer in optimizers):
+        scheduled_optimizer = getattr(config.scheduler, "optimizer", None)
+        if scheduled_optimizer is not None and all(scheduled_optimizer is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
                 f"The scheduler {type(config.scheduler).__name__} was built with an optimizer that was not returned.",
                 "its learning rates would have no effect.",
@@ -267,7 +268,7 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
     """Check that the last parameter group of ``optimizer``, just added, can train ``module``.
 
     Raises:
-        ConfigurationError: it cannot; names the parameter, or its shape.
+        ConfigurationError: the group cannot train ``module``. The error names the parameter, or its shape.
     """
     names = parameter_names(module)
     others = {
@@ -297,13 +298,13 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.step`` requires a closure by its signature, as that of LBFGS does."""
-    # Reads the class, since schedulers patch `step` on the instance.
+    # The signature is read from the class, since schedulers patch `step` on the instance.
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def is_torch_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` is one of torch's, all of which evaluate a closure before anything else."""
+    """Return whether torch defines the optimizer's ``step``. Torch's steps evaluate a closure before anything else."""
     return type(optimizer).step.__module__.startswith("torch.optim")
 
 
@@ -316,7 +317,7 @@ def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: St
     """Raise a `ConfigurationError` if ``error`` came from a missing closure; otherwise return.
 
     Raises:
-        ConfigurationError: says how to pass the optimizer a closure, and whether ``strategy`` supports closures.
+        ConfigurationError: the closure was missing. The error says how to pass one.
     """
     if isinstance(error, DrivetrainError) or not _misses_closure(error):
         return
@@ -344,13 +345,13 @@ def _misses_closure(error: Exception) -> bool:
         return False
     if "closure" in str(error).lower():
         return True
-    # An assertion may have no message: the frame in which it failed shows that `closure` was None.
-    trace, local = error.__traceback__, {}
+    # An assertion may have no message. Its frame then shows that `closure` was None.
+    trace, frame_locals = error.__traceback__, {}
     called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
     while trace is not None:
         if trace.tb_next is None or called_none:
-            local = trace.tb_frame.f_locals
-            if "closure" in local and local["closure"] is None:
+            frame_locals = trace.tb_frame.f_locals
+            if "closure" in frame_locals and frame_locals["closure"] is None:
                 return True
         trace = trace.tb_next
     return False

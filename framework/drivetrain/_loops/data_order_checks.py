@@ -19,22 +19,22 @@ logger = logging.getLogger("drivetrain")
 def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
     """Return ``batches``, and compare what the ranks have read before the first batch is used.
 
-    Costs one small exchange per run for each source whose order the engine does not determine.
+    The comparison costs one small exchange per run for each source whose order the engine does not determine.
 
     Args:
         batches: this rank's batches of an epoch.
-        source: the source of the batches, while its ``needs_order_check`` is true.
+        source: the source of the batches, whose ``needs_order_check`` is true.
         name: the loader's name.
-        strategy: the strategy.
+        strategy: the strategy, whose control plane connects the ranks.
 
     Raises:
-        ConfigurationError: the ranks read different orders. Raised on every rank as the first batch is read.
+        ConfigurationError: the ranks read different orders. Every rank raises the error as the first batch is read.
     """
     return chain(_compare_first(batches, source, name, strategy), batches)
 
 
 def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
-    pair = next(batches, None)
+    first_batch = next(batches, None)
     by_rank = strategy.control.gather_objects(
         (strategy.data_rank, [tuple(fingerprint) for fingerprint in source.order_fingerprints()])
     )
@@ -45,8 +45,8 @@ def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: S
             _check_order(fingerprints, name)
         elif strategy.rank == 0:
             _warn_of_equal_batches(fingerprints, data_ranks, name)
-    if pair is not None:
-        yield pair
+    if first_batch is not None:
+        yield first_batch
 
 
 def _check_order(fingerprints: Sequence[OrderFingerprint], name: str) -> None:

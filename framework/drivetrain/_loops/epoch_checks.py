@@ -18,14 +18,14 @@ logger = logging.getLogger("drivetrain")
 
 
 class EpochChecks:
-    """Checks the loss after an epoch's first and last micro-batch, without a Python call for those in between.
+    """Checks the loss after an epoch's first and last micro-batch, without a Python call for the others.
 
     Args:
         step: the training step, which has the last loss.
         metrics: the logged values, which include the loss under manual optimization.
         module: the name of the module's class, for messages.
         warns: whether this rank checks and warns.
-        after_first: called once, after the first micro-batch of this run.
+        after_first: a function that is called once, after the first micro-batch of this run.
     """
 
     def __init__(
@@ -36,29 +36,29 @@ class EpochChecks:
         self._module = module
         self._warns = warns
         self._after_first: Callable[[], None] | None = after_first
-        self._first: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
-        self._before_validation: tuple[torch.Tensor, torch.Tensor] | None = None  # a loss and its copy
+        self._first_losses: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
+        self._loss_before_validation: tuple[torch.Tensor, torch.Tensor] | None = None  # a loss and its copy
         self._warned_of_loss = False
         self._warned_of_steps = False
 
     def follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Return an epoch's micro-batches, with a check after the first of them."""
-        self._first = None
+        self._first_losses = None
         return chain(islice(micro_batches, 1), self._check_first(), micro_batches) if self._warns else micro_batches
 
     def before_validation(self) -> None:
         """Copy the last loss, which compiled steps of a validation may overwrite before the epoch's end."""
         loss = self._step.last_loss
         if self._warns and loss is not None:
-            self._before_validation = loss, loss.detach().clone()
+            self._loss_before_validation = loss, loss.detach().clone()
 
     def end(self, epoch: int) -> None:
-        """Check the epoch that ended, and warn. Waits for the device."""
+        """Warn about problems in the epoch that ended. The call waits for the device."""
         if not self._warns:
             return
         if not self._warned_of_loss:
             self._check_losses(epoch)
-        if self._first is not None and self._step.never_steps and not self._warned_of_steps:
+        if self._first_losses is not None and self._step.never_steps and not self._warned_of_steps:
             self._warned_of_steps = True
             logger.warning(
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
@@ -70,14 +70,14 @@ class EpochChecks:
 
     def _check_first(self) -> Iterator[MicroBatch]:
         yield from ()  # an empty generator, whose body runs after the first micro-batch
-        self._first = self._copied_losses()
+        self._first_losses = self._copied_losses()
         if self._after_first is not None:
             after_first, self._after_first = self._after_first, None
             after_first()
 
     def _check_losses(self, epoch: int) -> None:
         last = self._losses()
-        first = last if self._first is None else self._first
+        first = last if self._first_losses is None else self._first_losses
         for name, value in last.items():
             if name in first and not _is_finite(value) and not _is_finite(first[name]):
                 self._warned_of_loss = True
@@ -93,17 +93,17 @@ class EpochChecks:
                 return
 
     def _copied_losses(self) -> dict[str, Any]:
-        # A compiled step or a hook may overwrite the tensor.
+        # The losses are copied, since a compiled step or a hook may overwrite the tensors.
         return {name: loss.clone() if isinstance(loss, torch.Tensor) else loss for name, loss in self._losses().items()}
 
     def _losses(self) -> dict[str, Any]:
         loss = self._step.last_loss
         if loss is not None:
-            if self._before_validation is not None and self._before_validation[0] is loss:
-                return {"the loss": self._before_validation[1]}
+            if self._loss_before_validation is not None and self._loss_before_validation[0] is loss:
+                return {"the loss": self._loss_before_validation[1]}
             return {"the loss": loss.detach()}
         entries = self._metrics.entries.values()
-        # Other values may be infinite on purpose, such as the best value so far, or a perplexity.
+        # Only losses are checked. Other values, such as a best value or a perplexity, may be infinite on purpose.
         logged = (entry for entry in entries if entry.on_step and entry.last is not None)
         return {entry.name: entry.last for entry in logged if "loss" in entry.name.lower()}
 

@@ -1,4 +1,4 @@
-"""Interrupts a validation within training when the run is preempted, and undoes its effects."""
+"""Interrupts a validation within training when the run is preempted, and undoes the validation's effects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from drivetrain.strategies.strategy import Strategy
 
 
 class EarlyExit:
-    """Lets all ranks exit a validation early, and restores buffers and metric objects when they do.
+    """Lets all ranks exit a validation early, and restores buffers and metric objects after an early exit.
 
-    If hooks have replaced the weights for the validation, for example by averages, it runs to its end, where hooks put
-    the trained weights back, because the trained weights have to be saved.
+    If hooks have replaced the weights for the validation, for example by averages, the validation runs to its end.
+    There the hooks put back the trained weights, which have to be saved.
 
     Args:
         stop: the requests to end the run.
@@ -38,7 +38,7 @@ class EarlyExit:
         self._must_finish = False
         self._weights_at_start: list[Tensor] = []
         self._buffers: BufferSnapshot | None = None
-        self._objects: Sequence[tuple[Any, dict[str, Any]]] = ()
+        self._metric_states: Sequence[tuple[Any, dict[str, Any]]] = ()
 
     def at_once(self) -> bool:
         """Return whether the ranks exit before the validation begins. Collective."""
@@ -49,14 +49,14 @@ class EarlyExit:
         """Record the state before any hook of the validation is called."""
         self._weights_at_start = self._checksums()
         self._buffers = BufferSnapshot(self._module)
-        self._objects = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
+        self._metric_states = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
 
     def after_hooks(self) -> None:
         """Check whether the hooks that begin the validation changed the weights. Collective."""
         self._must_finish = self._weights_changed("the hooks that begin a validation run")
 
     def exit_check(self) -> Callable[[], bool] | None:
-        """Return a function to call after each micro-batch, which returns whether to exit; None to run to the end."""
+        """Return a function that returns after each micro-batch whether to exit; None to run to the end."""
         return None if self._must_finish else self._exits
 
     def _exits(self) -> bool:
@@ -64,9 +64,9 @@ class EarlyExit:
             return False
         if not self._must_finish:
             # With collective forwards, all ranks are at this point. Otherwise each rank checks its own replica.
-            together = self._strategy.collective_forward or self._strategy.world_size == 1
+            ranks_are_here = self._strategy.collective_forward or self._strategy.world_size == 1
             self._must_finish = (
-                self._weights_changed("leaving a validation run") if together else self._weights_differ()
+                self._weights_changed("leaving a validation run") if ranks_are_here else self._weights_differ()
             )
         if self._must_finish:
             self._stop.stay()
@@ -75,7 +75,7 @@ class EarlyExit:
     def has_exited(self, alike: bool) -> bool:
         """Return whether the ranks exit, after a loader's last micro-batch or the one at which they stopped.
 
-        Collective unless forwards are: a rank that has finished waits here for the others.
+        The call is collective if forwards are not: a rank that has finished its loader then waits for the others.
 
         Args:
             alike: whether all ranks have the same number of micro-batches.
@@ -91,17 +91,17 @@ class EarlyExit:
         return not self._must_finish
 
     def undo(self) -> None:
-        """Restore what the validation has changed, if it has begun."""
+        """Restore what the validation has changed, if the validation has begun."""
         if self._buffers is None:
             return
         self._buffers.restore()
-        for metric, state in self._objects:
+        for metric, state in self._metric_states:
             set_metric_state(metric, state)
         self._metrics.enter(self._metrics.stage)
 
     def end(self) -> None:
         """Release the recorded state."""
-        self._weights_at_start, self._buffers, self._objects = [], None, ()
+        self._weights_at_start, self._buffers, self._metric_states = [], None, ()
 
     def _weights_changed(self, purpose: str) -> bool:
         """Return whether the weights of any rank have changed since the validation began. Collective."""
@@ -129,14 +129,18 @@ class EarlyExit:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is plain and strided, so that its memory can be summed; others are not compared."""
+    """Return whether the tensor is plain and strided, so that its memory can be summed. Others are not compared."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _memory_sums(tensor: Tensor) -> list[Tensor]:
-    """Return sums of the tensor's memory, read as int64 numbers where it is aligned and as bytes otherwise."""
+    """Return sums of the tensor's memory, read as int64 numbers where the memory is aligned and as bytes elsewhere."""
     content = row_major(tensor.detach()).view(torch.uint8)
-    whole = content.numel() // 8 * 8
-    parts = [content[:whole].view(torch.int64), content[whole:]] if content.storage_offset() % 8 == 0 else [content]
+    aligned_end = content.numel() // 8 * 8
+    parts = (
+        [content[:aligned_end].view(torch.int64), content[aligned_end:]]
+        if content.storage_offset() % 8 == 0
+        else [content]
+    )
     return [part.sum(dtype=torch.int64) for part in parts]

@@ -1,4 +1,4 @@
-"""The overridden hooks, resolved once into flat tuples of bound calls."""
+"""The table of overridden hooks, which is built once and holds a flat tuple of bound calls for each hook."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HOOKS: tuple[str, ...] = tuple(
 def is_overridden(name: str, owner: object, base: type) -> bool:
     """Return whether ``owner`` overrides the method ``name`` of ``base``, in its class or on the instance.
 
-    An attribute of the instance that is None does not count.
+    If the instance has an attribute ``name`` that is None, the method does not count as overridden.
     """
-    own = getattr(owner, "__dict__", {})
-    if name in own:
-        return own[name] is not None
+    instance_attributes = getattr(owner, "__dict__", {})
+    if name in instance_attributes:
+        return instance_attributes[name] is not None
     method = getattr(type(owner), name, None)
     return method is not None and method is not getattr(base, name, None)
 
@@ -37,7 +37,7 @@ class HookTable:
     ``table.on_train_batch_start`` is a tuple, empty if the hook is not overridden. Callbacks' entries are bound to
     ``(trainer, module)``, so that all entries of a hook take the same arguments.
 
-    ``table.early[name]`` ends with the module's own hook, and ``table.late[name]`` holds the calls after it.
+    ``table.early[name]`` ends with the module's hook, and ``table.late[name]`` holds the calls after that hook.
     """
 
     def __init__(self, trainer: RunContext, module: Any, callbacks: Sequence[Callback]) -> None:
@@ -50,15 +50,19 @@ class HookTable:
                 for callback in ordered
                 if is_overridden(name, callback, Callback)
             }
-            first = [calls[id(callback)] for callback in ordered if callback.priority >= 0 and id(callback) in calls]
-            last = [calls[id(callback)] for callback in ordered if callback.priority < 0 and id(callback) in calls]
+            early_calls = [
+                calls[id(callback)] for callback in ordered if callback.priority >= 0 and id(callback) in calls
+            ]
+            late_calls = [
+                calls[id(callback)] for callback in ordered if callback.priority < 0 and id(callback) in calls
+            ]
             if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
-                first.append(getattr(module, name))
-            self.early[name] = tuple(first)
-            self.late[name] = tuple(last)
+                early_calls.append(getattr(module, name))
+            self.early[name] = tuple(early_calls)
+            self.late[name] = tuple(late_calls)
 
     def __getattr__(self, name: str) -> tuple[Call, ...]:
-        # Called once for each name: afterwards the tuple is an ordinary attribute.
+        # Python calls this once for each name, since the tuple is an ordinary attribute afterwards.
         if name not in HOOKS:
             raise AttributeError(name)
         calls = self.early[name] + self.late[name]

@@ -17,39 +17,40 @@ _EXCESS_FACTOR = 4
 
 
 class Lengths:
-    """Collects loaders whose length proved wrong, and warns about each of them once, on rank 0.
+    """Collects the loaders whose length proved wrong, and warns about each loader once, on rank 0.
 
     Args:
-        control: the control plane, since each rank may have its own loader.
+        control: the control plane, by which ranks exchange lengths, since each rank may have another loader.
     """
 
     def __init__(self, control: ControlPlane) -> None:
         self.control = control
         self._reported: set[str] = set()
-        self._wrong: dict[str, tuple[int, int, bool]] = {}  # by loader: length, batches yielded, whether it ended
+        # By a loader's name: its length, the number of batches that it yielded, and whether it ended.
+        self._wrong_lengths: dict[str, tuple[int, int, bool]] = {}
 
     @property
     def noticed(self) -> bool:
         """Whether this rank has a wrong length to report."""
-        return bool(self._wrong)
+        return bool(self._wrong_lengths)
 
     def note(self, loader: str, length: int | None, count: int, ended: bool) -> None:
         """Compare a loader's length with the batches that it yielded.
 
         Args:
             loader: the loader's name.
-            length: its length; None if it has none.
-            count: the batches that it yielded.
-            ended: whether it ended; otherwise it has at least ``count`` batches.
+            length: the loader's length; None if the loader has none.
+            count: the number of batches that the loader yielded.
+            ended: whether the loader ended. Otherwise it has at least ``count`` batches.
         """
         if length is not None and loader not in self._reported and (count != length if ended else count > length):
-            self._wrong[loader] = length, count, ended
+            self._wrong_lengths[loader] = length, count, ended
 
     def settle(self, ranks: int) -> None:
         """Warn about the wrong lengths. Collective if ``ranks``, the number of ranks that noticed one, is not 0."""
         if not ranks:
             return
-        wrong, self._wrong = self._wrong, {}
+        wrong, self._wrong_lengths = self._wrong_lengths, {}
         by_rank = self.control.gather_objects(wrong)
         for loader in dict.fromkeys(name for rank_lengths in by_rank for name in rank_lengths):
             self._warn(loader, [rank_lengths.get(loader) for rank_lengths in by_rank])
@@ -80,13 +81,13 @@ class Lengths:
 
 
 class BatchCount:
-    """Counts the micro-batches of an epoch's data and detects its end, without a Python call for each batch.
+    """Counts the micro-batches of an epoch's data and detects the data's end, without a Python call for each batch.
 
     Args:
         loader: the loader's name.
         length: micro-batches of an epoch on this rank, from ``len(loader)``; None if the loader has no length.
         by_rank: whether each rank counts its own batches.
-        lengths: receives a length that is wrong.
+        lengths: receives the length if it is wrong.
     """
 
     def __init__(self, loader: str, length: int | None, by_rank: bool, lengths: Lengths) -> None:
@@ -123,8 +124,8 @@ class BatchCount:
         self._ended = True
 
     def _report_excess(self, batches: Batches) -> Batches:
-        pair = next(batches, None)
-        if pair is not None:
+        excess_batch = next(batches, None)
+        if excess_batch is not None:
             assert self._length is not None
             self._lengths.report_now(self._loader, self._length, self._length * _EXCESS_FACTOR + 1)
-            yield pair
+            yield excess_batch

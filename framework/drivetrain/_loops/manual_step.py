@@ -26,7 +26,12 @@ from drivetrain.strategies.strategy import Strategy
 
 
 class Contexts(NamedTuple):
-    """The precision's context of a forward, and the context that suspends it for a backward or a step within it."""
+    """The context managers of a precision.
+
+    Attributes:
+        forward: returns the context in which a forward runs.
+        outside: returns the context that suspends the forward's context for a backward or a step within a forward.
+    """
 
     forward: Callable[[], AbstractContextManager[Any]]
     outside: Callable[[], AbstractContextManager[Any]]
@@ -38,15 +43,16 @@ _NO_CONTEXTS = Contexts(nullcontext, nullcontext)
 class OptimizerHandle:
     """An optimizer as ``self.optimizers()`` returns it: its ``step`` goes through the strategy and the precision.
 
-    All other attributes are the optimizer's.
+    Every attribute that the handle does not have is read from the optimizer.
 
     Args:
         optimizer: the optimizer.
         strategy: the strategy that steps it.
-        before_step: hooks to call before it steps.
-        passes_closure: whether a closure is passed on to the optimizer; otherwise it is called once, before the step.
+        before_step: the hooks to call before the optimizer steps.
+        passes_closure: whether a closure is passed on to the optimizer; otherwise the handle calls the closure once,
+            before the step.
         weights_changed: called after the weights have changed; None if nothing derived from them is cached.
-        contexts: the precision's contexts; None if it has none.
+        contexts: the precision's contexts; None if a step need not suspend any.
     """
 
     def __init__(
@@ -66,15 +72,16 @@ class OptimizerHandle:
         self._weights_changed = weights_changed or _do_nothing
         self._contexts = contexts
         self.share = 1.0
-        """The factor of this rank's loss in the mean over ranks; 0 while it joins without data."""
+        """The factor of this rank's loss in the mean over ranks; 0 while the rank joins without data."""
         self.stepped: bool | None = None
         """Whether the last call of `step` updated the weights; None before the first call."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer; return the loss of the closure's first evaluation, or None without a closure.
 
-        The optimizer may call the closure any number of times; it returns the mean loss of all ranks. Torch's
-        own optimizers, except LBFGS, would call it once before they step: for them it is called here.
+        The optimizer may call the closure any number of times. The closure that the optimizer gets returns the mean
+        loss of all ranks. Torch's own optimizers, except LBFGS, would call the closure once before they step. For
+        these optimizers, this method calls the closure instead.
 
         Raises:
             ConfigurationError: the optimizer needs a closure and got none.
@@ -167,7 +174,7 @@ def resolve_contexts(strategy: Strategy) -> Contexts | None:
 
 
 def resolve_weights_changed(strategy: Strategy) -> Callable[[], None] | None:
-    """Return ``strategy.precision.weights_changed``; None if it is not overridden, since it then does nothing."""
+    """Return ``strategy.precision.weights_changed``; None if the precision inherits the method, which does nothing."""
     precision = strategy.precision
     return precision.weights_changed if is_overridden("weights_changed", precision, Precision) else None
 
@@ -242,7 +249,7 @@ class ManualStep:
         return sum(parameter._version for group in groups for parameter in group["params"])
 
     def zero_grad(self) -> None:
-        """Do nothing: ``training_step`` clears gradients itself."""
+        """Do nothing, because ``training_step`` clears the gradients."""
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         trainables = self._trainables
@@ -250,7 +257,7 @@ class ManualStep:
             if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
                 trainables.settle()
             trainables.window_open = True
-        # The strategy averages over all ranks; a rank without data must not count in the mean.
+        # The strategy averages gradients over all ranks. The scale corrects the mean for the ranks without data.
         self._scale = self._strategy.data_world_size / micro_batch.ranks
         for handle in self._handles:
             handle.stepped = None
@@ -265,7 +272,7 @@ class ManualStep:
             else:
                 output = self._run(self._module.training_step, *arguments)
         except BaseException:
-            if self._toggled is not None:  # restored, since the module is used after the run
+            if self._toggled is not None:  # restores requires_grad, since the module is used after the run
                 self._untoggle()
             raise
         if self._toggled is not None:
@@ -297,7 +304,7 @@ class ManualStep:
             hook()
 
     def toggle(self, optimizer: Any) -> None:
-        """Disable gradients of parameters outside ``optimizer``; called by ``self.toggle_optimizer``."""
+        """Disable the gradients of parameters that ``optimizer`` does not hold; called by ``self.toggle_optimizer``."""
         if self._toggled is not None:
             raise ConfigurationError(
                 f"toggle_optimizer({_type_name(optimizer)}), while {_type_name(self._toggled[0])} is toggled.",
@@ -357,7 +364,7 @@ class OverriddenOptimizerStep:
 
     Args:
         module: the module.
-        handles: one for each optimizer.
+        handles: the handle of each optimizer.
         progress: the counters, for epoch and batch index.
     """
 
@@ -371,7 +378,7 @@ class OverriddenOptimizerStep:
 
         Args:
             loss: the loss of the window's last micro-batch, which the default closure returns.
-            closure: evaluates the loss again; None if the optimizer does not need that.
+            closure: evaluates the loss again; None if the optimizer needs no closure.
         """
         detached = None if loss is None else loss.detach()
         for handle in self._handles:

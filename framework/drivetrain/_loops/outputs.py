@@ -20,7 +20,7 @@ _HOST = torch.device("cpu")
 
 
 def on_host(output: Any, fresh_memory: bool) -> Any:
-    """Return ``output`` with its tensors on the CPU, so that it takes no device memory.
+    """Return ``output`` with its tensors on the CPU, so that the result takes no device memory.
 
     Args:
         output: the output of a step: tensors in collections of any depth, and other objects.
@@ -53,15 +53,15 @@ def exchange(outputs: list[Any], control: ControlPlane) -> list[list[Any]]:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # Copied on the CPU too: a view keeps its whole base alive, a pickle would contain the base, and the module may
-        # still write to it.
+        # A tensor on the CPU is copied too. A view would keep its whole base alive, a pickle of the view would contain
+        # the base, and the module may still write to the tensor.
         return value.clone() if value.device == _HOST else value.to(_HOST)
-    if isinstance(value, nn.Module):  # not moved: `to` works in place, and it may be part of the model
+    if isinstance(value, nn.Module):  # not moved, since `to` works in place and the layer may be part of the model
         return value
     with contextlib.suppress(Exception):  # `to` may be an unrelated method
         moved = value.to(_HOST)
         if isinstance(value, PackedSequence) or isinstance(getattr(value, "batch_size", None), torch.Size):
-            return copy_batch(moved)  # if it was on the CPU, it may still be a view
+            return copy_batch(moved)  # a value that was on the CPU may still be a view
         return value if moved is None else moved
     return value
 

@@ -29,10 +29,10 @@ class PredictLoop:
         position: the batch being processed.
         data: the loaders.
         reporting: where progress is reported; values cannot be logged in prediction.
-        inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
+        inference_mode: whether to run in `torch.inference_mode` rather than in `torch.no_grad`.
         keeps: whether `run` keeps the outputs and returns them.
-        before: called once; returns the functions that check whether an earlier run has predicted a batch, or an empty
-            sequence if there was none. A batch is skipped if all of them return True.
+        before: returns the functions that check whether an earlier run has predicted a batch, or an empty sequence
+            without an earlier run; called once. A batch is skipped if all of these functions return True.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PredictLoop:
         self._keeps = keeps
         self._before = before
         self._predicted_checks: Sequence[IsPredicted] = ()
-        # The default predict_step does not depend on the loader.
+        # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
         several = len(data.sources) > 1 and is_overridden("predict_step", module, TrainModule)
         self._arguments = StepArguments(module.predict_step, several)
 
@@ -70,7 +70,7 @@ class PredictLoop:
         """Predict; return the outputs of all micro-batches in data set order, on every rank.
 
         Returns:
-            A list of outputs; with several loaders, one such list per loader; None if outputs are not kept.
+            A list of outputs, or with several loaders one such list per loader; None if outputs are not kept.
         """
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
@@ -115,7 +115,8 @@ class PredictLoop:
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
             position.indices = None if shard.joins else indices
-            count += not shard.joins or shard.start >= 0  # a batch of the loader, not the last one repeated
+            # A repetition of the last batch, with which this rank only joins, does not count.
+            count += not shard.joins or shard.start >= 0
             predicted = bool(self._predicted_checks) and (shard.joins or self._is_predicted(indices, batch_idx, index))
             if self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted):
                 continue
@@ -136,7 +137,7 @@ class PredictLoop:
             if self._keeps:
                 start = shard.start if source.shards_known else batch_idx
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
-            del output  # frees its memory before the next step
+            del output  # frees the output's memory before the next step
         position.leave(previous)
         position.indices = None
         if self._pacing is not None:
@@ -150,7 +151,7 @@ class PredictLoop:
         return self._strategy.collective_forward
 
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:
-        """Return the number of the first micro-batch to predict; 0 if indices are unknown. Reads no data."""
+        """Return the number of the first micro-batch to predict; 0 if indices are unknown. No data is read."""
         first, shards, indices = 0, source.shards(0), source.indices(0)
         if shards is not None and indices is not None:
             for shard, batch_indices in islice(zip(shards, indices, strict=False), limit):
@@ -168,7 +169,7 @@ class PredictLoop:
 
 
 def _merge(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
-    """Sort all ranks' outputs by position in the data set; if that is unknown, by micro-batch and then rank."""
+    """Sort all ranks' outputs by position in the data set; if the position is unknown, by micro-batch and then rank."""
     if len(by_rank) == 1:
         return [output for _, _, output in by_rank[0]]
     outputs = [

@@ -31,14 +31,14 @@ class Progress:
     epoch_samples: int = 0
     """Samples of the current epoch that all ranks together have trained on."""
     within_window: bool = False
-    """Whether a window is open: micro-batches were trained on and their optimizer step has not been made."""
+    """Whether a window is open: micro-batches were trained on, and the optimizer step for them has not been made."""
     window: tuple[int, int] = (0, 0)
     """`batch_idx` and `samples_seen` when the current window opened."""
     cut_short: bool = False
-    """Whether training ended before its last epoch's data did: a resumed run continues that epoch."""
+    """Whether training ended before the data of the last epoch did, so that a resumed run continues that epoch."""
 
     def reset_to_window_start(self) -> None:
-        """Reset the counters to the start of the open window, since which weights and optimizers are unchanged."""
+        """Reset the counters to the start of the open window, since when the weights and optimizers are unchanged."""
         if self.within_window:
             batch_idx, samples = self.window
             self.micro_batches -= self.batch_idx - batch_idx
@@ -47,8 +47,8 @@ class Progress:
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters that a checkpoint stores."""
-        not_saved = ("within_window", "window", "cut_short")
-        return {name: value for name, value in asdict(self).items() if name not in not_saved}
+        unsaved_names = ("within_window", "window", "cut_short")
+        return {name: value for name, value in asdict(self).items() if name not in unsaved_names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counters that `state_dict` returned."""
@@ -59,14 +59,14 @@ class Progress:
 
 @dataclass(slots=True)
 class Position:
-    """The loop that is running and the batch that it processes. After a failure it still names that batch."""
+    """The running loop and the batch that it processes. After a failure, they still name the failed batch."""
 
     loop: str | None = None
     """"training", "evaluation" or "prediction"; None between loops."""
     batch_idx: int = 0
     """The index of the current micro-batch."""
     weight: float = 0.0
-    """The weight of training's current micro-batch: the number of items that its loss is a mean of."""
+    """The weight of training's current micro-batch, which is the number of items that the loss is a mean of."""
     indices: Sequence[Any] | None = None
     """The data set indices of the current samples of prediction; None if they are unknown."""
 
@@ -83,7 +83,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """The objects to which a loop reports values, its progress, and loaders whose length is wrong.
+    """The objects to which a loop reports values, progress, and loaders whose length is wrong.
 
     Attributes:
         metrics: the logged values.

@@ -14,14 +14,14 @@ class Pacing:
 
     Args:
         callbacks: called with the number of micro-batches done.
-        every: micro-batches of an evaluation between two reports.
+        every: the number of micro-batches of an evaluation from one report to the next.
     """
 
     def __init__(self, callbacks: Sequence[Callable[[int], None]], every: int) -> None:
         self._callbacks = callbacks
         self._every = every
         self.before = 0
-        """Micro-batches of the loaders that precede the current one."""
+        """The number of micro-batches of the loaders that precede the current loader."""
 
     def report(self, batches: int) -> None:
         """Report ``batches`` micro-batches of the current loader, in addition to `before`."""
@@ -29,7 +29,7 @@ class Pacing:
             call(self.before + batches)
 
     def follow(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return ``items``, with a report every ``every`` items and no Python call for the others."""
+        """Return ``items``, with a report every ``every`` items and no Python call for the items between."""
         return chain.from_iterable(self._blocks(items))
 
     def _blocks(self, items: Iterator[Item]) -> Iterator[Iterable[Item]]:

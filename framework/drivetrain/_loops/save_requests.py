@@ -1,4 +1,4 @@
-"""Requests by hooks to write a checkpoint or to roll back to one, carried out after all hooks of the event."""
+"""Hooks' requests to write a checkpoint or to roll back to one, which are carried out after all hooks of the event."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class SaveRequests:
-    """The pending requests.
+    """The pending requests of a run.
 
     Hooks request a checkpoint on every rank. The loop writes it after the last hook of the event, so that the state is
     complete, and not within a window, because checkpoints contain no gradients. A rollback cancels pending checkpoints.
@@ -14,9 +14,9 @@ class SaveRequests:
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
-        """The requests in order. The loop checks whether there are any."""
+        """The requests in the order in which they were made. The loop checks whether there are any requests."""
         self.rollback: Callable[[], None] | None = None
-        """Loads an earlier checkpoint; called by the loop after it has left the epoch. None without a request."""
+        """Loads an earlier checkpoint. The loop calls the function after leaving the epoch. None without a request."""
 
     def ask(self, save: Callable[[], None]) -> None:
         """Request that ``save`` is called at the next point at which a run can be resumed."""

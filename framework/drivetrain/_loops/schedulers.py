@@ -21,8 +21,8 @@ class StepEstimate:
     """The estimate of a run's length that a schedule may have been built on.
 
     Attributes:
-        steps: estimated optimizer steps of the run.
-        length: micro-batches of an epoch, on which the estimate is based; None if it is not based on a length.
+        steps: the estimated number of optimizer steps of the run.
+        length: the micro-batches of an epoch from which the estimate is derived; None if it is derived from no length.
         was_read: whether `estimated_stepping_batches` was read.
     """
 
@@ -54,7 +54,7 @@ class Schedulers:
     ) -> None:
         self._estimate = estimate or StepEstimate()
         self._warns = warns
-        self._warned: set[str] = set()
+        self._warned_names: set[str] = set()
         self._by_step = [config for config in configs if config.interval == "step"]
         self._by_epoch = [config for config in configs if config.interval == "epoch"]
         self._step = step
@@ -89,7 +89,7 @@ class Schedulers:
             if global_step % config.frequency == 0:
                 try:
                     self._step_scheduler(config)
-                except ValueError as error:  # raised by OneCycleLR
+                except ValueError as error:  # OneCycleLR raises it after its last step
                     raise self._schedule_ended(config) from error
 
     def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
@@ -127,16 +127,16 @@ class Schedulers:
                 logged,
                 "log it before the scheduler steps, monitor another value, or skip such steps with 'strict': False.",
             )
-        if monitor not in self._warned and self._warns:
+        if monitor not in self._warned_names and self._warns:
             logger.warning(
                 "%s %s The step of the scheduler is skipped because of 'strict': False. This is reported once.",
                 problem,
                 logged,
             )
-        self._warned.add(monitor)
+        self._warned_names.add(monitor)
 
 
 def _is_at_zero(config: SchedulerConfig) -> bool:
-    """Return whether all learning rates of the scheduler's optimizer are 0, so that further steps change nothing."""
+    """Return whether all learning rates of the scheduler's optimizer are 0, so that optimizer steps change nothing."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return optimizer is not None and all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)

@@ -68,9 +68,10 @@ class OptimizerStep:
 
     Attributes:
         optimizers: the optimizers, in the order in which they step.
-        clip: clips their gradients; None without clipping.
-        override: calls the module's ``optimizer_step`` for each of them; None if the module does not override it.
-        unscale_first: whether gradients are unscaled before the hooks and ``clip``; otherwise ``clip`` unscales them.
+        clip: clips the gradients of the optimizers; None without clipping.
+        override: calls the module's ``optimizer_step`` for each optimizer; None if the module does not override it.
+        unscale_first: whether gradients are unscaled before the hooks and ``clip`` are called; otherwise ``clip``
+            unscales the gradients.
     """
 
     optimizers: Sequence[Optimizer]
@@ -87,7 +88,7 @@ class AutomaticStep:
         hooks: the overridden hooks.
         metrics: the logged values.
         trainables: tracks which parameters train.
-        step: the optimizers and how they are stepped.
+        step: the optimizers, and what happens to their gradients.
         arguments: builds the arguments of ``training_step``; None if it takes ``(batch, batch_idx)``.
     """
 
@@ -122,7 +123,7 @@ class AutomaticStep:
         self._none_allowed = strategy.world_size == 1 and strategy.accepts_none_loss
         self._skipped = 0.0  # weight of the window's micro-batches whose loss was None
         self._loss: Tensor | None = None
-        self._warned = False
+        self._has_warned_of_no_step = False
 
     never_steps = False
 
@@ -139,10 +140,10 @@ class AutomaticStep:
     def last_loss(self) -> Tensor | None:
         return self._loss
 
-    # The hot path
+    # The methods that run for every micro-batch or window
 
     def zero_grad(self) -> None:
-        # Before the forward, so that the old gradients' memory is free for its activations.
+        # Called before the forward, so that the forward's activations can use the memory of the old gradients.
         for hook in self._before_zero_grad:
             for optimizer in self.optimizers:
                 hook(optimizer)
@@ -155,13 +156,13 @@ class AutomaticStep:
             trainables.window_open = True
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
-        """Run forward and backward on one micro-batch, with its loss scaled to its share of the window.
+        """Run forward and backward on one micro-batch, with the loss scaled to the micro-batch's share of the window.
 
         Args:
             micro_batch: the micro-batch.
-            batch_idx: its index in the epoch.
-            in_context: whether the contexts that it needs have been entered. One method handles both cases, because
-                another call would cost time in every step.
+            batch_idx: the micro-batch's index in the epoch.
+            in_context: whether the contexts that the micro-batch needs have been entered. One method handles both
+                cases, because another call would cost time in every step.
         """
         if not in_context:
             if micro_batch.weight == 0:
@@ -223,10 +224,10 @@ class AutomaticStep:
             strategy.finish_step()
         return stepped
 
-    # Rare paths
+    # Closing and dropping windows, micro-batches without weight, and losses that are None or invalid
 
     def _close_trainables(self) -> None:
-        """Check that no parameter changed within the window, and let parameters change until the next one opens."""
+        """Check that no parameter changed within the window, and let them change until the next window opens."""
         trainables = self._trainables
         if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
             trainables.raise_if_changed()
@@ -240,7 +241,7 @@ class AutomaticStep:
             zero_grad(optimizer)
 
     def _run_weightless(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
-        """Run a micro-batch of weight 0: this rank has no data left, or the batch has no items."""
+        """Run a micro-batch of weight 0, with which this rank joins without data, or whose batch has no items."""
         sync = self.strategy.gradient_sync(micro_batch.closes)
         effects = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
         with sync, effects, self.strategy.without_gradient():
@@ -248,12 +249,12 @@ class AutomaticStep:
             return AutomaticStep.forward_backward(self, unscaled, batch_idx, in_context=True)
 
     def _rescale(self, window_weight: float) -> bool:
-        """Normalize gradients by the weights of the micro-batches that had a loss; return False if none had."""
+        """Normalize gradients by the weights of the micro-batches that had a loss; return False if none had a loss."""
         skipped, self._skipped = self._skipped, 0.0
         contributed = window_weight - skipped
         if contributed <= 0:
-            if not self._warned:
-                self._warned = True
+            if not self._has_warned_of_no_step:
+                self._has_warned_of_no_step = True
                 self._warn_of_no_step(skipped > 0)
             self.drop_window()
             return False
@@ -311,12 +312,12 @@ def bind_step(
 
 
 def syncs_in_context(strategy: Strategy) -> bool:
-    """Return whether a context of the strategy synchronizes gradients, rather than its backward or a wrapper."""
+    """Return whether the strategy synchronizes gradients in a context, rather than in backward or a wrapper."""
     return not isinstance(strategy.gradient_sync(True), nullcontext)
 
 
 def resolve_backward(strategy: Strategy) -> Callable[[Tensor], object] | None:
-    """Return the function that runs backward under ``strategy``; None if that is ``loss.backward()``."""
+    """Return the function that runs backward under ``strategy``; None if backward is ``loss.backward()``."""
     if is_overridden("backward", strategy, Strategy):
         return strategy.backward
     if is_overridden("backward", strategy.precision, Precision):
@@ -325,7 +326,7 @@ def resolve_backward(strategy: Strategy) -> Callable[[Tensor], object] | None:
 
 
 def resolve_optimizer_step(strategy: Strategy) -> Callable[[Optimizer], bool] | None:
-    """Return the function that steps an optimizer under ``strategy``; None if that is ``optimizer.step()``."""
+    """Return the function that steps an optimizer under ``strategy``; None if the step is ``optimizer.step()``."""
     if is_overridden("optimizer_step", strategy, Strategy):
         return strategy.optimizer_step
     return strategy.precision.step if is_overridden("step", strategy.precision, Precision) else None

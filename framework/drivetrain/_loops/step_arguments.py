@@ -18,8 +18,8 @@ class WrappedModule:
 
     Attributes:
         module: the user's module.
-        runner: calls a step of the module; what `Strategy.setup_module` returned.
-        strategy: the strategy.
+        runner: the function that `Strategy.setup_module` returned, which calls a step of the module.
+        strategy: the strategy that runs the module.
     """
 
     module: TrainModule
@@ -32,7 +32,7 @@ class StepArguments:
 
     Args:
         step: the bound step, whose signature is read once.
-        several: whether there are several loaders; if so, ``dataloader_idx`` is passed if the step takes it.
+        several: whether there are several loaders, so that ``dataloader_idx`` is passed if the step takes it.
 
     Raises:
         ConfigurationError: the step cannot be called with these arguments.
@@ -45,9 +45,9 @@ class StepArguments:
             for parameter in parameters.values()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
-        takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+        takes_varargs = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
         required = [parameter.name for parameter in positional if parameter.default is parameter.empty]
-        count = 3 if takes_any else min(len(positional), 3)
+        count = 3 if takes_varargs else min(len(positional), 3)
         name = getattr(step, "__qualname__", repr(step))
         if count == 0 or len(required) > 3:
             raise ConfigurationError(
@@ -61,7 +61,7 @@ class StepArguments:
                 "a step is called with a batch: the engine distributes data over ranks and counts what it has read.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
             )
-        # A step may leave out batch_idx: its second parameter is then recognized by its name.
+        # A step may take no batch_idx. The name of the second parameter then shows that it is dataloader_idx.
         skips_batch_idx = count == 2 and positional[1].name == "dataloader_idx"
         if several and count < 3 and not skips_batch_idx:
             raise ConfigurationError(

@@ -10,10 +10,10 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.progress import Progress
 
 AGREE_EVERY = 16
-"""The maximal number of points between two polls of the store."""
+"""The maximal number of points from one poll of the store to the next."""
 
 _POLL_INTERVAL = 0.5
-"""Target polling interval in seconds. A preempted process may have less than 30 s left."""
+"""The desired seconds from one poll to the next. A preempted process may have less than 30 s left."""
 
 _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
@@ -29,7 +29,7 @@ class StepAgreement:
 
     Args:
         control: the control plane, whose store is used.
-        name: the prefix of its keys in the store.
+        name: the prefix of the agreement's keys in the store.
     """
 
     def __init__(self, control: ControlPlane, name: str) -> None:
@@ -67,7 +67,7 @@ class StepAgreement:
         return self.point is not None and point >= self.point
 
     def settle(self, requesting: int) -> int:
-        """Act on the requests of ranks that are at the same point; return the reason of the first, or 0.
+        """Act on the requests of ranks that are at the same point; return the reason of the first request, or 0.
 
         Args:
             requesting: the number of ranks with a request, each of which has called `publish_reason` before.
@@ -79,7 +79,7 @@ class StepAgreement:
         return self.reason
 
     def publish_reason(self, reason: int) -> bool:
-        """Publish this rank's reason, before ranks with a request are counted; return whether it has one."""
+        """Publish this rank's reason, before ranks with a request are counted; return whether this rank has one."""
         if reason and self._store is not None:
             self._store.compare_set(f"{self._name}/reason", "", str(reason))
         elif reason:
@@ -96,14 +96,14 @@ class StopRequest:
     """Collects requests to end the run, from any rank; all ranks then end it after the same window.
 
     There are two kinds of requests. A *stop* ends the run in the ordinary way after a window, but not before
-    ``min_steps`` and ``min_epochs``. *Leaving*, on a preemption signal, saves and exits: no minimum defers it, and it
-    may happen within a long window or a validation.
+    ``min_steps`` and ``min_epochs``. *Leaving*, on a preemption signal, saves the run and exits. No minimum defers
+    leaving, and a run may be left within a long window or a validation.
 
-    Points are counted instead of optimizer steps, because a window may make no step.
+    The ranks count points instead of optimizer steps, because a window may make no step.
 
     Args:
         control: the control plane.
-        max_time: requests a stop after this time; None for no limit.
+        max_time: the time after which a stop is requested; None for no limit.
         min_steps: optimizer steps before which a stop is deferred.
         min_epochs: epochs before which a stop is deferred.
     """
@@ -120,13 +120,13 @@ class StopRequest:
         self._stop = StepAgreement(control, "stop")
         self._leave = StepAgreement(control, "leave")
         self._agreed = False
-        self._time_is_up = False  # max_time was the first reason on this rank
-        self._point = 0  # points passed, the same on every rank
+        self._time_is_up = False  # whether max_time was this rank's first reason to stop
+        self._point = 0  # the number of points passed, the same on every rank
         self._poll_at = 0
         self._last_poll: tuple[int, float] | None = None
-        self._exchanges = 0  # calls of `_agree_on_furthest_point`
+        self._exchanges = 0  # the number of calls of `_agree_on_furthest_point`
         self._has_trained = False
-        self._in_first_window = True  # it may compile, so the control plane allows more time
+        self._in_first_window = True  # steps may be compiled in it, so the control plane allows ending time
         self.requested = False
         """Set to request a stop; ``trainer.should_stop``."""
         self.because: str | None = None
@@ -154,7 +154,7 @@ class StopRequest:
         return self.because
 
     def after_window(self, step: int, epoch: int) -> bool:
-        """Return whether to end now. Called on every rank after each window, whether or not it made a step.
+        """Return whether the run ends now. Called on every rank after each window, whether or not it made a step.
 
         Args:
             step: optimizer steps made.
@@ -219,12 +219,12 @@ class StopRequest:
     def agree_when_all_arrive(self, purpose: str, *, alike: bool) -> None:
         """Exchange requests at a point that one rank may reach before the others. Collective.
 
-        A rank that makes a request meanwhile ignores the ranks that wait here: it acts at its own point, and then
-        arrives here too.
+        A rank that makes a request before it arrives ignores the ranks that wait. It acts at its current point, and
+        then arrives too.
 
         Args:
             purpose: the purpose of the agreement, the same on every rank.
-            alike: whether the ranks have passed the same number of points; otherwise their counts are made equal.
+            alike: whether all ranks have passed the same number of points. Otherwise all continue from the largest.
         """
         self._publish_poll(0)
         if alike or self._store is None:
@@ -232,7 +232,8 @@ class StopRequest:
         else:
             self._point = self._agree_on_furthest_point(purpose)
         self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
-        # A rank may read it before the others publish, which is harmless: the next point is polled.
+        # A rank may read the polls before all of them are published. That is harmless, since every rank polls its next
+        # point.
         self._publish_poll(self._poll_at)
 
     def _agree_on_furthest_point(self, purpose: str) -> int:
@@ -257,7 +258,7 @@ class StopRequest:
         self.leaving = 0
 
     def after_epoch(self, step: int, epochs: int) -> bool:
-        """Return whether to end between epochs, by the requests that `agree` has exchanged."""
+        """Return whether the run ends between two epochs, by the requests that `agree` has exchanged."""
         return self.leaves_together() or (self.requested and self._may_stop(step, epochs))
 
     def _may_stop(self, step: int, epochs: int) -> bool:
@@ -286,7 +287,7 @@ class StopRequest:
             self._control.after_first_step()
         if self._last_poll is not None:
             last_point, last_time = self._last_poll
-            # Polls at each point if points are far apart in time, and seldom if they are close.
+            # Each point is polled if points are far apart in time. If points are close, few of them are polled.
             interval = min(AGREE_EVERY, max(1, int(_POLL_INTERVAL * (point - last_point) / max(now - last_time, 1e-9))))
         self._last_poll = point, now
         self._poll_at = point + interval
@@ -304,26 +305,26 @@ def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_ste
         epoch: epochs completed.
         global_step: optimizer steps made.
     """
-    by_steps = 0 <= max_steps <= global_step
-    by_epochs = max_epochs is not None and 0 <= max_epochs <= epoch
-    if not by_steps:
-        return f"max_epochs={max_epochs} is reached" if by_epochs else None
-    return f"max_steps={max_steps} {f'and max_epochs={max_epochs} are' if by_epochs else 'is'} reached"
+    steps_reached = 0 <= max_steps <= global_step
+    epochs_reached = max_epochs is not None and 0 <= max_epochs <= epoch
+    if not steps_reached:
+        return f"max_epochs={max_epochs} is reached" if epochs_reached else None
+    return f"max_steps={max_steps} {f'and max_epochs={max_epochs} are' if epochs_reached else 'is'} reached"
 
 
 def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool, seconds: float) -> str:
     """Return the line that is logged at the end of a run.
 
     Args:
-        reasons: the reasons why it ended: limits, then requests.
-        progress: the counters.
-        nothing_left: whether the run resumed a finished one and made no step.
+        reasons: the reasons why the run ended, first limits and then requests.
+        progress: the counters of the run.
+        nothing_left: whether the run resumed a finished run and made no step.
         seconds: the run's duration.
     """
     epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
     steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"
-    more = "; nothing was left to train" if nothing_left else f" after {_duration(seconds)}"
-    return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){more}."
+    ending = "; nothing was left to train" if nothing_left else f" after {_duration(seconds)}"
+    return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){ending}."
 
 
 def _duration(seconds: float) -> str:

@@ -37,8 +37,8 @@ class TrainLimits:
     """How long to train. The limit that is reached first ends the run.
 
     Attributes:
-        max_epochs: None or -1 for no limit.
-        max_steps: optimizer steps; -1 for no limit.
+        max_epochs: the epochs after which training ends; None or -1 for no limit.
+        max_steps: the optimizer steps after which training ends; -1 for no limit.
         log_every_n_steps: optimizer steps between two flushes to the loggers; 0 for no flush within an epoch.
     """
 
@@ -53,9 +53,9 @@ class EpochData:
 
     Attributes:
         micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
-        exhausted: returns whether a loader that saves its own position has reached the end of the epoch's data; False
-            for other loaders.
-        length: micro-batches of an epoch, derived from ``len(loader)``; None if that is unknown.
+        exhausted: returns whether the loader has reached the end of the epoch's data, if it is a loader that saves its
+            position; returns False for any other loader.
+        length: the number of micro-batches of an epoch, derived from ``len(loader)``; None if the number is unknown.
         length_is_exact: whether an epoch has exactly ``length`` micro-batches.
         count: counts the micro-batches that the loader yields.
     """
@@ -71,7 +71,7 @@ class Snapshot(Protocol):
     """The state at the start of a window, for a run that may be saved and ended within a window."""
 
     def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch; return False, without one, if its windows have one micro-batch."""
+        """Take the first snapshot of an epoch. If windows have one micro-batch, take none and return False."""
 
     def take(self) -> None:
         """Take a snapshot before the next window."""
@@ -85,7 +85,7 @@ class Snapshot(Protocol):
 
     @property
     def has_begun_the_epoch(self) -> bool:
-        """Whether checkpoints store the state at the start of an epoch's first window, after its hooks."""
+        """Whether checkpoints store the state at the start of an epoch's first window, after the epoch's hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Schedule:
         schedulers: steps the learning rates.
         validation: runs validation.
         reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
-        after_epoch_hooks: called after the hooks that begin an epoch; applies what they changed.
+        after_epoch_hooks: applies what the hooks that begin an epoch have changed.
         checks: warns about problems that are visible only over a whole epoch.
     """
 
@@ -191,13 +191,13 @@ class TrainLoop:
         self._schedule = schedule
         self._validation = schedule.validation
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
-        self._flushed_at = 0  # micro-batches trained on at the last flush
+        self._flushed_at = 0  # the number of micro-batches trained on before the last flush
         self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
         self._warned_of_no_step = False
         self._use(data)
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
-        self._left_after_last_step = False  # preempted after max_steps, before the epoch's end
+        self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
 
     def _use(self, data: EpochData) -> None:
@@ -212,10 +212,10 @@ class TrainLoop:
         self._use(data)
         self._validation.renew(validate, data.length)
 
-    # State of a checkpoint
+    # The loop's state in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's position between the data of an epoch and its end."""
+        """Return what the counters do not show of the loop's position, such as whether the epoch's data is over."""
         snapshot = self._checkpointing.snapshot
         return {
             "data_is_over": self._data_is_over or self._is_data_over(),
@@ -229,15 +229,15 @@ class TrainLoop:
         """Make `run` resume at the position that `state_dict` returned."""
         self._resumed = state
 
-    # The order of a run, an epoch and a step
+    # The operations of a run, an epoch and a step, in their order
 
     def run(self) -> None:
         """Train until a limit is reached or a stop is requested."""
-        if self._length == 0:  # limit_train_batches=0
+        if self._length == 0:  # because of limit_train_batches=0
             return
         self._flushed_at = self._progress.micro_batches
         resumed, self._resumed = self._resumed, None
-        reset_metrics = resumed is not None  # otherwise on_train_start has logged values of the first epoch
+        reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
         while not self._is_finished() or (resumed is not None and resumed.get("left_after_last_step")):
@@ -260,18 +260,19 @@ class TrainLoop:
         """Load the epoch's data and call the hooks that begin it, unless they were called before a resume.
 
         Args:
-            resumed: the state of the run that is resumed; None after its first epoch.
+            resumed: the loop's state from the checkpoint, in the epoch in which a run is resumed; None in other epochs.
             reset_metrics: whether the values logged so far are discarded.
         """
         if self._schedule.reload is not None:
             self._schedule.reload(self._progress.epoch)
         self._validation.begin_epoch(self._progress)
-        begins = self._progress.batch_idx == 0
-        if begins:
+        epoch_begins = self._progress.batch_idx == 0
+        if epoch_begins:
             self._checkpointing.rng_replay.settle()
-        begins = begins and not (resumed is not None and resumed.get("has_begun"))  # absent from older checkpoints
-        self._steps_before = self._progress.global_step if begins else None
-        if begins:
+        # Older checkpoints have no "has_begun".
+        epoch_begins = epoch_begins and not (resumed is not None and resumed.get("has_begun"))
+        self._steps_before = self._progress.global_step if epoch_begins else None
+        if epoch_begins:
             self._metrics.enter("train", reset=reset_metrics)
             for hook in self._hooks.on_train_epoch_start:
                 hook()
@@ -285,8 +286,8 @@ class TrainLoop:
         """Train on the remaining micro-batches of an epoch.
 
         Args:
-            snapshot: the state at the start of a window; None if windows have one micro-batch.
-            data_is_over: whether the run that is resumed had trained on all of them.
+            snapshot: the state at the start of a window; None if the epoch is never left within a window.
+            data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
         progress, position, stop, step = self._progress, self._position, self._stop, self._step
         metrics, validation, requests = self._metrics, self._validation, self._requests.waiting
@@ -294,7 +295,7 @@ class TrainLoop:
         max_steps, log_every = self._limits.max_steps, self._log_every
         schedulers = self._schedule.schedulers
         step_schedulers = schedulers.after_step if schedulers.has_step_schedulers else None
-        if progress.batch_idx == validation.next_at:  # the run was saved just before this validation
+        if progress.batch_idx == validation.next_at:  # the run was saved just before the validation that is due here
             ended = self._resume_with_validation(data_is_over)
             if ended is not None:
                 return ended
@@ -304,7 +305,7 @@ class TrainLoop:
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
-        # Each micro-batch is on the device, with its share of the window (the micro-batches of one optimizer step).
+        # The batch of each micro-batch is on the device. A window is the micro-batches of one optimizer step.
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
             position.batch_idx, position.weight = batch_idx, micro_batch.weight
@@ -342,7 +343,7 @@ class TrainLoop:
                 return ended
             if stepped and progress.global_step == max_steps:
                 return self._end_at(EpochEnd.LIMIT, micro_batches)
-            if micro_batch.closes:  # even if no step was made: a run may never make one
+            if micro_batch.closes:  # whether or not a step was made, since a run may never make a step
                 if stop.after_window(progress.global_step, progress.epoch):
                     return self._stop_within_epoch(micro_batches)
                 if snapshot is not None:
@@ -352,7 +353,7 @@ class TrainLoop:
         return EpochEnd.DATA
 
     def _end_epoch(self, ended: EpochEnd) -> bool:
-        """Validate if due, reduce the epoch's values and call the hooks; return whether the run ends."""
+        """Validate if validation is due, reduce the epoch's values and call the hooks; return whether the run ends."""
         if ended is EpochEnd.PREEMPTED:
             return True
         progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
@@ -372,7 +373,7 @@ class TrainLoop:
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
         if hooks.early["on_train_epoch_end"]:
-            results = self._reduce_epoch()  # includes what these hooks logged
+            results = self._reduce_epoch()  # with the values that the early hooks logged
         metrics.reset_metrics()
         if self._log_every and progress.micro_batches != self._flushed_at:
             self._reduce_steps()
@@ -395,7 +396,7 @@ class TrainLoop:
             self._checkpointing.save()
         return stopping or finished
 
-    # Endings
+    # The reasons for which an epoch or a run ends, and what is done for each
 
     def _limit_reached(self) -> str | None:
         limits, progress = self._limits, self._progress
@@ -419,11 +420,12 @@ class TrainLoop:
         return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
-        """Call ``on_train_batch_start``; return whether it returned -1 on every rank."""
+        """Call ``on_train_batch_start``; return whether a hook returned -1, as one then has to do on every rank."""
         answers = [hook(batch, batch_idx) for hook in hooks]
         if not any(isinstance(answer, int) and answer == -1 for answer in answers):
             return False
-        # A rank that continues waits in a collective of its step; the timeout turns this into an error that names it.
+        # A rank on which no hook returned -1 waits in a collective of its step. After the timeout, the agreement raises
+        # an error that names this rank.
         purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
         self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
         return True
@@ -437,12 +439,12 @@ class TrainLoop:
         return EpochEnd.DATA
 
     def _save_or_roll_back(self) -> bool:
-        """Write the requested checkpoints; return whether a return to an earlier one was requested instead."""
+        """Write the requested checkpoints; return whether a return to an earlier checkpoint was requested instead."""
         self._requests.run()
         return self._requests.rollback is not None
 
     def _validate(self, window_closed: bool) -> EpochEnd | None:
-        """Validate within the epoch; return why the epoch ends then, or None if it continues."""
+        """Validate within the epoch; return why the epoch ends after the validation, or None if the epoch continues."""
         self._schedule.checks.before_validation()
         self._validation.run()
         if self._stop.leaving:
@@ -452,7 +454,11 @@ class TrainLoop:
         return None
 
     def _resume_with_validation(self, data_is_over: bool) -> EpochEnd | None:
-        """Run the validation that was due when the run was saved; return why the epoch ends, None if it continues."""
+        """Run the validation that was due when the run was saved.
+
+        Returns:
+            Why the epoch ends after the validation; None if the epoch continues.
+        """
         progress, stop = self._progress, self._stop
         self._checkpointing.rng_replay.call_before_replay(self._validation.run)
         if not stop.leaving:
@@ -483,7 +489,7 @@ class TrainLoop:
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
         if self._progress.batch_idx != self._length or self._length_is_exact:
             return self._progress.batch_idx == self._length
-        with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads that batch again
+        with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads the next batch again
             return next(micro_batches, None) is None
 
     def _leave(self) -> EpochEnd:
@@ -492,14 +498,14 @@ class TrainLoop:
             self._step.drop_window()
             self._checkpointing.snapshot.go_back()
         self._left_after_last_step = self._is_at_max_steps()
-        self._stop.agree("leaving")  # learns of a stop that another rank has requested, so that it is saved too
+        self._stop.agree("leaving")  # so that a stop that another rank has requested is saved too
         if self._stop.requested:
             self._asked_to_stop = self._stop.reason or ""
         self._checkpointing.save()
         return EpochEnd.PREEMPTED
 
     def _roll_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
-        """Restore an earlier checkpoint by ``load``; return the state of the loop that it contains."""
+        """Restore an earlier checkpoint by ``load``; return the state of the loop that the checkpoint contains."""
         self._requests.rollback = None
         load()
         self._flushed_at = self._progress.micro_batches
@@ -516,7 +522,7 @@ class TrainLoop:
             )
         self._warned_of_no_step = True
 
-    # Logging
+    # Reduction of logged values, and their flush to the loggers
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
         lengths = self._reporting.lengths
@@ -540,8 +546,8 @@ class TrainLoop:
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._reporting.log is not None
         values: dict[str, torch.Tensor | float] = self._metrics.flush_steps() if self._log_every else {}
-        names = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
-        values.update({name: float(value) for name, value in results.items() if name in names})
+        logged_names = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
+        values.update({name: float(value) for name, value in results.items() if name in logged_names})
         if values:
             self._reporting.log(values)
 

@@ -15,19 +15,19 @@ from drivetrain.strategies.strategy import Strategy
 def until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
     """Yield ``batches``, then repeat the last one, which this rank only joins, while any rank has data.
 
-    Costs one small all-reduce per batch.
+    Each batch costs one small all-reduce.
     """
     control, last = strategy.control, NO_BATCH
     while True:
-        pair = next(batches, None)
-        (ranks,) = control.all_reduce_async(torch.tensor([float(pair is not None)])).wait().tolist()
+        batch_and_shard = next(batches, None)
+        (ranks,) = control.all_reduce_async(torch.tensor([float(batch_and_shard is not None)])).wait().tolist()
         if not ranks:
             return
-        if pair is not None:
-            last = copy_containers(pair[0])  # before the step modifies it
-            yield pair
+        if batch_and_shard is not None:
+            last = copy_containers(batch_and_shard[0])  # a step may modify the original
+            yield batch_and_shard
         elif last is not NO_BATCH:
-            yield copy_containers(last), BatchShard(0, None, True, start=-1)  # -1: not a batch of the loader
+            yield copy_containers(last), BatchShard(0, None, True, start=-1)  # -1 marks a repeated batch
         else:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch from a loader that yields batches on other ranks.",

@@ -1,4 +1,4 @@
-"""Micro-batches without side effects: a rank without data runs them so that its collectives match the other ranks'."""
+"""Runs micro-batches without side effects on a rank without data, to match the collectives of the other ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class LoggingPaused:
         metrics: the logged values.
     """
 
-    __slots__ = ("_joining", "_metrics", "_muted", "_states")
+    __slots__ = ("_metrics", "_states", "_was_joining", "_was_muted")
 
     def __init__(self, metrics: MetricStore) -> None:
         self._metrics = metrics
-        self._muted, self._joining = metrics.muted, metrics.joining
+        self._was_muted, self._was_joining = metrics.muted, metrics.joining
         self._states = [(metric, metric_state(metric)) for metric in metrics.objects.all().values()]
         metrics.muted = True
 
     def end(self) -> None:
         """Resume logging."""
-        self._metrics.muted, self._metrics.joining = self._muted, self._joining
+        self._metrics.muted, self._metrics.joining = self._was_muted, self._was_joining
         for metric, state in self._states:
             set_metric_state(metric, state)
 
@@ -37,7 +37,7 @@ class LoggingPaused:
 class Joining(LoggingPaused):
     """Marks a micro-batch that this rank joins without data, including its hooks, from its creation until `end`.
 
-    In between, ``trainer.joining`` is true and logged values are discarded.
+    Until `end` is called, ``trainer.joining`` is true and logged values are discarded.
     """
 
     __slots__ = ()
@@ -51,8 +51,8 @@ class Joining(LoggingPaused):
 def without_side_effects(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
     """Run a step that this rank only joins: logged values are discarded, and buffers are restored at the end.
 
-    Only the step's effect on buffers is undone. Hooks keep theirs: one that averages weights, for example, must follow
-    the optimizer's step on every rank.
+    Only what the step does to buffers is undone. What hooks do is kept: a hook that averages weights, for example, must
+    follow the optimizer's step on every rank.
     """
     joining = None if metrics.joining else Joining(metrics)
     buffers = BufferSnapshot(module)
@@ -71,19 +71,19 @@ class BufferSnapshot:
         module: the module.
     """
 
-    __slots__ = ("_by_layer", "_values")
+    __slots__ = ("_buffer_values", "_buffers_by_layer")
 
     def __init__(self, module: nn.Module) -> None:
-        self._values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._buffer_values = [(buffer, buffer.clone()) for buffer in module.buffers()]
         # A step may write into a buffer, or replace it by another tensor (`self.count = self.count + 1`).
-        self._by_layer = [(layer, dict(layer._buffers)) for layer in module.modules()]
+        self._buffers_by_layer = [(layer, dict(layer._buffers)) for layer in module.modules()]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back the same tensors with the same values, and remove buffers that were added since."""
-        for buffer, before in self._values:
+        """Put back the same tensors with the same values, and remove buffers that were added after the copy."""
+        for buffer, before in self._buffer_values:
             buffer.copy_(before)
-        for layer, buffers in self._by_layer:
+        for layer, buffers in self._buffers_by_layer:
             _restore(layer, buffers)
 
 

@@ -19,15 +19,15 @@ class ValidationPlan:
     Args:
         validate: runs a validation; None if there is no validation data.
         interval: an int is a number of micro-batches, a float a fraction of an epoch; None for the end of an epoch.
-        every_n_epochs: validate in every n-th epoch only; with None ``interval`` counts across epochs.
-        length: micro-batches of an epoch; None if unknown.
-        stop: the requests to stop, which ranks exchange after a validation, since early stopping may have made one.
-        metrics: the logged values, switched back to training after a validation.
+        every_n_epochs: n, to validate in every n-th epoch only; None to let ``interval`` count across epochs.
+        length: the number of micro-batches of an epoch; None if the number is unknown.
+        stop: the requests to stop. Ranks exchange them after a validation, since early stopping may request one.
+        metrics: the logged values; `run` switches them back to the training stage after a validation.
         warns: whether this rank warns.
-        reloads: whether later epochs may have other data, of another length.
+        reloads: whether later epochs may have other data, and so another length.
 
     Raises:
-        ConfigurationError: the interval is longer than an epoch, or a fraction of an unknown length.
+        ConfigurationError: the interval is longer than an epoch, or it is a fraction and the length is unknown.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ValidationPlan:
         warns: bool,
         reloads: bool,
     ) -> None:
-        self._requested = interval
+        self._requested_interval = interval
         self._every_n_epochs = every_n_epochs
         self._stop = stop
         self._metrics = metrics
@@ -52,15 +52,15 @@ class ValidationPlan:
             self.renew(validate, length)
         else:
             self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
-        self._due = False
+        self._validates_this_epoch = False
         self._progress: Progress | None = None
-        self._ran_at = -1
+        self._last_run_at = -1
         self.next_at = -1
         """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
 
     def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
         """Use other data from the next epoch on. An interval longer than the epoch is shortened to its length."""
-        interval = self._requested
+        interval = self._requested_interval
         if validate is not None and self._every_n_epochs is not None and type(interval) is int and length is not None:
             if interval > length and self._warns and not self._warned_of_interval:
                 self._warned_of_interval = True
@@ -85,17 +85,17 @@ class ValidationPlan:
         self.next_at = -1
         self._progress = progress
         every = self._every_n_epochs
-        self._due = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
-        if self._due:
+        self._validates_this_epoch = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
+        if self._validates_this_epoch:
             self._schedule_next(progress)
 
     def state_dict(self) -> dict[str, int]:
         """Return when validation last ran, and when it runs next within this epoch."""
-        return {"ran_at": self._ran_at, "next_at": self.next_at}
+        return {"ran_at": self._last_run_at, "next_at": self.next_at}
 
     def load_state_dict(self, state: Mapping[str, int], progress: Progress) -> None:
-        """Restore the state after `begin_epoch`; a validation that was due when it was saved is due now."""
-        self._ran_at = state["ran_at"]
+        """Restore the state after `begin_epoch`; a validation that was due when the state was saved is due now."""
+        self._last_run_at = state["ran_at"]
         if self.next_at != -1:
             self._schedule_next(progress)  # skips a validation that ran within the open window
         if self.next_at != -1 and state["next_at"] == progress.batch_idx:
@@ -105,32 +105,32 @@ class ValidationPlan:
         """Validate now, within an epoch. A preemption may end the validation early, on all ranks."""
         assert self._validate is not None
         assert self._progress is not None
-        last_run, self._ran_at = self._ran_at, self._progress.micro_batches
+        last_run, self._last_run_at = self._last_run_at, self._progress.micro_batches
         try:
             self._validate()
         except BaseException:
-            self._ran_at = last_run  # the validation did not finish, and is still due
+            self._last_run_at = last_run  # the validation did not finish, and is still due
             raise
         self._metrics.enter("train", reset=False)
         if self._stop.leaving:
-            self._ran_at = last_run
+            self._last_run_at = last_run
             return
         self._stop.agree_after_pause("the end of a validation run")
         self._schedule_next(self._progress)
 
     def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:
-        """Validate at an epoch's end if it is due.
+        """Validate at an epoch's end if a validation is due.
 
         Args:
-            stopping: the run ends early, within the epoch.
-            data_over: the epoch's data has ended.
+            stopping: whether the run ends early, within the epoch.
+            data_over: whether the epoch's data has ended.
         """
         assert self._progress is not None
-        if data_over and self._warns_if_short and self._due:
+        if data_over and self._warns_if_short and self._validates_this_epoch:
             self._warn_of_short_epoch(self._progress)
-        due = self._due and (self._interval is None or stopping or self._is_missed())
+        due = self._validates_this_epoch and (self._interval is None or stopping or self._is_missed())
         # A stop that was requested in a validation does not repeat that validation.
-        if due and self._ran_at != self._progress.micro_batches:
+        if due and self._last_run_at != self._progress.micro_batches:
             self.run()
 
     def _warn_of_short_epoch(self, progress: Progress) -> None:
@@ -149,26 +149,27 @@ class ValidationPlan:
 
     def _schedule_next(self, progress: Progress) -> None:
         if self._interval is not None:
-            done = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
-            remaining = self._interval - done % self._interval
-            while progress.micro_batches + remaining <= self._ran_at:
+            position = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
+            remaining = self._interval - position % self._interval
+            while progress.micro_batches + remaining <= self._last_run_at:
                 remaining += self._interval
             self.next_at = progress.batch_idx + remaining
 
     def _is_missed(self) -> bool:
         """Return whether the data ended before a validation that was due according to the epoch's length."""
-        if self._every_n_epochs is None:  # the interval counts across epochs: validation runs in the next one
+        if self._every_n_epochs is None:  # the interval counts across epochs, so validation runs in the next epoch
             return False
         if self._length is None or not -1 < self.next_at <= self._length:
             return False
-        # An interval in micro-batches is missed only if none of its validations ran.
+        # An interval in micro-batches is missed only if no validation ran in this epoch.
         return self._is_fraction or self.next_at == self._interval
 
 
 def renumber_validation(state: Mapping[str, int], before: int, now: int) -> dict[str, int]:
     """Return the state after the epoch's micro-batches are renumbered, so that number ``before`` becomes ``now``.
 
-    A validation that was due is still due, and one that has run is not repeated; later ones follow the new numbers.
+    A validation that was due is still due, and a validation that has run is not repeated. Later validations are
+    scheduled by the new numbers.
     """
     return {**state, "next_at": now if state["next_at"] == before else -1}
 

@@ -27,19 +27,19 @@ Batches = Iterator[tuple[Any, BatchShard]]
 class MicroBatch:
     """The batch of one forward and backward on this rank, and its share of the window.
 
-    It is valid until the next one is requested: code that reads ahead copies it (`with_batch`).
+    A micro-batch is valid until the next one is requested. Code that reads ahead makes a copy by `with_batch`.
 
     Attributes:
         batch: the batch as the loader yielded it.
-        samples: its samples on this rank.
-        total: the samples of all ranks in the global micro-batch.
-        scale: the factor of its loss. With it, the strategy's mean over ranks of the summed gradients is the weighted
-            mean over all items of the window.
-        weight: the number of items that its loss is a mean of.
+        samples: the number of samples in this rank's batch.
+        total: the number of samples of all ranks in the global micro-batch.
+        scale: the factor of the batch's loss. With this factor, the strategy's mean over ranks of the summed gradients
+            is the weighted mean over all items of the window.
+        weight: the number of items that the batch's loss is a mean of.
         window_weight: the sum of the weights of the window's micro-batches on all ranks.
         ranks: the number of ranks that have data in this micro-batch.
-        opens: whether it is the first micro-batch of its window.
-        closes: whether it is the last micro-batch of its window, after which the optimizers step.
+        opens: whether this is the first micro-batch of the window.
+        closes: whether this is the last micro-batch of the window, after which the optimizers step.
     """
 
     batch: Any
@@ -54,7 +54,7 @@ class MicroBatch:
 
     @property
     def joins(self) -> bool:
-        """Whether this rank has no sample of it and runs it only so that its collectives match the others'."""
+        """Whether this rank has no samples and runs the micro-batch only to match the collectives of other ranks."""
         return self.samples == 0
 
     def with_batch(self, batch: Any) -> MicroBatch:
@@ -73,7 +73,7 @@ class MicroBatch:
 
 
 def single_windows(batches: Batches) -> Iterator[MicroBatch]:
-    """Yield windows of one micro-batch each, for a single process without ``batch_weight``: the loss is not scaled."""
+    """Yield windows of one micro-batch, whose loss is not scaled, for a single process without ``batch_weight``."""
     micro_batch = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # reused, since creating one costs more
     for batch, shard in batches:
         micro_batch.batch = batch
@@ -88,10 +88,10 @@ def sharded_windows(
 
     Args:
         batches: this rank's batches.
-        size: micro-batches of a window.
+        size: the number of micro-batches of a window.
         world_size: the number of ranks that the data is split over.
-        shards: the shares of ``batches``, if they are known in advance: a batch is then read only when it is trained
-            on. With None, a whole window is read first.
+        shards: the shares of ``batches``, if the shares are known in advance, so that each batch is read only when it
+            is trained on. With None, all batches of a window are read before the first is trained on.
     """
     while True:
         if shards is None:
@@ -141,19 +141,19 @@ def exchanged_windows(
 ) -> Iterator[MicroBatch]:
     """Yield windows for data whose weights or length each rank knows only for its own part.
 
-    Costs one small all-reduce per window.
+    Each window costs one small all-reduce.
 
     With ``read_ahead``, the next window is read, and its all-reduce started, while the current one is trained on. A
     rank without data left joins with its last batch until all ranks have finished.
 
     Args:
         batches: this rank's batches, at most ``limit`` of them.
-        size: micro-batches of a window.
+        size: the number of micro-batches of a window.
         control: the control plane, for the all-reduce.
         weigh: the module's ``batch_weight``; None to weight by samples.
-        limit: micro-batches after which every rank stops; None to stop when all data has ended.
-        data_world_size: the number of ranks that the data is split over; None for all.
-        counts: whether this rank's batches count; of several ranks that read the same data, only one does.
+        limit: micro-batches after which every rank stops; None to stop when the data of all ranks has ended.
+        data_world_size: the number of ranks that the data is split over; None for all ranks.
+        counts: whether this rank's batches count. Of ranks that read the same data, only one has batches that count.
         last: the batch before the first of ``batches``; `NO_BATCH` if there was none.
         read_ahead: whether the next window is read before the current one is trained on.
     """
@@ -171,8 +171,8 @@ def exchanged_windows(
                 weight = validate_weight(weigh(batch), control.rank, number + len(window))
             window.append((batch, shard, weight))
         if last is not NO_BATCH and (len(window) < capacity or not read_ahead):
-            # Copied before a step modifies it, since this rank may have to join with it. Without read-ahead the end of
-            # the data is not known yet.
+            # The batch is copied before a step modifies it, since this rank may have to join with the batch. Without
+            # read-ahead it is not known yet whether the data has ended.
             last = copy_containers(last)
         number += size
         report = torch.zeros(1 + 2 * size, dtype=torch.float64)
@@ -219,10 +219,10 @@ def exchanged_windows(
 
 
 def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
-    """Return a weight as a float.
+    """Return ``weight`` as a float.
 
     Raises:
-        ConfigurationError: it is negative or not finite; names the rank and the batch index.
+        ConfigurationError: the weight is negative or not finite. The error names the rank and the batch index.
     """
     number = float(weight)
     if number < 0 or not math.isfinite(number):
@@ -235,5 +235,5 @@ def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
 
 
 def _total_samples(shard: BatchShard) -> int:
-    assert shard.total is not None  # known in advance for these sources
+    assert shard.total is not None  # the sources of `sharded_windows` know it in advance
     return shard.total
