@@ -4,8 +4,9 @@ The replay runs every recorded tensor operation on the CPU, in the same order an
 value equals bit for bit that of an ordinary build, regardless of whether constructors,
 ``reset_parameters`` or a loop over all parameters initialises it. A tensor has storage only from the first operation
 that writes the tensor to the last operation that reads or writes it. The caller then receives the tensor's final value
-and cuts a shard from the value, and the storage is freed. Code that needs values (``.item()``, a branch on a value) fails on the meta device, and random
-numbers drawn for tensors with storage are refused.
+and cuts a shard from the value, and the storage is freed. Code that needs values
+(``.item()``, a branch on a value) fails on the meta device, and random numbers drawn for tensors with storage are
+refused.
 
 `_OperationRecorder` records operations. `_FunctionRecorder` records what a dispatch mode does not see: tensors made of
 Python numbers, and the functions of ``torch.nn.init`` that return at once for a meta tensor (``trunc_normal_``,
@@ -56,7 +57,7 @@ state when the recording began), and a tensor is the state itself.
 
 @dataclass(slots=True)
 class _Call:
-    """A recorded operator, a ``torch.nn.init`` function, or a constant of Python numbers, whose ``operation`` is None."""
+    """A recorded operator, a ``torch.nn.init`` function, or a constant of Python numbers (``operation`` is None)."""
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -135,9 +136,9 @@ class _OperationRecorder(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
-        # Random operators draw nothing for meta tensors. Instead, one number is drawn after each random call, which gives
-        # the generator a state that identifies the call. If the state differs from the expected one, it was set since
-        # the call, by a seed or `torch.random.fork_rng`.
+        # Random operators draw nothing for meta tensors. Instead, one number is drawn after each random call, and the
+        # resulting generator state identifies the call. A state other than the expected one was set after the call, by
+        # a seed or `torch.random.fork_rng`.
         self._expected_state = recording.generator.numpy().tobytes()
         self._call_by_state = {self._expected_state: -1}
 

@@ -37,8 +37,8 @@ HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
 """Settings under which the loss scale changes as in ``GradScaler``.
 
-The scale halves at each overflow and doubles after 2,000 steps without an overflow. With DeepSpeed's defaults, the first
-overflow does not change the scale, and the scale doubles after 1,000 steps.
+The scale halves at each overflow and doubles after 2,000 steps without an overflow. With DeepSpeed's defaults, the
+first overflow does not change the scale, and the scale doubles after 1,000 steps.
 """
 
 SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
@@ -210,8 +210,8 @@ def resolve(
         "gradient_clipping": _clipping(resolved, run),
     }
     resolved.setdefault("steps_per_print", None)
-    # `check_optimizers` decides which optimizers are allowed, so DeepSpeed's own check is turned off. torch's optimizers
-    # may step offloaded state.
+    # `check_optimizers` decides which optimizers are allowed, so DeepSpeed's own check is turned off. Optimizers of
+    # torch may step offloaded state.
     resolved["zero_allow_untested_optimizer"] = True
     resolved.setdefault("zero_force_ds_cpu_optimizer", False)
     _merge(resolved, arguments.top, "")

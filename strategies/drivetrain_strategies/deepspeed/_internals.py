@@ -109,8 +109,8 @@ class Zero:
     def _divide_in_communication_dtype(self) -> None:
         """Divide gradients by the number of ranks in the communication dtype.
 
-        Stage 2 divides gradients earlier, in half precision. Unless the number of ranks is a power of two, that division
-        rounds once more.
+        Stage 2 divides gradients earlier, in half precision. Unless the number of ranks is a power of two, that
+        division rounds once more.
         """
         optimizer, exchange = self.optimizer, self.optimizer.allreduce_bucket
         optimizer.gradient_average = False  # stage 2 then does not divide before the exchange

@@ -56,7 +56,7 @@ def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Ten
 
 
 def part_of(value: Any, span: Span | None) -> torch.Tensor:
-    """Return a span of a whole or sharded value. Collective unless the value is whole or a shard of exactly the span."""
+    """Return a span of a whole or sharded value. Collective unless the value is whole or exactly the span."""
     if isinstance(value, ParameterShard) and span is not None and value.region == span:
         return value.local
     full_tensor = getattr(value, "full_tensor", None)
@@ -255,7 +255,9 @@ def _flattened(
         for key, value in saved.get(name, {}).items():
             if key in elementwise:
                 if key not in state:
-                    state[key] = reusable[key].zero_() if key in reusable else torch.zeros_like(flat, requires_grad=False)
+                    state[key] = (
+                        reusable[key].zero_() if key in reusable else torch.zeros_like(flat, requires_grad=False)
+                    )
                 fragment.slice_of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
             elif key not in state:
                 state[key], set_by[key] = value.clone() if isinstance(value, torch.Tensor) else value, name

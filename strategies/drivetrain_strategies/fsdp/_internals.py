@@ -2,7 +2,7 @@
 
 The states and parameter groups behind an `FSDPModule` are used to find parameters without a gradient, to zero
 gradients, to run a backward within a forward, and to undo the sharding. Where names differ between the supported
-versions of torch (2.11 and later), the code checks which one exists.
+versions of torch (2.11 and later), the code checks which name exists.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Sharded:
         self._index_gathered()
 
     def toggled_while_gathered(self) -> list[_WatchedParam]:
-        """Return parameters that were frozen or unfrozen on the gathered tensor only; torch would silently undo that."""
+        """Return parameters that were frozen or unfrozen only on the gathered tensor; torch would silently undo it."""
         if tuple(map(_REQUIRES_GRAD, self._shards)) == tuple(map(_REQUIRES_GRAD, self._gathered)):
             return []
         return [
