@@ -69,7 +69,7 @@ def clip_gradients(
         return total
     if scale is not None:
         total = total / scale.to(device)
-    # As in torch, gradients are always multiplied, by 1 if there is nothing to clip, which avoids a synchronization with
+    # As in torch, gradients are always multiplied, by 1 if there is nothing to clip, so that the host need not wait for
     # the device. `max_norm / ...` would compute the same coefficient with three more Python calls.
     coefficient = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     if scale is not None:

@@ -40,7 +40,8 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
             f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in unknown_keys
         ]
         raise CheckpointError(
-            f"{type(optimizer).__name__} has state for {', '.join(key_descriptions[:5])}, which is not a parameter of the module.",
+            f"{type(optimizer).__name__} has state for {', '.join(key_descriptions[:5])}, which is not a parameter of "
+            "the module.",
             "optimizer state is saved by parameter name.",
             "store it in the optimizer's param_groups (numbers, text and lists of them) or in a parameter's own state.",
         )
@@ -75,8 +76,8 @@ def regroup_parameters(
     """Give ``optimizer`` the saved parameter groups; return the names of parameters that the optimizer no longer holds.
 
     Nothing changes if the optimizer already has the saved groups. Nothing changes either if a name is not in the
-    module, an error that loading the state reports. A new group has the optimizer's defaults until state is loaded. Frozen parameters stay in their group, since some
-    strategies do not save them.
+    module, an error that is reported elsewhere. A new group has the optimizer's defaults until state is loaded. Frozen
+    parameters stay in their group, since some strategies do not save them.
 
     Args:
         optimizer: the optimizer, before its state is loaded.

@@ -78,8 +78,8 @@ class GradientOrder:
     def _compare(self, order: Order) -> None:
         if not self._in_first_window and order in self._known_orders:
             return
-        # In the first window, a second order of the same parameters is an error even on one rank, because this rank could
-        # not know later which of the two orders the other ranks use.
+        # In the first window, a second order of the same parameters is an error even on one rank. Later, the rank could
+        # not know which of the two orders the other ranks use.
         orders = (
             [*self._known_orders, *self._control.gather_objects(list(order))]
             if self._in_first_window

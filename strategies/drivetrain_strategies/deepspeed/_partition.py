@@ -77,9 +77,7 @@ def materialize(
     built = [(meta_tensor, meta_tensor.tensor) for meta_tensor in find_meta_tensors(module, recording)]
     if not built or recording is None:
         return
-    meta_tensors = {
-        id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)
-    }  # keeps a tied tensor's first name
+    meta_tensors = {id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)}  # keeps the first tied name
     state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
     state_before = torch.get_rng_state()
     torch.set_rng_state(state)

@@ -16,8 +16,8 @@ from drivetrain_strategies.fsdp._custom_step import CustomStep
 class StepPerMesh(CustomStep):
     """Steps an optimizer separately for the parameters of each mesh, and for the parameters that are not sharded.
 
-    torch's optimizers use ``foreach`` lists by default on a GPU and on request elsewhere. They keep state per parameter,
-    so the order of the meshes does not matter. Other optimizers may count steps in their groups, so they are stepped
+    torch's optimizers use ``foreach`` lists by default on a GPU and on request elsewhere. They keep state per
+    parameter, so the order of the meshes does not matter. Other optimizers may count steps in their groups, so they are stepped
     once, with ``foreach`` disabled. An optimizer's hooks are called once per step and see all parameters.
 
     Args:
