@@ -29,7 +29,7 @@ class GatherOrder:
         """Compare the ranks before every unit's forward within this context.
 
         Raises:
-            DistributedError: ranks reached different units. Every rank raises, and names the unit that each rank reached.
+            DistributedError: ranks reached different units. Raised on every rank, with the unit of each rank.
         """
         handles = [
             unit.register_forward_pre_hook(self._comparison_hook(name), prepend=True)

@@ -22,9 +22,9 @@ class StepModule(nn.Module):
     """Runs the step that its forward receives, so that gradients synchronize for every kind of step.
 
     If the step returns a dict, forward returns the loss and an `OpaqueOutput` of the dict. A wrapper such as DDP finds
-    the used parameters from the outputs. In a dict of another class (a Hugging Face ``ModelOutput``) it finds no tensors,
-    and the replicas would silently diverge. Only the loss has a backward, so parameters used only by other outputs count as
-    unused.
+    the used parameters from the outputs. In a dict of another class (a Hugging Face ``ModelOutput``) it finds no
+    tensors, and the replicas would silently diverge. Only the loss has a backward, so parameters used only by other
+    outputs count as unused.
     """
 
     def __init__(self, module: nn.Module) -> None:

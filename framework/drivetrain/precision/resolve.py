@@ -49,8 +49,8 @@ def canonical_name(setting: str | int) -> str:
     """
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
-        # Spellings such as fp16, float32 and bfloat16 are reduced first. Otherwise the known name closest to "fp16" would
-        # be "bf16".
+        # Spellings such as fp16, float32 and bfloat16 are reduced first. Otherwise the known name closest to "fp16"
+        # would be "bf16".
         spelling = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
         _NAMES.check(setting, spelling)
     return name

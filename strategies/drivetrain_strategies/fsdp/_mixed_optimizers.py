@@ -17,8 +17,8 @@ class StepPerMesh(CustomStep):
     """Steps an optimizer separately for the parameters of each mesh, and for the parameters that are not sharded.
 
     torch's optimizers use ``foreach`` lists by default on a GPU and on request elsewhere. They keep state per
-    parameter, so the order of the meshes does not matter. Other optimizers may count steps in their groups, so they are stepped
-    once, with ``foreach`` disabled. An optimizer's hooks are called once per step and see all parameters.
+    parameter, so the order of the meshes does not matter. Other optimizers may count steps in their groups, so they are
+    stepped once, with ``foreach`` disabled. An optimizer's hooks are called once per step and see all parameters.
 
     Args:
         optimizer: an optimizer for which `mixes_meshes` is true; its ``step`` is replaced until `undo`.

@@ -1,7 +1,7 @@
 """Adapts a sharded module to layers that are frozen or unfrozen during a run.
 
-`fully_shard` reads ``requires_grad`` when it gathers a parameter, so only the dtypes that it derived in the first forward
-must be recomputed. Changes that `fully_shard` cannot handle are refused.
+`fully_shard` reads ``requires_grad`` when it gathers a parameter, so only the dtypes that it derived in the first
+forward must be recomputed. Changes that `fully_shard` cannot handle are refused.
 """
 
 from __future__ import annotations

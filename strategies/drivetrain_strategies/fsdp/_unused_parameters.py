@@ -15,13 +15,13 @@ logger = logging.getLogger("drivetrain")
 class UnusedParameters:
     """Removes the gradient of a parameter that no rank used, as in a single process.
 
-    A rank that did not use a parameter sends zeros as its gradient, since the other ranks wait. A parameter that no rank
-    used then has a gradient of zeros instead of none, and weight decay would act on the parameter.
+    A rank that did not use a parameter sends zeros as its gradient, since the other ranks wait. A parameter that no
+    rank used then has a gradient of zeros instead of none, and weight decay would act on the parameter.
 
     In the first synchronized window the ranks agree, over the store, whether any gradient was missing. If no gradient
-    was missing, later steps do no extra work. Otherwise every later window sums a flag per parameter over the CPU group,
-    so that all ranks know which parameters no rank used. If a parameter becomes unused only later, a warning names the
-    parameter once. ``find_unused_parameters=True`` counts from the start.
+    was missing, later steps do no extra work. Otherwise every later window sums a flag per parameter over the CPU
+    group, so that all ranks know which parameters no rank used. If a parameter becomes unused only later, a warning
+    names the parameter once. ``find_unused_parameters=True`` counts from the start.
 
     Args:
         setting: ``find_unused_parameters``. True counts in every window, False counts in no window, and None decides in
