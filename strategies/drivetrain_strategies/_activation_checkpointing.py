@@ -1,4 +1,4 @@
-"""Replaces forwards on module instances, for activation checkpointing and compilation; keeps parameter names."""
+"""Replaces forwards on module instances, for activation checkpointing and compilation, and keeps parameter names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ POLICIES: dict[str, tuple[Any, ...] | None] = {
     "save_matmuls": (*_MATRIX_PRODUCTS, *_ATTENTION),
     "save_attention": _ATTENTION,
 }
-"""The operators whose results each policy saves; others are recomputed. None saves only the block's inputs."""
+"""The operators whose results each policy saves. Results of other operators are recomputed.
+
+A policy with None saves only the block's inputs.
+"""
 
 Policy = str | Callable[..., CheckpointPolicy]
 
@@ -56,7 +59,7 @@ class ForwardSwap:
         module.__dict__["forward"] = wrap(module.forward)
 
     def undo(self) -> None:
-        """Restore all forwards."""
+        """Restore all replaced forwards."""
         for module, previous in reversed(self._replaced):
             module.__dict__.pop("forward", None)
             if previous is not None:
@@ -71,7 +74,7 @@ class Checkpointing:
         policy: a name of `POLICIES`, or a policy function for `create_selective_checkpoint_contexts`.
 
     Raises:
-        ConfigurationError: the name is unknown; lists the known ones.
+        ConfigurationError: the name is unknown. The error lists the known names.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -90,8 +93,8 @@ class Checkpointing:
         options: dict[str, Any] = {"use_reentrant": False}
         region = forward
         if policy is not None:
-            saved = list(policy) if isinstance(policy, tuple) else policy
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+            saved_operators = list(policy) if isinstance(policy, tuple) else policy
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, saved_operators)
             region = _without_cast_cache(forward)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -112,29 +115,29 @@ def _without_cast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run_uncached(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled graph contains the casts
             return forward(*args, **kwargs)
-        before = torch.is_autocast_cache_enabled()
+        was_enabled = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
             return forward(*args, **kwargs)
         finally:
-            torch.set_autocast_cache_enabled(before)
+            torch.set_autocast_cache_enabled(was_enabled)
 
     return run_uncached
 
 
 def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:
-    """Yield every module of one of ``classes``; of nested ones only the outermost.
+    """Yield every module of one of ``classes``. Of nested modules, only the outermost is yielded.
 
     Raises:
-        ConfigurationError: the module contains no instance of a class; lists the classes that it contains.
+        ConfigurationError: ``module`` contains no instance of a class. The error lists the classes in ``module``.
     """
-    present = {type(child).__name__ for child in module.modules() if child is not module}
+    class_names = {type(child).__name__ for child in module.modules() if child is not module}
     for wanted in classes:
         if not any(isinstance(child, wanted) for child in module.modules()):
             raise ConfigurationError(
                 f"activation_checkpointing: no module of class {wanted.__name__} is in {type(module).__name__}."
-                f"{nearest(wanted.__name__, present)}",
-                f"the classes in it are {', '.join(sorted(present))}.",
+                f"{nearest(wanted.__name__, class_names)}",
+                f"the classes in it are {', '.join(sorted(class_names))}.",
                 "name one of these.",
             )
     chosen: list[str] = []

@@ -13,7 +13,7 @@ from drivetrain.strategies import ControlPlane
 
 
 class GatherOrder:
-    """Compares over the control plane which unit each rank is about to gather: gathering different ones would hang.
+    """Compares over the control plane which unit each rank is about to gather, since different units would hang.
 
     Args:
         units: the modules that are gathered as a whole, by name.
@@ -29,7 +29,7 @@ class GatherOrder:
         """Compare the ranks before every unit's forward within this context.
 
         Raises:
-            DistributedError: on every rank; names the unit that each rank reached.
+            DistributedError: ranks reached different units. Raised on every rank, with the unit of each rank.
         """
         handles = [
             unit.register_forward_pre_hook(self._comparison_hook(name), prepend=True)

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 def half_precision_norms(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers in ``module`` whose kernels may refuse weights in half precision.
 
-    BatchNorm and InstanceNorm refuse them if they keep statistics, LayerNorm and GroupNorm on a CPU with float32
-    inputs.
+    BatchNorm and InstanceNorm refuse half-precision weights if the layers keep statistics. LayerNorm and GroupNorm
+    refuse half-precision weights on a CPU with float32 inputs.
     """
     for child in module.modules():
         if isinstance(child, (_NormBase, nn.LayerNorm, nn.GroupNorm)) and child.weight is not None:
@@ -32,11 +32,11 @@ def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Calla
         inputs = args or tuple(kwargs.values())
         if not keeps_statistics and inputs[0].dtype == parameters["weight"].dtype:
             return forward(*args, **kwargs)
-        halves = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-        parameters.update({name: parameter.float() for name, parameter in halves.items()})
+        half_parameters = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+        parameters.update({name: parameter.float() for name, parameter in half_parameters.items()})
         try:
             return forward(*args, **kwargs)
         finally:
-            parameters.update(halves)
+            parameters.update(half_parameters)
 
     return run

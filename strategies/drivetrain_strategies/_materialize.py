@@ -1,16 +1,18 @@
 """Records how ``configure_model`` builds a module on the meta device, and replays it one tensor at a time.
 
 The replay runs every recorded tensor operation on the CPU, in the same order and from the same generator state, so each
-value equals bit for bit that of an ordinary build, regardless of what initialises it: constructors,
-``reset_parameters``, or a loop over all parameters at the end. A tensor has storage only from the first operation that
-writes it to the last one that touches it. Its final value is then passed to the caller, which cuts a shard from it, and
-the storage is freed. Code that needs values (``.item()``, a branch on a value) fails on the meta device, and random
-numbers drawn for tensors with storage are refused.
+value equals bit for bit that of an ordinary build, regardless of whether constructors,
+``reset_parameters`` or a loop over all parameters initialises it. A tensor has storage only from the first operation
+that writes the tensor to the last operation that reads or writes it. The caller then receives the tensor's final value
+and cuts a shard from the value, and the storage is freed. Code that needs values
+(``.item()``, a branch on a value) fails on the meta device, and random numbers drawn for tensors with storage are
+refused.
 
 `_OperationRecorder` records operations. `_FunctionRecorder` records what a dispatch mode does not see: tensors made of
 Python numbers, and the functions of ``torch.nn.init`` that return at once for a meta tensor (``trunc_normal_``,
-``orthogonal_``, ``dirac_``, ``sparse_``). It recognises the latter by the frame that reads ``tensor.is_meta``; without
-this, such weights would silently differ from an ordinary build, and so would all later random numbers.
+``orthogonal_``, ``dirac_``, ``sparse_``). It recognises such a function by the frame that reads ``tensor.is_meta``. If
+these functions were not recorded, the weights that they initialise, and all later random numbers, would silently differ
+from an ordinary build.
 """
 
 from __future__ import annotations
@@ -42,17 +44,20 @@ _INITIALISERS = {
 }
 """The functions of ``torch.nn.init``, whose first argument is the tensor, by the code object that runs."""
 
-_CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
-
+_CONSTANT_FUNCTIONS = (torch.tensor, torch.as_tensor, torch.asarray)
+"""The functions that make a tensor of Python numbers."""
 
 _GeneratorOrigin = None | int | torch.Tensor
-"""The generator state of a random call: None continues, an int is the state after that call (-1: the first state), a
-tensor is the state itself."""
+"""The generator state from which a random call draws.
+
+None is the state that the previous random call left, an int is the state after the call with that index (-1 is the
+state when the recording began), and a tensor is the state itself.
+"""
 
 
 @dataclass(slots=True)
 class _Call:
-    """A recorded operator, a ``torch.nn.init`` function, or a constant of Python numbers (``operation`` None)."""
+    """A recorded operator, a ``torch.nn.init`` function, or a constant of Python numbers (``operation`` is None)."""
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -65,12 +70,12 @@ class _Call:
 
 @dataclass(slots=True)
 class Recording:
-    """The operations on meta tensors, in order.
+    """The recorded calls on meta tensors.
 
     Attributes:
         generator: state of torch's CPU generator when the recording began.
         calls: the recorded calls, in order.
-        final: generator state after the last call.
+        final: state of the generator after the last call.
     """
 
     generator: torch.Tensor
@@ -120,7 +125,7 @@ class RecordedBuild:
         self._recording = recording
 
     def take(self) -> Recording | None:
-        """Return the recording and drop the reference to it, since it keeps tensors alive."""
+        """Return the recording and drop this object's reference, since a recording keeps tensors alive."""
         recording, self._recording = self._recording, None
         return recording
 
@@ -131,8 +136,9 @@ class _OperationRecorder(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
-        # Random operators draw nothing for meta tensors. One number is drawn after each such call instead, which marks
-        # the generator's position: a state that differs was set in between, by a seed or `torch.random.fork_rng`.
+        # Random operators draw nothing for meta tensors. Instead, one number is drawn after each random call, and the
+        # resulting generator state identifies the call. A state other than the expected one was set after the call, by
+        # a seed or `torch.random.fork_rng`.
         self._expected_state = recording.generator.numpy().tobytes()
         self._call_by_state = {self._expected_state: -1}
 
@@ -172,7 +178,7 @@ class _OperationRecorder(TorchDispatchMode):
 
 
 def _detached_meta(values: Any) -> Any:
-    """Replace meta tensors by aliases, since a precision that casts a parameter replaces the tensor within it."""
+    """Replace meta tensors by aliases, since a precision that casts a parameter replaces the parameter's tensor."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach() if tensor.is_meta else tensor, values)
 
 
@@ -187,7 +193,7 @@ class _FunctionRecorder(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func == _IS_META:
             self._record_initialiser(sys._getframe(1))
-        if func not in _CONSTANTS or kwargs.get("device") not in (None, "meta", torch.device("meta")):
+        if func not in _CONSTANT_FUNCTIONS or kwargs.get("device") not in (None, "meta", torch.device("meta")):
             return func(*args, **kwargs)
         materialized = func(*args, **{**kwargs, "device": "cpu"})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_flatten(args)[0]):
@@ -221,15 +227,15 @@ def replay(
     Args:
         recording: returned by `record_on_meta`.
         wanted: meta tensors whose values are needed.
-        on_final: called as ``on_final(tensor, value)`` once for each of them, as soon as its value is final.
+        on_final: called as ``on_final(tensor, value)`` once for each wanted tensor, as soon as the value is final.
     """
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in wanted:
         by_storage.setdefault(_storage_key(tensor), []).append(tensor)
     touched_storages = [_touched_storages(call) for call in recording.calls]
     later_calls: dict[int, list[int]] = {}
-    for number, touched in enumerate(touched_storages):
-        for key in touched:
+    for number, storage_keys in enumerate(touched_storages):
+        for key in storage_keys:
             later_calls.setdefault(key, []).append(number)
     overwritten = [_overwritten_storage(call) for call in recording.calls]
     storages: dict[int, torch.UntypedStorage] = {}
@@ -251,14 +257,14 @@ def replay(
         if origin is not None:
             torch.set_rng_state(states[origin] if isinstance(origin, int) else origin)
 
-    for number, (call, touched) in enumerate(zip(recording.calls, touched_storages, strict=True)):
+    for number, (call, storage_keys) in enumerate(zip(recording.calls, touched_storages, strict=True)):
         restore_generator(call.origin)
-        if touched:
+        if storage_keys:
             with DefaultDtype(call.dtype):
                 _run(call, materialized, storages)
         if number in returned_to:
             states[number] = torch.get_rng_state()
-        for key in touched:
+        for key in storage_keys:
             remaining = later_calls[key]
             remaining.pop(0)
             if not remaining:
@@ -294,7 +300,7 @@ def _run(
 
 
 def _touched_storages(call: _Call) -> list[int]:
-    """Return the storages that a call reads or writes; none for views and for allocations without values."""
+    """Return the storages that a call reads or writes. Views and allocations without values read and write none."""
     if call.operation is None:
         return [_storage_key(call.outputs[0])]
     if isinstance(call.operation, FunctionType):
@@ -310,7 +316,7 @@ def _touched_storages(call: _Call) -> list[int]:
 
 
 def _overwritten_storage(call: _Call) -> int | None:
-    """Return the storage that a call overwrites in full without reading it, if any."""
+    """Return the storage that a call overwrites in full without reading, or None."""
     if call.operation is None:
         return _storage_key(call.outputs[0])
     initialises = isinstance(call.operation, FunctionType)
@@ -336,9 +342,9 @@ class MetaTensor:
     """A parameter, buffer or attribute of a module that is a meta tensor.
 
     Attributes:
-        name: its qualified name in the module.
+        name: qualified name of the tensor in the module.
         tensor: the meta tensor.
-        assign: stores a value under that name; None for a parameter.
+        assign: stores a value under the tensor's name; None for a parameter.
     """
 
     name: str

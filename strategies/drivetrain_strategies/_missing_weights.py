@@ -22,7 +22,9 @@ GATHER_LIMIT = 8 * 2**30
 
 @dataclass(slots=True)
 class LeftShard:
-    """One rank's shard of a parameter, with the values that show whether weights were loaded into the parameter since.
+    """One rank's shard of a parameter that a run left.
+
+    The version and the address show whether weights were loaded into the parameter since.
 
     Attributes:
         name: the parameter's name.
@@ -31,7 +33,7 @@ class LeftShard:
         shape: shape of the whole parameter.
         stride: stride of the whole parameter.
         version: the parameter's version counter when the shard was left.
-        address: the parameter's data pointer at that time.
+        address: the parameter's data pointer when the shard was left.
     """
 
     name: str
@@ -44,19 +46,19 @@ class LeftShard:
 
 
 LEFT_SHARDS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[LeftShard]]] = weakref.WeakKeyDictionary()
-"""The sizes of the mesh and this rank's shards, by module."""
+"""The sizes of the mesh and this rank's left shards, by module."""
 
 
 def exceeds_limit(module: nn.Module, limit: int) -> bool:
     """Return whether the module's parameters take more than ``limit`` bytes."""
     # Lazy parameters have no shape before `configure_model`.
     parameters: list[Any] = [*module.parameters()]
-    known = [parameter for parameter in parameters if not is_lazy(parameter)]
-    return bool(sum(parameter.numel() * parameter.element_size() for parameter in known) > limit)
+    initialised = [parameter for parameter in parameters if not is_lazy(parameter)]
+    return bool(sum(parameter.numel() * parameter.element_size() for parameter in initialised) > limit)
 
 
 def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bool:
-    """Return whether parameters of ``nbytes`` are gathered after a run, and log if they are not.
+    """Return whether parameters of ``nbytes`` are gathered after a run. If they stay sharded, log a message.
 
     Args:
         nbytes: size of all sharded parameters.
@@ -79,13 +81,13 @@ def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bo
 def keep_left_shards(
     module: nn.Module, sizes: tuple[int, ...], parts: list[LeftShard], strategy: str, warn: bool
 ) -> None:
-    """Keep this rank's shards for a later run, and log it. Does not communicate.
+    """Keep this rank's shards for a later run, and log that the weights are sharded. Does not communicate.
 
     Args:
         module: the module, whose parameters hold no values from now on.
         sizes: sizes of the mesh over which the parameters are sharded.
         parts: this rank's shards.
-        strategy: name of the strategy that can continue from them.
+        strategy: name of the strategy that can continue from the shards.
         warn: log as a warning, not at debug level.
     """
     LEFT_SHARDS[module] = sizes, parts
@@ -100,7 +102,7 @@ def keep_left_shards(
 
 
 def left_shards_for(module: nn.Module, sizes: tuple[int, ...]) -> list[LeftShard]:
-    """Return this rank's shards for a run over a mesh of ``sizes``; none if the module holds its weights.
+    """Return this rank's shards for a run over a mesh of ``sizes``, or an empty list if the module holds its weights.
 
     Raises:
         ConfigurationError: the weights are sharded over another mesh.
@@ -138,13 +140,13 @@ def was_left_by_deepspeed(module: nn.Module) -> bool:
 
 
 def find_left_shards(module: nn.Module) -> tuple[tuple[int, ...], list[LeftShard]]:
-    """Return the mesh's sizes and this rank's shards; none if weights were loaded since."""
+    """Return the mesh's sizes and this rank's left shards. Both are empty if weights were loaded since."""
     sizes, parts = LEFT_SHARDS.get(module, ((), []))
     parameters = dict(module.named_parameters())
     untouched = all(
-        (known := parameters.get(part.name)) is not None
-        and known._version == part.version
-        and known.data_ptr() == part.address
+        (parameter := parameters.get(part.name)) is not None
+        and parameter._version == part.version
+        and parameter.data_ptr() == part.address
         for part in parts
     )
     if parts and not untouched:

@@ -26,7 +26,7 @@ def refuse_device_map(module: nn.Module) -> None:
             )
     name_by_device: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):  # already on the run's devices: tensor parallelism split it
+        if isinstance(parameter, DTensor):  # tensor parallelism has placed the parameter on the run's devices
             continue
         name_by_device.setdefault(parameter.device, name)
     name_by_device.pop(torch.device("meta"), None)
@@ -55,7 +55,7 @@ def refuse_sparse_embeddings(module: nn.Module, reason: str) -> None:
 
 
 def refuse_meta(module: nn.Module) -> None:
-    """Refuse parameters on the meta device for a strategy that does not initialise them.
+    """Refuse parameters on the meta device for a strategy that does not initialise meta parameters.
 
     Raises:
         ConfigurationError: names the parameters.
@@ -74,7 +74,7 @@ def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.devic
     """Refuse layers that were created during a run on a device other than the run's.
 
     Raises:
-        ConfigurationError: names the first of them.
+        ConfigurationError: names the first layer's parameter.
     """
     for name, parameter in created.items():
         if parameter.device.type != device.type:

@@ -1,4 +1,4 @@
-"""The module that a strategy wraps: its forward runs a step, so the wrapper sees every path through the module."""
+"""The module that a strategy wraps. Its forward runs a step, so that the wrapper sees every path through the module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class OpaqueOutput:
-    """Carries what a step returned through a wrapper, which does not see the tensors in it."""
+    """Carries a step's output through a wrapper, so that the wrapper does not see the tensors in the output."""
 
     __slots__ = ("output",)
 
@@ -22,9 +22,9 @@ class StepModule(nn.Module):
     """Runs the step that its forward receives, so that gradients synchronize for every kind of step.
 
     If the step returns a dict, forward returns the loss and an `OpaqueOutput` of the dict. A wrapper such as DDP finds
-    the used parameters from the outputs; it finds none in a dict of another class (a Hugging Face ``ModelOutput``), and
-    the replicas would silently diverge. Only the loss has a backward, so parameters used only by other outputs count as
-    unused.
+    the used parameters from the outputs. In a dict of another class (a Hugging Face ``ModelOutput``) it finds no
+    tensors, and the replicas would silently diverge. Only the loss has a backward, so parameters used only by other
+    outputs count as unused.
     """
 
     def __init__(self, module: nn.Module) -> None:

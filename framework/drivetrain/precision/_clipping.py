@@ -25,19 +25,20 @@ def clip_gradients(
 ) -> Tensor:
     """Clip the gradients of all ``optimizers`` together, in place.
 
-    Gives the results of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` on whole gradients, bit for bit if all
-    are plain. It also supports cases that they do not: plain and sharded gradients together, two device meshes, sparse
-    gradients. It does not wait for the device, except to coalesce sparse gradients on an accelerator and to move the
-    norms of gradients on several devices to one.
+    The results are those of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` on whole gradients, bit for bit if
+    all gradients are plain. Unlike torch's functions, this function also supports plain and sharded gradients together,
+    two device meshes, and sparse gradients. It waits for the device only to coalesce sparse gradients on an accelerator
+    and to move the norms of gradients on several devices to one device.
 
     Args:
-        optimizers: the optimizers whose gradients are clipped; the norm is over all of them.
+        optimizers: the optimizers whose gradients are clipped. The norm is over the gradients of all optimizers.
         max_norm: the largest allowed norm (``"norm"``) or magnitude of one element (``"value"``).
         algorithm: ``"norm"`` or ``"value"``.
-        scale: the loss scale, of shape (), by which all gradients are divided in the same pass; only with ``"norm"``.
+        scale: the loss scale, of shape (), by which all gradients are divided in the same pass. Allowed only with
+            ``"norm"``.
 
     Returns:
-        Tensor of shape (): the total norm (largest magnitude for ``"value"``) before clipping; 0 without gradients.
+        Tensor of shape (): the total norm (largest magnitude for ``"value"``) before clipping, or 0 without gradients.
 
     Raises:
         ConfigurationError: ``algorithm`` is unknown.
@@ -68,8 +69,8 @@ def clip_gradients(
         return total
     if scale is not None:
         total = total / scale.to(device)
-    # As in torch: multiplying always, by 1 if there is nothing to clip, avoids a synchronization with the device.
-    # `max_norm / ...` computes the same value with three more Python calls.
+    # As in torch, gradients are always multiplied, by 1 if there is nothing to clip, so that the host need not wait for
+    # the device. `max_norm / ...` would compute the same coefficient with three more Python calls.
     coefficient = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     if scale is not None:
         coefficient = coefficient / scale.to(device)
@@ -83,7 +84,7 @@ def clip_gradients(
 
 
 def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
-    """Return dense gradients, and the values of coalesced sparse ones, in lists of one device and dtype."""
+    """Return dense gradients and the values of coalesced sparse gradients, in one list per device and dtype."""
     buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -115,9 +116,13 @@ def _largest_over_shards(parameters: list[Parameter], mesh: Any) -> Tensor:
     Torch's infinity norm raises for an empty shard, which a rank gets if a parameter has fewer rows than ranks.
     """
     shards = [cast(Any, parameter.grad).to_local() for parameter in parameters]
-    filled = [shard for shard in shards if shard.numel() > 0]
-    largest = torch.stack(torch._foreach_norm(filled, math.inf)).max() if filled else shards[0].new_zeros(())
-    # The maximum of NaN and a number depends on their order; infinity gives the same result on every rank.
+    nonempty_shards = [shard for shard in shards if shard.numel() > 0]
+    largest = (
+        torch.stack(torch._foreach_norm(nonempty_shards, math.inf)).max()
+        if nonempty_shards
+        else shards[0].new_zeros(())
+    )
+    # The maximum of NaN and a number depends on the order of the two. Infinity gives the same result on every rank.
     largest = torch.nan_to_num(largest, nan=math.inf, posinf=math.inf)
     for dimension in range(mesh.ndim):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))

@@ -17,7 +17,7 @@ def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dic
     One operation cannot combine plain tensors and DTensors, or DTensors of two meshes.
 
     Returns:
-        The parameters with plain gradients, and those with DTensor gradients by `DeviceMesh`.
+        The parameters with plain gradients, and the parameters with DTensor gradients by `DeviceMesh`.
     """
     plain: list[Parameter] = []
     sharded: dict[Any, list[Parameter]] = {}
@@ -27,7 +27,7 @@ def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dic
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                # Checks the attribute rather than the class, since importing DTensor is slow.
+                # The attribute is checked rather than the class, since importing DTensor is slow.
                 if type(gradient) is Tensor or (mesh := getattr(gradient, "device_mesh", None)) is None:
                     plain.append(parameter)
                 else:
@@ -37,7 +37,7 @@ def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dic
 
 @torch.no_grad()
 def multiply(optimizers: Iterable[Optimizer], factor: Tensor) -> None:
-    """Multiply all gradients in place by ``factor`` of shape (); for sharded gradients, this rank's shards."""
+    """Multiply all gradients, or this rank's shards of them, in place by ``factor`` of shape ()."""
     plain, sharded = group_by_mesh(optimizers)
     gradients: list[Any] = [parameter.grad for parameter in plain]
     gradients += [cast(Any, parameter.grad).to_local() for parameters in sharded.values() for parameter in parameters]

@@ -18,19 +18,21 @@ from drivetrain.precision._clipping import clip_gradients
 from drivetrain.precision._gradient_meshes import group_by_mesh, multiply
 
 LOSS_SCALE_FLOOR = 2.0**-24
-"""The smallest loss scale, which is also the smallest positive fp16 number: below it, gradients vanish in fp16.
-`GradScaler` would halve the scale down to 0 and never recover."""
+"""The smallest loss scale, which is the smallest positive fp16 number.
+
+With a smaller scale, gradients vanish in fp16. `GradScaler` would halve the scale down to 0 and never recover.
+"""
 
 
 class LossScaler:
     """Scales losses, unscales gradients, and decides whether optimizers step.
 
     `GradScaler.step` decides for each optimizer separately and waits for the device each time. With clipping over all
-    optimizers, an overflow in one turns the gradients of the others to zero or NaN after their own check. Therefore one
-    decision covers all optimizers that are unscaled before the first of them steps.
+    optimizers, an overflow in one optimizer's gradients turns the gradients of the others to zero or NaN after they
+    were checked. Therefore one decision covers all optimizers that are unscaled before the first of them steps.
 
-    In manual optimization an optimizer may step several times before the scale is updated. Each backward scales its
-    gradients again, and gradients unscaled after that get a decision of their own.
+    In manual optimization an optimizer may step several times before the scale is updated. Each backward scales the
+    optimizer's gradients again, and gradients that are unscaled after the backward get a new decision.
 
     Args:
         scaler: the scaler that holds the scale.
@@ -50,25 +52,26 @@ class LossScaler:
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
         self.unscaled: dict[int, Optimizer] = {}
-        """Optimizers with unscaled gradients, by ``id``; holding them keeps the ids valid."""
+        """Optimizers with unscaled gradients, by ``id``. The references keep the ids valid."""
         self._overflowed: dict[int, bool] = {}
-        """The decision for each of them, once it is made: whether there was an overflow."""
+        """Whether there was an overflow, by the ``id`` of each optimizer whose decision is made."""
         self._stepped: set[int] = set()
-        """Optimizers for which `step` was called since the last update, whether they stepped or not."""
+        """Ids of optimizers for which `step` was called since the last update, including skipped optimizers."""
         self._checks: list[Tensor] = []
-        """Results of overflow checks since the last update: above zero after an overflow."""
+        """Results of overflow checks since the last update. A result above zero means an overflow."""
         self._unused_checks: list[Tensor] = []
-        """Results that no decision has used yet."""
+        """Results of overflow checks that no decision has used yet."""
         self._skipped = False
         """Whether a step was skipped since the last update."""
         self._to_rescale: list[Optimizer] = []
         """Optimizers with scaled gradients, which the next update of the scale has to rescale."""
 
     def scale_again(self) -> None:
-        """Before a backward pass, scale unscaled gradients again, since it adds scaled gradients to them.
+        """Before a backward pass, scale unscaled gradients again, since the pass adds scaled gradients to them.
 
-        Without such gradients this costs nothing. Optimizers whose parameters all have requires_grad=False get no
-        gradients from the backward pass and are left alone; `toggled_optimizer` relies on this.
+        Without unscaled gradients, this method costs nothing. If all parameters of an optimizer have
+        requires_grad=False, the backward pass adds no gradients to them, and the optimizer stays unscaled;
+        `toggled_optimizer` relies on this.
         """
         scale = self.scaler._scale
         assert scale is not None  # unscaling requires a scale
@@ -81,7 +84,7 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the scale and check for overflow, without waiting for the device."""
         scaler = self.scaler
-        if id(optimizer) in self.unscaled or scaler._scale is None:  # None: no loss has been scaled yet
+        if id(optimizer) in self.unscaled or scaler._scale is None:  # the scale is None until a loss is scaled
             return
         plain, sharded = group_by_mesh((optimizer,))
         parts: list[Any] = [optimizer]
@@ -101,7 +104,10 @@ class LossScaler:
         self.unscaled[id(optimizer)] = optimizer
 
     def _unscale_on_host(self, part: Any) -> None:
-        """Unscale offloaded gradients with a synchronous copy of the scale; GradScaler's copy may not have arrived."""
+        """Unscale offloaded gradients with a synchronous copy of the scale.
+
+        GradScaler copies the scale to the host asynchronously, and may use the copy before it has arrived.
+        """
         scaler, scale = self.scaler, self.scaler._scale
         assert scale is not None
         scaler._scale = scale.cpu()
@@ -111,10 +117,10 @@ class LossScaler:
             scaler._scale = scale
 
     def clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
-        """Unscale the gradients of ``optimizers`` and clip them by their global norm in one pass, without waiting.
+        """Unscale the gradients of ``optimizers`` and clip them by their global norm in one pass.
 
-        The norm shows whether a gradient overflowed: it is finite if all gradients are, unless the sum of squares
-        exceeds float32, and then the scale was too large as well.
+        This method does not wait for the device. The norm shows whether a gradient overflowed. If all gradients are
+        finite, the norm is infinite only if the sum of squares exceeds float32, and then the scale was too large too.
 
         Returns:
             Tensor of shape (): the norm of the unscaled gradients before clipping.
@@ -135,16 +141,16 @@ class LossScaler:
         return norm
 
     def step(self, optimizer: Optimizer, reducer: Callable[[Tensor], None] | None) -> bool:
-        """Step ``optimizer`` unless there was an overflow in its gradients or in those unscaled together with them.
+        """Step ``optimizer`` unless there was an overflow in its gradients or in gradients unscaled together with them.
 
-        Waits for the device once for all optimizers that were unscaled before the first of them stepped.
+        This method waits for the device once for all optimizers that were unscaled before the first of them stepped.
 
         Args:
-            optimizer: the optimizer; unscaled first if necessary.
+            optimizer: the optimizer, whose gradients are unscaled first if necessary.
             reducer: combines the overflow flag, a float tensor of shape (), over all ranks in place.
 
         Returns:
-            True if it stepped.
+            True if the optimizer stepped.
         """
         self.unscale(optimizer)
         self._stepped.add(id(optimizer))
@@ -160,14 +166,14 @@ class LossScaler:
         return True
 
     def note_scaled(self, optimizers: Iterable[Optimizer]) -> None:
-        """Before an update, note which of ``optimizers`` still have scaled gradients, which `update` then rescales."""
+        """Before an update, note which of ``optimizers`` have scaled gradients, which `update` then rescales."""
         self._to_rescale = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
 
     def update(self, at_floor: Callable[[float], None] | None = None) -> None:
-        """Adapt the scale to the overflow checks since the last update, and clear them.
+        """Adapt the scale to the overflow checks since the last update, and clear the checks.
 
-        An optimizer that was unscaled but has not stepped, because it is clipped now and steps in a later
-        ``training_step``, stays unscaled, and its checks count when it steps.
+        An optimizer may be unscaled and clipped now and step in a later ``training_step``. Such an optimizer stays
+        unscaled, and its overflow checks count when it steps.
 
         Args:
             at_floor: called with the scale if an overflow has reduced it to `LOSS_SCALE_FLOOR`.
@@ -176,7 +182,7 @@ class LossScaler:
         states.clear()
         to_rescale, self._to_rescale = self._to_rescale, []
         scale = self.scaler._scale
-        before = scale.clone() if to_rescale and scale is not None else None
+        scale_before = scale.clone() if to_rescale and scale is not None else None
         if self._checks:  # GradScaler.update raises without any check
             states[0] = {"found_inf_per_device": dict(enumerate(self._checks))}
             self.scaler.update()
@@ -188,14 +194,14 @@ class LossScaler:
         if not self.unscaled:
             self._unused_checks.clear()
         skipped, self._skipped = self._skipped, False
-        # Read only after an overflow, because it waits for the device.
+        # The scale is read only after a skipped step, because reading it waits for the device.
         if skipped and self.scaler.get_scale() <= LOSS_SCALE_FLOOR:
             self.scaler.update(LOSS_SCALE_FLOOR)
             if at_floor is not None:
                 at_floor(LOSS_SCALE_FLOOR)
-        if before is not None and scale is not None:
-            # Exact, since GradScaler changes the scale by powers of two by default.
-            multiply(to_rescale, scale / before)
+        if scale_before is not None and scale is not None:
+            # The product is exact, since GradScaler changes the scale by powers of two by default.
+            multiply(to_rescale, scale / scale_before)
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
         flags, self._unused_checks = self._unused_checks, []
@@ -206,7 +212,7 @@ class LossScaler:
                 self._checks.extend(flags)
             for flag in flags[1:]:
                 flags[0].add_(flag.to(flags[0].device))
-            reducer(flags[0])  # in place, so that `update` sees the result too
+            reducer(flags[0])  # reduced in place, so that `update` sees the result in ``_checks``
             return bool(flags[0].item())
         if not flags:
             return False
@@ -227,7 +233,7 @@ def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 
 class _Parameters:
-    """Stands in for an optimizer in `GradScaler.unscale_`, for the parameters of one device mesh."""
+    """Holds the parameters of one device mesh, in place of the optimizer that `GradScaler.unscale_` expects."""
 
     __slots__ = ("param_groups",)
 

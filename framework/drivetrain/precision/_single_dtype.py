@@ -27,14 +27,14 @@ class SingleDtypePrecision(Precision):
         return DefaultDtype(self.param_dtype)
 
     def convert_module(self, module: Module) -> Module:
-        """Cast floating-point parameters and buffers in place; integer and complex tensors stay."""
+        """Cast floating-point parameters and buffers in place. Integer and complex tensors keep their dtype."""
         dtype = self.param_dtype
         # ``module.to(dtype)`` would drop the imaginary part of complex parameters.
         module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # type: ignore[no-untyped-call]
         return module
 
     def convert_batch(self, batch: T) -> T:
-        """Cast the floating-point tensors of a nested ``batch``; everything else stays."""
+        """Cast the floating-point tensors of a nested ``batch``. Everything else is unchanged."""
         converted: T = cast_floating(batch, self.compute_dtype)
         return converted
 

@@ -11,10 +11,10 @@ _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 class HalfPrecision(SingleDtypePrecision):
-    """Parameters, gradients and computation in half precision, without float32 master weights.
+    """Keeps parameters, gradients and computation in half precision, without float32 master weights.
 
-    Takes half the memory of float32. Updates smaller than a half-precision rounding step are lost, so mixed precision
-    is the safer choice for training. The loss is not scaled.
+    Half precision takes half the memory of float32. Updates smaller than a half-precision rounding step are lost, so
+    mixed precision is the safer choice for training. The loss is not scaled.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.

@@ -1,4 +1,4 @@
-"""bf16-mixed and 16-mixed: autocast over float32 parameters, with loss scaling for fp16."""
+"""MixedPrecision: autocast over float32 parameters, with loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class MixedPrecision(Precision):
-    """Matrix products in half precision under autocast; parameters, gradients and updates in float32.
+    """Computes matrix products in half precision under autocast. Parameters, gradients and updates are in float32.
 
     With ``"16-mixed"`` the loss is multiplied by a loss scale before the backward pass, so that small gradients do not
-    underflow in fp16. After an overflow the step is skipped for all optimizers, since the overflow in one makes the
-    clipped gradients of the others meaningless.
+    underflow in fp16. After an overflow the step is skipped for all optimizers, since an overflow in one optimizer's
+    gradients makes the clipped gradients of the others meaningless.
 
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
-        device: the device of the run, or its type.
-        scaler: your own scaler for ``"16-mixed"``; default ``torch.amp.GradScaler(device)``.
+        device: the device of the run, or the device's type.
+        scaler: your own scaler for ``"16-mixed"``. None creates a ``torch.amp.GradScaler(device)``.
 
     Raises:
         ConfigurationError: the name is unknown, the device has no autocast, or ``"bf16-mixed"`` got a scaler.
@@ -69,13 +69,16 @@ class MixedPrecision(Precision):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The scaler in use with ``"16-mixed"``, None with ``"bf16-mixed"``."""
+        """The scaler that ``"16-mixed"`` uses. None with ``"bf16-mixed"``."""
         return (self._scaler or self._build()).scaler if self.scales_loss else None
 
     def check_device(self, device: torch.device) -> None:
-        """Raise an error for a device of another type than autocast was set up for, and for CUDA if not available.
+        """Refuse a device of another type than autocast was set up for, and CUDA if no CUDA device is available.
 
-        Autocast and the scaler would only warn and disable themselves.
+        Without this check, autocast and the scaler would only warn and disable themselves.
+
+        Raises:
+            ConfigurationError: the run cannot use autocast on ``device``.
         """
         if device.type != self.device_type:
             raise ConfigurationError(
@@ -91,7 +94,7 @@ class MixedPrecision(Precision):
             )
 
     def convert_module(self, module: Module) -> Module:
-        """Give trainable half-precision parameters float32 master weights; frozen ones stay as they are."""
+        """Convert trainable half-precision parameters to float32. Frozen parameters keep their dtype."""
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
@@ -102,18 +105,18 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device_type, self.compute_dtype)
 
     def outside_forward(self) -> AbstractContextManager[Any]:
-        """Return a context without autocast, which would otherwise cast the products of a backward pass too."""
+        """Return a context without autocast, since autocast would cast the products of a backward pass too."""
         return torch.autocast(self.device_type, enabled=False)
 
     def weights_changed(self) -> None:
-        """Clear autocast's cache of cast weights, which it keeps until its context ends."""
+        """Clear the cache of cast weights, which autocast keeps until autocast's context ends."""
         torch.clear_autocast_cache()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of a loss of shape (), scaled with ``"16-mixed"``."""
+        """Accumulate the gradients of a loss of shape (). With ``"16-mixed"``, the gradients are scaled."""
         if self.scales_loss:
             scaler = self._scaler or self._build()
-            if scaler.unscaled:  # manual optimization: earlier gradients may remain
+            if scaler.unscaled:  # in manual optimization, gradients of an earlier backward may remain
                 scaler.scale_again()
             loss = scaler.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -126,7 +129,7 @@ class MixedPrecision(Precision):
     def clip_gradients(
         self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"
     ) -> Tensor:
-        """Clip as `Precision.clip_gradients` does; scaled gradients are unscaled, for ``"norm"`` in the same pass."""
+        """Clip as `Precision.clip_gradients` does. Scaled gradients are unscaled, in the same pass for ``"norm"``."""
         optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         if self.scales_loss:
             scaler = self._scaler or self._build()
@@ -137,11 +140,11 @@ class MixedPrecision(Precision):
         return clip_gradients(optimizers, max_norm, algorithm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step ``optimizer`` unless its gradients overflowed, or those of an optimizer unscaled together with it.
+        """Step ``optimizer`` unless its gradients, or gradients unscaled together with them, overflowed.
 
         Raises:
-            ConfigurationError: ``"16-mixed"`` got a closure, each evaluation of which would need its own overflow
-                check.
+            ConfigurationError: ``"16-mixed"`` got a closure. Each evaluation of the closure would need a separate
+                overflow check.
         """
         if not self.scales_loss:
             optimizer.step(closure)
@@ -156,12 +159,12 @@ class MixedPrecision(Precision):
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Rescale gradients that are still scaled at the next `update` by its change of the loss scale."""
+        """Note which gradients are still scaled. The next `update` rescales them by the change of the loss scale."""
         if self.scales_loss:
             (self._scaler or self._build()).note_scaled(optimizers)
 
     def update(self) -> None:
-        """Halve the loss scale after an overflow, down to 2^-24; raise it after many steps without an overflow."""
+        """Halve the loss scale after an overflow, down to 2^-24, and raise the scale after many steps without one."""
         if self.scales_loss:
             (self._scaler or self._build()).update(self.at_floor)
 
@@ -170,13 +173,14 @@ class MixedPrecision(Precision):
         return (self._scaler or self._build()).scaler.state_dict() if self.scales_loss else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the loss scale; keep it if the state is empty, as from a checkpoint of another precision."""
+        """Restore the loss scale. An empty state, as from a checkpoint of another precision, changes nothing."""
         if self.scales_loss and state_dict:
             scaler = (self._scaler or self._build()).scaler
             # The state of DeepSpeed's scaler has the scale but not the growth settings.
             scaler.load_state_dict({**scaler.state_dict(), **state_dict})
 
     def _build(self) -> LossScaler:
-        # Built at first use: a scaler for CUDA queries the driver, which constructing settings must not do.
+        # The scaler is built at first use, because a scaler for CUDA queries the driver, and constructing settings must
+        # not query the driver.
         self._scaler = LossScaler(self._own_scaler or GradScaler(self.device_type))
         return self._scaler

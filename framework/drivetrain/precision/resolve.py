@@ -42,21 +42,22 @@ _NAMES = EntryPointRegistry[Precision](
 
 
 def canonical_name(setting: str | int) -> str:
-    """Return the canonical name of a precision given by name or shorthand, without creating it.
+    """Return the canonical name of a precision given by name or shorthand, without creating the precision.
 
     Raises:
-        ConfigurationError: the name is unknown; suggests the closest known one.
+        ConfigurationError: the name is unknown. The error suggests the closest known name.
     """
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
-        # Other spellings: fp16, float32, bfloat16. The closest known name to "fp16" would be "bf16".
-        plain = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
-        _NAMES.check(setting, plain)
+        # Spellings such as fp16, float32 and bfloat16 are reduced first. Otherwise the known name closest to "fp16"
+        # would be "bf16".
+        spelling = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
+        _NAMES.check(setting, spelling)
     return name
 
 
 def resolve_precision(setting: str | int | Precision, device: torch.device) -> Precision:
-    """Return the precision that ``setting`` names, for a run on ``device``. Touches no device.
+    """Return the precision that ``setting`` names, for a run on ``device``, without using the device.
 
     Args:
         setting: a name (``"bf16-mixed"``, or one that a package has registered), a shorthand (``64``, ``32``,
@@ -65,7 +66,7 @@ def resolve_precision(setting: str | int | Precision, device: torch.device) -> P
 
     Raises:
         ConfigurationError: the name is unknown, its entry point does not return a Precision, or ``device`` does not
-            support it.
+            support the precision.
     """
     value: object = setting
     if isinstance(value, Precision):

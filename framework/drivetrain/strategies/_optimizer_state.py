@@ -12,7 +12,7 @@ from drivetrain.errors import CheckpointError
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return each parameter's plain name by ``id(parameter)``; for tied parameters, the first of their names."""
+    """Return each parameter's plain name by ``id(parameter)``. A tied parameter gets the first of its names."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
@@ -36,11 +36,12 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
     unknown_keys: list[Any] = [key for key in optimizer.state if id(key) not in names]
     if unknown_keys:
-        found = [
+        key_descriptions = [
             f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in unknown_keys
         ]
         raise CheckpointError(
-            f"{type(optimizer).__name__} has state for {', '.join(found[:5])}, which is not a parameter of the module.",
+            f"{type(optimizer).__name__} has state for {', '.join(key_descriptions[:5])}, which is not a parameter of "
+            "the module.",
             "optimizer state is saved by parameter name.",
             "store it in the optimizer's param_groups (numbers, text and lists of them) or in a parameter's own state.",
         )
@@ -49,7 +50,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
 
 
 def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load state by name into ``optimizer``, which keeps its own groups and order of parameters.
+    """Load state by name into ``optimizer``, whose groups and order of parameters stay unchanged.
 
     Raises:
         CheckpointError: a saved name is not in the optimizer, or the number of groups differs.
@@ -57,25 +58,26 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
     names = parameter_names(module)
     own_groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     check_optimizer_fits(optimizer, own_groups, saved)
-    index = {name: number for number, name in enumerate(name for group in own_groups for name in group)}
+    positions = {name: number for number, name in enumerate(name for group in own_groups for name in group)}
     groups, start = [], 0
     for group, group_names in zip(saved["param_groups"], own_groups, strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
-        # torch searches it for each value's parameter, which takes constant time in a range and linear time in a list.
+        # For each value, torch searches "params" for the parameter. A search takes constant time in a range, but linear
+        # time in a list.
         groups.append({**settings, "params": range(start, start + len(group_names))})
         start += len(group_names)
-    state = {index[name]: dict(values) for name, values in saved["state"].items()}
+    state = {positions[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def regroup_parameters(
     optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]
 ) -> list[str]:
-    """Give ``optimizer`` the saved parameter groups; return the names of parameters that it no longer holds.
+    """Give ``optimizer`` the saved parameter groups; return the names of parameters that the optimizer no longer holds.
 
-    Nothing changes if it already has these groups, or if a name is not in the module, which is reported elsewhere. A
-    new group has the optimizer's defaults until state is loaded. Frozen parameters stay in their group, since some
-    strategies do not save them.
+    Nothing changes if the optimizer already has the saved groups. Nothing changes either if a name is not in the
+    module, an error that is reported elsewhere. A new group has the optimizer's defaults until state is loaded. Frozen
+    parameters stay in their group, since some strategies do not save them.
 
     Args:
         optimizer: the optimizer, before its state is loaded.
@@ -83,15 +85,17 @@ def regroup_parameters(
         named: the module's parameters by name.
     """
     names = {id(parameter): name for name, parameter in named.items()}
-    own = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    current_groups = [
+        [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
+    ]
     wanted = {name for group in groups for name in group}
-    if not wanted <= set(named) or any(name not in named for group in own for name in group):
+    if not wanted <= set(named) or any(name not in named for group in current_groups for name in group):
         return []
-    unsaved = [[name for name in group if name not in wanted] for group in own]
+    unsaved = [[name for name in group if name not in wanted] for group in current_groups]
     frozen = [[name for name in group if not named[name].requires_grad] for group in unsaved]
     frozen += [[]] * (len(groups) - len(frozen))
     complete = [[*group, *frozen_names] for group, frozen_names in zip(groups, frozen, strict=False)]
-    if [set(group) for group in own] == [set(group) for group in complete]:
+    if [set(group) for group in current_groups] == [set(group) for group in complete]:
         return []
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     settings += [dict(optimizer.defaults)] * (len(groups) - len(settings))
@@ -100,7 +104,7 @@ def regroup_parameters(
         for setting, group in zip(settings, complete, strict=False)
     ]
     kept = {name for group in complete for name in group}
-    dropped = [name for group in own for name in group if name not in kept]
+    dropped = [name for group in current_groups for name in group if name not in kept]
     for name in dropped:
         optimizer.state.pop(named[name], None)
     return dropped
@@ -110,8 +114,8 @@ def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], 
     """Refuse saved state that does not fit ``optimizer``.
 
     Args:
-        optimizer: the optimizer to load; named in the error.
-        groups: parameter names of each of its groups.
+        optimizer: the optimizer to load, whose class the error names.
+        groups: parameter names of each of the optimizer's groups.
         saved: state in the form that `named_optimizer_state` returns.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Opens and closes the default process group of a run; a group that the user initialized is used and left open."""
+"""Opens and closes the default process group of a run. A group that the user initialized is used and left open."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 
-_runs = itertools.count()
-"""Numbers the distributed runs of this process, so that no two of them share keys in the store."""
+_run_numbers = itertools.count()
+"""Numbers the distributed runs of this process, so that no two runs share keys in the store."""
 
 
 class ProcessGroup:
@@ -45,8 +45,8 @@ class ProcessGroup:
         Raises:
             ConfigurationError: the user's group contradicts the settings, or there is neither a group nor a store.
         """
-        # DDP would import dynamo later, which keeps the group's threads alive after the group is destroyed: the process
-        # could then abort at exit.
+        # DDP would import dynamo later. An import after the group is opened keeps the group's threads alive after the
+        # group is destroyed, and the process could then abort at exit.
         importlib.import_module("torch._dynamo")
         if dist.is_initialized():
             self._check_users_group(placement, device)
@@ -57,11 +57,11 @@ class ProcessGroup:
                 "there is neither a process group nor a store's address (MASTER_ADDR, MASTER_PORT).",
                 "start the processes with torchrun, or let Fit start them (launcher='auto').",
             )
-        run_store = PrefixStore(f"drivetrain/run{next(_runs)}", store)
+        run_store = PrefixStore(f"drivetrain/run{next(_run_numbers)}", store)
         if not dist.is_initialized():
-            default = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            default_backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
-                self._backend or default,
+                self._backend or default_backend,
                 store=PrefixStore("default", run_store),
                 rank=placement.rank,
                 world_size=placement.world_size,
@@ -81,7 +81,7 @@ class ProcessGroup:
         return self.control
 
     def _after_first_step(self) -> None:
-        """Switch to the shorter timeout: slow work such as compiling and loading is done after the first step."""
+        """Switch to the shorter timeout, since slow work such as compiling and loading ends with the first step."""
         if self._step_timeout is None or self._step_timeout >= self.timeout:
             return
         assert self.control is not None
@@ -90,7 +90,10 @@ class ProcessGroup:
             set_timeout(self._step_timeout)
 
     def close(self) -> None:
-        """Close the group, if this run opened it, and the control plane. Does not communicate: ranks may be gone."""
+        """Close the control plane, and the group if this run opened it.
+
+        This method does not communicate, since other ranks may be gone.
+        """
         if self._watchdog is not None:
             self._watchdog.end()
             self._watchdog = None

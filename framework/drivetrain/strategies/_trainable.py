@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain.errors import ConfigurationError, listed
 
 REQUIRES_GRAD = attrgetter("requires_grad")
-"""``tuple(map(REQUIRES_GRAD, parameters))`` reads which parameters are trainable, without a Python call for each."""
+"""``tuple(map(REQUIRES_GRAD, parameters))`` reads ``requires_grad`` without a Python call per parameter."""
 
 Groups = tuple[tuple[tuple[str, ...], ...], ...]
 """Parameter names of each group of each optimizer."""
@@ -25,9 +25,9 @@ class TrainableChange:
     Attributes:
         unfrozen: parameters that became trainable.
         frozen: parameters that became frozen.
-        created: parameters that are new, or new objects under a known name.
+        created: parameters under a new name, and new parameter objects under a known name.
         removed: parameters that are no longer in the module.
-        groups: the optimizers' groups, if they changed.
+        groups: the optimizers' groups; None if the groups did not change.
     """
 
     unfrozen: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class TrainableChange:
 
     @property
     def digest(self) -> str:
-        """A digest of all names, of which the text shows only some."""
+        """A digest of all names. The text of this change shows only some names."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
@@ -96,7 +96,7 @@ def changed_within_window(names: Iterable[str], strategy: str, toggles: bool = F
     """Return the error for parameters whose ``requires_grad`` changed in an open window.
 
     Args:
-        names: the parameters.
+        names: names of the parameters.
         strategy: the name of the strategy's class.
         toggles: whether to mention that an optimizer may still be toggled.
     """

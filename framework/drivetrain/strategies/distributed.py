@@ -27,9 +27,10 @@ DEFAULT_STEP_TIMEOUT = timedelta(minutes=10)
 class DistributedStrategy(Strategy):
     """Base class of strategies with several ranks; a subclass must define `setup_module`.
 
-    It provides the process group, the control plane, collectives, failure handling and data-parallel training: every
-    rank starts with rank 0's weights, and `exchange_gradients` averages gradients over the ranks after the last
-    backward of each window. Override `broadcast_module` and `exchange_gradients` if a wrapper does this.
+    This class provides the process group, the control plane, collectives, failure handling and data-parallel training.
+    Every rank starts with rank 0's weights, and `exchange_gradients` averages gradients over the ranks after the last
+    backward of each window. Override `broadcast_module` and `exchange_gradients` if a wrapper broadcasts weights and
+    exchanges gradients.
 
     Args:
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
@@ -59,7 +60,7 @@ class DistributedStrategy(Strategy):
         super().setup_environment()
         self.control = self._group.open(self.placement, self.device, self._store)
 
-    # Training
+    # Training: broadcast of weights and exchange of gradients
 
     def check(self, module: nn.Module) -> None:
         refuse_embedding_max_norm(module, self.world_size)
@@ -89,12 +90,12 @@ class DistributedStrategy(Strategy):
     def exchange_gradients(self) -> None:
         """Average the gradients accumulated in a window over the ranks. Collective.
 
-        A gradient missing on some ranks counts as zero there; one missing on all ranks remains None. A gradient that
-        is sparse on some ranks and dense on others becomes dense.
+        A gradient that is missing on some ranks counts as zero there. A gradient that is missing on all ranks remains
+        None. A gradient that is sparse on some ranks and dense on others becomes dense.
         """
         trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
         forms = [_gradient_form(parameter.grad) for parameter in trained]
-        # Reduced on the CPU, so that the host does not wait for the device.
+        # The counts are reduced on the CPU, so that the host does not wait for the device.
         counts = self.control.all_reduce_async(torch.tensor(forms, dtype=torch.int64).reshape(-1)).wait()
         gradients = []
         for parameter, (dense, sparse) in zip(trained, counts.reshape(-1, 2).tolist(), strict=True):
@@ -105,10 +106,10 @@ class DistributedStrategy(Strategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
-            super().trainable_changed(module)  # only the override knows whether it adapts
+            super().trainable_changed(module)  # this class does not know whether the override adapts
         elif self.world_size > 1:
-            known = {id(parameter) for parameter in self._broadcast_parameters}
-            new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known]
+            known_ids = {id(parameter) for parameter in self._broadcast_parameters}
+            new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known_ids]
             self._broadcast_parameters = tuple(module.parameters())
             if new_parameters:
                 broadcast_together(new_parameters)
@@ -145,15 +146,15 @@ class DistributedStrategy(Strategy):
 
 
 def _gradient_form(gradient: torch.Tensor | None) -> tuple[bool, bool]:
-    """Return whether the gradient is dense, and whether it is sparse; neither if there is none."""
+    """Return whether the gradient is dense and whether it is sparse. A missing gradient is neither."""
     return (False, False) if gradient is None else (not gradient.is_sparse, gradient.is_sparse)
 
 
 def _common_form(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
-    """Return the parameter's gradient in the form common to all ranks; zeros if this rank has none."""
+    """Return the parameter's gradient in the form common to all ranks, or zeros if this rank has no gradient."""
     gradient = parameter.grad
     if gradient is None and sparse:
-        # An empty gradient in the layout of an embedding's gradient.
+        # The result is empty and has the layout of an embedding's gradient.
         no_indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return torch.sparse_coo_tensor(no_indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
     if gradient is None:

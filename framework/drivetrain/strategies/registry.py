@@ -1,4 +1,4 @@
-"""Looks up strategies by name: those that come with drivetrain and those that other packages register."""
+"""Looks up drivetrain's strategies, and strategies that other packages register, by name."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def strategy_by_name(name: str) -> Strategy:
     """Build the strategy registered under ``name``.
 
     Raises:
-        ConfigurationError: the name is not registered; lists the known ones and the nearest spelling.
+        ConfigurationError: the name is not registered. The error lists the known names and the nearest spelling.
     """
     return _NAMES.make(name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 StepRunner = Callable[..., Any]
-"""``runner(step, *args)`` calls ``step(*args)`` as the strategy requires, through DDP's forward for example."""
+"""``runner(step, *args)`` calls ``step(*args)`` as the strategy requires, for example through DDP's forward."""
 
 
 class StrategyPlacement:
@@ -45,7 +45,7 @@ class StrategyPlacement:
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
     ) -> None:
-        """Store the placement, device and precision of the coming run. Does not communicate.
+        """Store the placement, device and precision of the coming run without communicating.
 
         Args:
             placement: rank and world size of this process.
@@ -57,7 +57,7 @@ class StrategyPlacement:
         self.device = device
         self.precision = precision
 
-    # Provided: final
+    # Final properties
 
     @property
     @final
@@ -85,11 +85,11 @@ class StrategyPlacement:
     def node_rank(self) -> int:
         return self.placement.node_rank
 
-    # May be overridden
+    # Properties that may be overridden
 
     @property
     def data_rank(self) -> int:
-        """Index of the data share that this rank reads. Differs from `rank` if ranks hold parts of one replica."""
+        """Index of the data share that this rank reads; not equal to `rank` if ranks hold parts of one replica."""
         return self.rank
 
     @property
@@ -114,7 +114,7 @@ class StrategyPlacement:
 
 
 class StrategyLifecycle:
-    """Setup before the first step and cleanup after the last one. All methods may be overridden."""
+    """Setup before the first step and cleanup after the last step. All methods may be overridden."""
 
     device: torch.device
     precision: Precision
@@ -147,12 +147,13 @@ class StrategyLifecycle:
         return False
 
     def restore_module(self) -> None:
-        """Turn the module back into a plain one, with whole tensors and rank 0's buffers. Collective."""
+        """Turn the module back into a plain module, with whole tensors and rank 0's buffers. Collective."""
 
     def memory_advice(self, module: torch.nn.Module) -> Sequence[MemoryAdvice]:
         """Return settings, or other strategies, that would need less memory on this rank, the cheapest first.
 
-        Called after an out-of-memory error, whose note shows the advice. It must neither communicate nor allocate.
+        The engine calls this method after an out-of-memory error and shows the advice in the error's note. An override
+        must neither communicate nor allocate.
 
         Args:
             module: the module in training, as wrapped.
@@ -162,7 +163,10 @@ class StrategyLifecycle:
         return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
 
     def teardown(self) -> None:
-        """Release what this strategy acquired. Also runs after a failure, so it must not wait for other ranks."""
+        """Release what this strategy acquired.
+
+        The engine calls this method after a failure too, so an override must not wait for other ranks.
+        """
         self.module = None
         self.optimizers = []
 
@@ -184,28 +188,28 @@ class StrategyOptimization(StrategyPlacement):
         return nullcontext()
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Point optimizers that were built before `setup_module` at the parameters that replaced theirs."""
+        """Give optimizers built before `setup_module` the parameters that replaced the ones they hold."""
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Store the optimizers and return those to step."""
+        """Store the optimizers and return the optimizers that the loop steps."""
         self.optimizers = list(optimizers)
         return self.optimizers
 
     # Trainable parameters
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the module's parameters by plain name, as its optimizers hold them."""
+        """Return the parameter objects that the optimizers hold, by the module's plain names."""
         return {} if self.module is None else dict(self.module.named_parameters())
 
     def trainable_changed(self, module: torch.nn.Module) -> None:
-        """Adapt to a changed set of trainable parameters, or refuse it. Called between windows, on all ranks.
+        """Adapt to a changed set of trainable parameters, or refuse the change. Called between windows, on all ranks.
 
         The set changes when parameters are frozen or unfrozen, layers are created, or groups are added to an optimizer.
         A single-process strategy that reads ``requires_grad`` in every step has nothing to do.
 
         Raises:
-            ConfigurationError: the strategy cannot train ``module`` with them, or it has several ranks and does not
-                override this method.
+            ConfigurationError: the strategy cannot train the changed parameters, or the run has several ranks and the
+                strategy does not override this method.
         """
         if self.world_size > 1:
             raise ConfigurationError(
@@ -215,23 +219,23 @@ class StrategyOptimization(StrategyPlacement):
             )
 
     def adding_group(self, optimizer: Optimizer) -> None:
-        """Refuse ``optimizer.add_param_group`` within a run if the strategy does not support it.
+        """Refuse ``optimizer.add_param_group`` within a run if the strategy does not support added groups.
 
         Raises:
-            ConfigurationError: the strategy does not support it.
+            ConfigurationError: the strategy does not support added groups.
         """
 
     # Within a step
 
     def to_device(self, batch: Any) -> Any:
-        """Move every tensor of a nested batch to this rank's device, without blocking for pinned memory."""
+        """Move every tensor of a nested batch to this rank's device; copies from pinned memory do not block."""
         return move_to(batch, self.device, non_blocking=True)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Return the context for a micro-batch's forward and backward; gradients are exchanged if ``enabled``.
+        """Return the context for a micro-batch's forward and backward. Gradients are exchanged if ``enabled``.
 
-        Called with True for the last micro-batch of a window and for each ``manual_backward``. If it then returns a
-        `nullcontext`, the loop does not enter it.
+        The loop passes True for the last micro-batch of a window and for each ``manual_backward``. The loop does not
+        enter a `nullcontext` that this method returns for True.
         """
         return nullcontext()
 
@@ -244,7 +248,7 @@ class StrategyOptimization(StrategyPlacement):
         return _zeroed_gradients(self.module)
 
     def forget_gradients(self) -> None:
-        """Drop gradients accumulated in this window that are stored elsewhere than in the parameters' ``grad``."""
+        """Drop this window's accumulated gradients that the strategy stores outside the parameters' ``grad``."""
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
         """Return a context in which only ``optimizer``'s parameters require gradients (``toggled_optimizer``)."""
@@ -271,19 +275,25 @@ class StrategyOptimization(StrategyPlacement):
         return self.precision.step(optimizer, closure)
 
     def finish_step(self) -> None:
-        """Update the loss scale. Called once after all optimizers of a step."""
+        """Update the loss scale. Called once after all optimizers of a step have stepped."""
         self.precision.update()
 
 
 class StrategyCollectives:
-    """Collectives for user code and the engine. All may be overridden; the defaults are for a single process."""
+    """Collectives for user code and the engine.
+
+    All methods may be overridden. The defaults suit a single process.
+    """
 
     def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
-        """Return ``tensor`` reduced over all ranks; ``op`` is "mean", "sum", "max" or "min"."""
+        """Return ``tensor`` reduced over all ranks by ``op``, which is "mean", "sum", "max" or "min"."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        """Return shape (world_size, *tensor.shape), by rank; with ``sync_grads`` its backward sums over the ranks."""
+        """Return the ranks' tensors, stacked by rank to shape (world_size, *tensor.shape).
+
+        With ``sync_grads``, the result's backward sums gradients over the ranks.
+        """
         return tensor.unsqueeze(0)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -301,10 +311,10 @@ class StrategyCollectives:
 
 
 class StrategyState:
-    """Weights and optimizer state by the names of the bare module, whatever wraps it.
+    """Weights and optimizer state, by the parameters' names in the bare module without the strategy's wrappers.
 
-    All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank; one that
-    shards it overrides all of them except `save_beside`.
+    All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank. A strategy
+    that shards the module overrides all methods except `save_beside`.
     """
 
     module: torch.nn.Module | None
@@ -318,9 +328,9 @@ class StrategyState:
         """Load a result of `model_state` of this strategy or another.
 
         Args:
-            state: values by name: whole tensors, DTensors, or a `ParameterShard` of the region that `model_regions`
-                names.
-            strict: refuse missing and unexpected names; otherwise tensors missing from ``state`` keep their values.
+            state: values by name. A value is a whole tensor, a DTensor, or a `ParameterShard` of the region that
+                `model_regions` returns for the name.
+            strict: refuse missing and unexpected names. If False, tensors missing from ``state`` keep their values.
         """
         if self.module is not None:
             self.module.load_state_dict(state, strict=strict)
@@ -331,14 +341,14 @@ class StrategyState:
         return named_optimizer_state(self.module, self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        """Load a result of `optimizer_state`, matched by name; takes the same kinds of values as `load_model_state`."""
+        """Load a result of `optimizer_state` by name. Its values may be of the same kinds as in `load_model_state`."""
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
 
     def shard_of(self, value: torch.Tensor | ParameterShard) -> torch.Tensor | ParameterShard:
         """Return this rank's part of a value of `model_state` or `optimizer_state`. Does not communicate.
 
-        The result is a tensor if every rank holds the whole value, and a `ParameterShard` if each holds a part.
+        The result is a tensor if every rank holds the whole value, and a `ParameterShard` if each rank holds a part.
         """
         return value
 
@@ -357,13 +367,13 @@ class StrategyState:
 class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, StrategyState, StrategyPlacement, ABC):
     """Decides where a run computes: processes, wrapping, sharding, collectives.
 
-    A subclass must define `setup_module`. Each base class holds one group of the methods that it may override, with
-    defaults for a single process that holds the whole module: lifecycle, optimization, collectives, checkpoint state
-    and placement. `rank`, `world_size`, `local_rank`, `node_rank` and `root_device` are final. Subclass
+    A subclass must define `setup_module`. Each base class holds one group of methods that a subclass may override:
+    lifecycle, optimization, collectives, checkpoint state or placement. The defaults suit a single process that holds
+    the whole module. `rank`, `world_size`, `local_rank`, `node_rank` and `root_device` are final. Subclass
     `drivetrain.strategies.DistributedStrategy` for several processes.
 
     A strategy uses the module, the optimizers and a `Precision`, but neither the engine nor the callbacks. ``Fit``
-    calls it in this order:
+    calls the strategy's methods in this order:
 
     `bind` (placement, device, precision) → `setup_environment` → `take_settings` → ``configure_model`` under
     `module_init_context` → `check` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps →
@@ -378,10 +388,10 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
     """True if the strategy cannot use more than one process."""
 
     collective_forward: bool = False
-    """True if every forward is collective, in evaluation too: a rank without data must then run it as well."""
+    """True if every forward is collective, also in evaluation, so that a rank without data must run the forward too."""
 
     shards_parameters: bool = False
-    """True if a rank holds only parts of parameters; evaluation then runs in no_grad, never in inference_mode."""
+    """True if a rank holds only parts of parameters. Evaluation then runs in no_grad, never in inference_mode."""
 
     accepts_none_loss: ClassVar[bool] = True
     """False if ``training_step`` may not return None even in a single process."""
@@ -390,11 +400,11 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
     """False if `optimizer_step` refuses a closure."""
 
     supports_sync_batchnorm: ClassVar[bool] = False
-    """True if the strategy implements `sync_batchnorm`; others refuse it on several ranks."""
+    """True if the strategy implements `sync_batchnorm`. Other strategies refuse the setting on several ranks."""
 
     def __init__(self) -> None:
         self.sync_batchnorm = False
-        """Compute batch statistics over all ranks; set by ``Fit(sync_batchnorm=True)``."""
+        """Whether batch statistics are computed over all ranks. ``Fit(sync_batchnorm=True)`` sets this attribute."""
         self.launcher: Any = None
         """The `drivetrain.launchers.Launcher` that this strategy needs; None leaves the choice to ``Fit``."""
         self.placement = Placement()
@@ -405,13 +415,13 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
         self.module: torch.nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
-        """Learning-rate schedulers that the strategy built itself; each of them steps once per optimizer step."""
+        """Learning-rate schedulers that the strategy built itself. Each scheduler steps once per optimizer step."""
 
     @abstractmethod
     def setup_module(self, module: torch.nn.Module) -> StepRunner:
         """Move, convert and wrap ``module``; return the callable through which every step runs.
 
-        Keep the bare module in ``self.module``: its state is saved and loaded by plain names.
+        An implementation stores the bare module in ``self.module``, whose state is saved and loaded by plain names.
         """
 
     if not TYPE_CHECKING:

@@ -16,7 +16,7 @@ NAMES = ("fp16", "bf16", "powersgd")
 
 
 def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> None:
-    """Register ``hook`` on ``ddp``: a name, a hook, or a pair of a state and a hook.
+    """Register ``hook``, which is a name, a hook, or a pair of a state and a hook, on ``ddp``.
 
     Raises:
         ConfigurationError: the name is unknown, or the backend cannot run the hook.

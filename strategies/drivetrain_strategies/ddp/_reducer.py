@@ -12,23 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.errors import ConfigurationError
 
-_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_UNUSED_INDICES_PATTERN = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
 def reduction_check(ddp: DistributedDataParallel) -> Callable[[], None]:
     """Return a function that raises if the reducer still waits for gradients after a synchronized backward.
 
-    It is the reducer's bound method, which adds no Python call to a step. It keeps the reducer alive.
+    The returned function is the reducer's bound method, so that a step makes no additional Python call. A reference to
+    the function keeps the reducer alive.
     """
     check: Callable[[], None] = ddp.reducer._check_reducer_finalized
     return check
 
 
 def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Prepare for a backward without a DDP forward: manual optimization may run several backwards per forward.
+    """Prepare for a backward without a DDP forward, since manual optimization may run several backwards per forward.
 
-    ``ddp`` was built with ``find_unused_parameters=True``, so it does not wait for parameters that ``loss`` does not
-    reach.
+    ``ddp`` was built with ``find_unused_parameters=True``, so that DDP does not wait for parameters that ``loss`` does
+    not reach.
     """
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_backward([loss])
@@ -37,9 +38,9 @@ def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
 def consume_unused_parameters_warning(ddp: DistributedDataParallel) -> None:
     """Trigger and suppress torch's once-per-process warning about ``find_unused_parameters=True``.
 
-    Torch advises against the option if a backward reaches every parameter. In manual optimization the option is our
-    choice, not the user's. The warning goes to stderr on every rank, except within a backward, where it is a Python
-    warning that can be filtered.
+    torch advises against the option if a backward reaches every parameter. In manual optimization the strategy sets the
+    option, not the user. torch prints the warning to stderr on every rank, but within a backward torch raises a Python
+    warning, which can be filtered.
     """
     global _warning_consumed
     if _warning_consumed:
@@ -51,7 +52,7 @@ def consume_unused_parameters_warning(ddp: DistributedDataParallel) -> None:
             parameter.reshape(-1)[:1].sum() for parameter in ddp.module.parameters() if parameter.requires_grad
         )
         probe = torch.zeros((), requires_grad=True)
-        # This only marks the reached parameters. No parameter's hook runs, so no reduction starts.
+        # `prepare_for_backward` only marks the reached parameters. No parameter's hook runs, so no reduction starts.
         probe.register_hook(lambda gradient: ddp.reducer.prepare_for_backward([reaches_all]))  # type: ignore[no-untyped-call]
         (probe * 1.0).backward()  # type: ignore[no-untyped-call]
 
@@ -60,10 +61,11 @@ _warning_consumed = False
 
 
 def enable_static_graph(ddp: DistributedDataParallel) -> None:
-    """Switch DDP to a static graph, which it plans in the next backward.
+    """Switch DDP to a static graph, which DDP plans in the next backward.
 
-    DDP built with ``static_graph=True`` would plan from all backwards up to the first one that synchronizes, including
-    those under ``no_sync``. Switching just before that one lets DDP accumulate gradients as usual until then.
+    DDP built with ``static_graph=True`` would plan from all backwards up to the first synchronizing backward, including
+    backwards under ``no_sync``. Switching just before the first synchronizing backward lets DDP accumulate gradients as
+    usual until then.
     """
     ddp._set_static_graph()  # type: ignore[no-untyped-call]
 
@@ -74,7 +76,7 @@ def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:
-    """Broadcast rank 0's buffers as a DDP forward does, for a step that does not run one."""
+    """Broadcast rank 0's buffers as a DDP forward does, for a step that runs no DDP forward."""
     ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
@@ -86,7 +88,7 @@ def release_process_group(ddp: DistributedDataParallel) -> None:
 
 
 def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
-    """Translate an error of the reducer; return if ``error`` is not one of the known ones.
+    """Translate a known error of the reducer. Return if ``error`` is another error.
 
     Raises:
         ConfigurationError: names the unused parameters, or how the graph changed.
@@ -132,7 +134,7 @@ def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
 
 
 def _names_in(text: str, ddp: DistributedDataParallel) -> list[str]:
-    """Return the parameter names in the reducer's message, which contains indices into the initially trainable ones."""
+    """Return the parameter names for the reducer's message, which contains indices into the initial trainable names."""
     trainable_names: list[str] = ddp.module.trainable_names
-    match = _INDICES.search(text)
+    match = _UNUSED_INDICES_PATTERN.search(text)
     return [trainable_names[int(index)] for index in match[1].split()] if match else ["one that torch does not name"]

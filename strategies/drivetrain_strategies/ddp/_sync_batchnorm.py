@@ -6,7 +6,7 @@ from torch import nn
 
 
 class SyncBatchNormSwap:
-    """Replaces every BatchNorm layer of ``module`` by SyncBatchNorm; parameters and buffers stay the same objects."""
+    """Replaces every BatchNorm layer of ``module`` by SyncBatchNorm. Parameters and buffers stay the same objects."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

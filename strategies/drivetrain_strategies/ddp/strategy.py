@@ -1,4 +1,4 @@
-"""DDPStrategy: a replica on every rank; gradients are averaged during backward."""
+"""DDPStrategy: every rank holds a replica, and gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class DDPStrategy(DistributedStrategy):
         bucket_cap_mb: size of a gradient bucket in MiB; None uses torch's default.
         broadcast_buffers: broadcast rank 0's buffers before each ``training_step``; None uses torch's default (True).
         gradient_as_bucket_view: make gradients views of the communication buckets.
-        comm_hook: "fp16", "bf16" or "powersgd"; a hook; or a pair of a state and a hook.
+        comm_hook: how gradients are communicated. Takes "fp16", "bf16", "powersgd", a hook, or a state and a hook.
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the same after the first step; None keeps ``timeout``.
-        sync_batchnorm: replace BatchNorm by SyncBatchNorm during the run. ``Fit(sync_batchnorm=True)`` sets it.
+        step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
+        sync_batchnorm: replace BatchNorm by SyncBatchNorm during the run, as ``Fit(sync_batchnorm=True)`` does.
 
     Raises:
         ConfigurationError: ``static_graph`` and ``find_unused_parameters`` are both set.
@@ -98,7 +98,7 @@ class DDPStrategy(DistributedStrategy):
 
     @property
     def ddp_module(self) -> DistributedDataParallel | None:
-        """The wrapper in use; None outside a run, and if nothing is trainable."""
+        """The run's DDP wrapper. None outside a run, and if nothing is trainable."""
         return self._ddp
 
     def check(self, module: nn.Module) -> None:
@@ -139,7 +139,7 @@ class DDPStrategy(DistributedStrategy):
         self._manual = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
         if not self._wrap(module, init_sync=True):
-            self._broadcast([*module.parameters(), *module.buffers()])  # DDP does this only if something is trainable
+            self._broadcast([*module.parameters(), *module.buffers()])  # nothing is trainable, so DDP broadcast nothing
         if self._manual:
             return self._manual_runner()  # `backward` prepares DDP for each backward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
@@ -152,7 +152,7 @@ class DDPStrategy(DistributedStrategy):
         def run(step: Callable[..., Any], *args: Any) -> Any:
             ddp = self._ddp
             if ddp is None or not torch.is_grad_enabled():
-                return step(*args)  # nothing to reduce; the engine broadcast the buffers before evaluation
+                return step(*args)  # there are no gradients; the engine broadcast the buffers before evaluation
             if static and not ddp.static_graph and ddp.require_backward_grad_sync:
                 reducer.enable_static_graph(ddp)
             try:
@@ -165,15 +165,15 @@ class DDPStrategy(DistributedStrategy):
         return run
 
     def _manual_runner(self) -> StepRunner:
-        """Return the step runner of manual optimization: a step does not go through DDP's forward.
+        """Return the step runner of manual optimization, whose steps do not go through DDP's forward.
 
-        It therefore broadcasts rank 0's buffers itself.
+        The step runner therefore broadcasts rank 0's buffers before each step.
         """
         if self._options.get("broadcast_buffers") is False:
             return operator.call
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
-            ddp = self._ddp  # replaced when the set of trainable parameters changes
+            ddp = self._ddp  # read in every step, since a change of the trainable parameters replaces the wrapper
             if ddp is not None and torch.is_grad_enabled() and reducer.broadcasts_buffers(ddp):
                 reducer.broadcast_buffers(ddp)
             return step(*args)
@@ -181,10 +181,18 @@ class DDPStrategy(DistributedStrategy):
         return run
 
     def _wrap(self, module: nn.Module, init_sync: bool) -> bool:
-        """Wrap the module in DDP for the currently trainable parameters; False if there are none. Collective."""
+        """Wrap the module in DDP for the parameters that are trainable now. Collective.
+
+        Args:
+            module: the bare module.
+            init_sync: whether DDP broadcasts rank 0's weights and buffers.
+
+        Returns:
+            False if no parameter is trainable and the module therefore was not wrapped.
+        """
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._ddp is not None:
-            reducer.release_process_group(self._ddp)  # this also removes its hooks from the parameters
+            reducer.release_process_group(self._ddp)  # also removes the hooks of DDP from the parameters
         self._ddp = self._check_reduction = None
         if not self._trainable:
             return False  # DDP refuses a module without trainable parameters
@@ -205,11 +213,11 @@ class DDPStrategy(DistributedStrategy):
         return True
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Do nothing: DistributedDataParallel broadcast the weights when it was built."""
+        """Do nothing, since DistributedDataParallel broadcasts the weights when it wraps the module."""
 
     def trainable_changed(self, module: nn.Module) -> None:
-        known = {id(parameter) for parameter in self._replicated}
-        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known}
+        known_ids = {id(parameter) for parameter in self._replicated}
+        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known_ids}
         self._replicated = tuple(module.parameters())
         if created:
             refuse_other_device(created, self.device)

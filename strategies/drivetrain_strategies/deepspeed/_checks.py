@@ -1,4 +1,4 @@
-"""Checks that refuse, before anything is wrapped, what DeepSpeed cannot train or would silently train wrongly."""
+"""Checks that refuse modules and optimizers that DeepSpeed cannot train or would silently train wrongly."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from drivetrain_strategies._module_checks import refuse_device_map, refuse_spars
 
 _TORCH_OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
 
-_ELEMENTWISE = {
+_ELEMENTWISE_OPTIMIZERS = {
     *(f"torch.optim.{name}" for name in _TORCH_OPTIMIZERS),
     *("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedLion", "deepspeed.DeepSpeedCPULion"),
 }
-"""Optimizers whose update is elementwise."""
+"""Optimizers whose update is elementwise, as package and class name."""
 
-_REASONS: dict[type, str] = {
+_REFUSAL_REASONS: dict[type, str] = {
     torch.optim.LBFGS: "its step re-evaluates the loss, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
         "it uses a parameter's rows and columns, and ZeRO flattens parameters: measured updates were half as large"
@@ -31,6 +31,7 @@ _REASONS: dict[type, str] = {
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
     torch.optim.Adagrad: "DeepSpeed replaces it by its own, which learning rate schedulers do not affect",
 }
+"""Why ZeRO cannot step an optimizer, by the optimizer's class."""
 
 
 def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bool) -> None:
@@ -70,10 +71,10 @@ def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
     """
     for wanted in classes:
         if not any(isinstance(child, wanted) for child in module.modules()):
-            present = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
+            class_names = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
             raise ConfigurationError(
                 f"leaf_modules: no module of class {wanted.__name__} is in {type(module).__name__}.",
-                f"the classes in it are {', '.join(present)}.",
+                f"the classes in it are {', '.join(class_names)}.",
                 "name one of these.",
             )
 
@@ -94,12 +95,12 @@ def check_optimizers(
     Args:
         optimizers: the optimizers that ``configure_optimizers`` returned.
         config: the user's config.
-        names: names of the module's parameters by id.
+        names: names of the module's parameters, by the parameter's ``id``.
         run: the run's settings.
         stage: ZeRO stage.
 
     Raises:
-        ConfigurationError: names the optimizers and the reason.
+        ConfigurationError: ZeRO cannot step the optimizers. The error names the optimizers and the reason.
     """
     if run.stage == "fit" and not optimizers and stage == 3 and "optimizer" not in config:
         raise ConfigurationError(
@@ -141,7 +142,7 @@ def check_optimizers(
                 )
 
 
-_PHASES = (
+_FIX_FOR_PHASES = (
     "freeze in __init__, configure_model or configure_optimizers and train each phase in a fit of its own, or use "
     "strategy='fsdp' or 'ddp', which support such changes."
 )
@@ -152,7 +153,7 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
 
     Args:
         module: the module.
-        recorded: the parameters when the engine was built, by name, and whether each was trainable.
+        recorded: each parameter when the engine was built, and whether it was trainable, by name.
 
     Raises:
         ConfigurationError: names the parameters.
@@ -183,7 +184,7 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
                 "its engine flattened the parameters that were trainable at the start: it never trains others, and "
                 "weight decay still acts on frozen ones.",
-                _PHASES,
+                _FIX_FOR_PHASES,
             )
 
 
@@ -192,7 +193,7 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
     return ConfigurationError(
         f"add_param_group on {type(optimizer).__name__} within a run, under DeepSpeed.",
         "its engine has flattened the existing groups and would not step another one.",
-        f"return all groups from configure_optimizers; {_PHASES}",
+        f"return all groups from configure_optimizers; {_FIX_FOR_PHASES}",
     )
 
 
@@ -200,10 +201,10 @@ def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
     path = f"torch.optim.{kind.__name__}" if package == "torch" else f"{package}.{kind.__name__}"
-    if path in _ELEMENTWISE:
+    if path in _ELEMENTWISE_OPTIMIZERS:
         return
     for base in kind.__mro__:
-        reason = _REASONS.get(base)
+        reason = _REFUSAL_REASONS.get(base)
         if reason is not None:
             raise ConfigurationError(
                 f"{kind.__name__} under DeepSpeed.",

@@ -11,19 +11,19 @@ from torch import nn
 
 from drivetrain.errors import ConfigurationError
 
-_GROUPS = (
+_GROUP_ATTRIBUTES = (
     "_WORLD_GROUP",
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
     "_TENSOR_MODEL_PARALLEL_GROUP",
     "_MODEL_PARALLEL_GROUP",
     "_DATA_PARALLEL_GROUP",
 )
-"""The process groups that DeepSpeed creates in `deepspeed.utils.groups`."""
+"""The attributes of `deepspeed.utils.groups` that hold the process groups that DeepSpeed creates."""
 
-_RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
-"""Attributes of DeepSpeed's backend that hold torch functions, with the newer names of these functions."""
+_RENAMED_FUNCTIONS = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
+"""Maps each attribute of DeepSpeed's backend that holds a torch function to the function's newer name."""
 
-_HOOKS = (
+_HOOK_ATTRIBUTES = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
@@ -32,16 +32,17 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+"""The attributes of a module that hold its hooks."""
 
 _LATE_ATTRIBUTES = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
-"""Attributes that DeepSpeed adds only in the first steps, besides those that begin with ``ds_``."""
+"""Attributes that DeepSpeed adds only in the first steps. Attributes that begin with ``ds_`` are added then too."""
 
 
 class DeepSpeedWorld:
     """Initializes DeepSpeed's communication on the default process group, and restores the process on `close`.
 
     Args:
-        deepspeed: the package.
+        deepspeed: the package `deepspeed`.
         device: device of this rank.
         local_rank: local rank of this process.
     """
@@ -54,12 +55,12 @@ class DeepSpeedWorld:
         self._accelerator = deepspeed.accelerator.real_accelerator
         self._backend = comm.cdb
         self._accelerator_before = self._accelerator.ds_accelerator
-        self._groups_before = {name: getattr(groups, name) for name in _GROUPS}
+        self._groups_before = {name: getattr(groups, name) for name in _GROUP_ATTRIBUTES}
         self._linear = nn.functional.linear
-        # Its shared-memory collectives would have to be compiled; gloo's are used instead (E-10).
+        # DeepSpeed's shared-memory collectives would have to be compiled, so gloo's collectives are used (E-10).
         self._compatible = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # DeepSpeed takes the local rank only from this variable, and uses it as the device index.
+        # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
         self._local_rank = os.environ.get("LOCAL_RANK")
         index: int | None = device.index
         if index is not None:
@@ -69,14 +70,14 @@ class DeepSpeedWorld:
         self._choose_accelerator(device)
         deepspeed.init_distributed()
         if self._backend is None:  # the older names emit a deprecation warning
-            for attribute, name in _RENAMED.items():
+            for attribute, name in _RENAMED_FUNCTIONS.items():
                 setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
 
     def _choose_accelerator(self, device: torch.device) -> None:
         chosen = self._accelerator.get_accelerator().device_name()
         if chosen == device.type:
             return
-        # DeepSpeed chooses its accelerator once; a process forked later may see other devices.
+        # DeepSpeed chooses its accelerator once per process, but a process forked later may see other devices.
         if device.type == "cpu":
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
         elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
@@ -109,7 +110,7 @@ class DeepSpeedWorld:
 
 
 class ModuleSnapshot:
-    """Remembers a module's attributes and hooks, to remove those that DeepSpeed adds.
+    """Remembers a module's attributes and hooks, to remove the attributes and hooks that DeepSpeed adds.
 
     Args:
         module: the module before DeepSpeed's engine is built.
@@ -124,7 +125,7 @@ class ModuleSnapshot:
         self._added_hooks: list[tuple[nn.Module, str, Any]] = []
 
     def record_additions(self) -> None:
-        """Record the additions so far as DeepSpeed's; later ones are the user's."""
+        """Record the attributes and hooks added so far as DeepSpeed's. Later additions are the user's."""
         self._recorded = True
         for child, before, hooks in self._children:
             self._added.append((child, [name for name in child.__dict__ if name not in before]))
@@ -154,7 +155,7 @@ class ModuleSnapshot:
 
 
 def forget_root(root: nn.Module) -> None:
-    """Remove a module and its submodules from the stack of running forwards, on which stage 3 leaves them."""
+    """Remove a module and its submodules from the stack of running forwards, since stage 3 leaves modules there."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK
@@ -163,4 +164,4 @@ def forget_root(root: nn.Module) -> None:
 
 
 def _hooks_of(child: nn.Module) -> dict[str, set[Any]]:
-    return {name: set(child.__dict__[name]) for name in _HOOKS}
+    return {name: set(child.__dict__[name]) for name in _HOOK_ATTRIBUTES}

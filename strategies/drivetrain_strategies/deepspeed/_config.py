@@ -29,19 +29,20 @@ TOP_LEVEL_KEYS = {
     *{"weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"},
     *{"zero_optimization"},
 }
-"""The keys that DeepSpeed reads. It would silently accept any other."""
+"""The top-level keys that DeepSpeed reads. DeepSpeed would silently accept any other key."""
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""DeepSpeed's section for each precision."""
+"""DeepSpeed's section for each mixed precision, by the precision's canonical name."""
 
 LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
-"""Settings that halve the loss scale at each overflow and double it after 2,000 steps without one, as ``GradScaler``.
+"""Settings under which the loss scale changes as in ``GradScaler``.
 
-With DeepSpeed's defaults the first overflow does not change the scale, and it doubles after 1,000 steps.
+The scale halves at each overflow and doubles after 2,000 steps without an overflow. With DeepSpeed's defaults, the
+first overflow does not change the scale, and the scale doubles after 1,000 steps.
 """
 
 SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
-"""The sections that are read here and must be dicts."""
+"""The sections that this module reads, which must be dicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class StrategyArguments:
     """The strategy's arguments under DeepSpeed's names.
 
     Attributes:
-        stage: ZeRO stage; None uses the config's, or 2.
+        stage: ZeRO stage; None uses the config's stage, or 2.
         zero: settings of the section ``zero_optimization``.
-        top: top-level settings.
+        top: settings at the top level of the configuration.
     """
 
     stage: int | None = None
@@ -121,7 +122,7 @@ def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
 
 
 def offload(target: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
-    """Return DeepSpeed's section for an offload; None without one.
+    """Return DeepSpeed's section for an offload; None if nothing is offloaded.
 
     Raises:
         ConfigurationError: the target is unknown, or ``nvme_path`` is missing.
@@ -145,7 +146,7 @@ def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyAr
     """Refuse settings of `zero_optimization` that contradict each other or the stage.
 
     Raises:
-        ConfigurationError: names the setting.
+        ConfigurationError: a setting contradicts another setting or the stage.
     """
     zero = {**config.get("zero_optimization", {}), **arguments.zero}
     for key in ("offload_param", "offload_optimizer"):
@@ -186,17 +187,17 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
-    `Fit` manages averaging, accumulation and batch sizes; DeepSpeed's own accumulation is fixed at one.
+    `Fit` manages averaging, accumulation and batch sizes. DeepSpeed's own accumulation is fixed at one micro-batch.
 
     Args:
-        config: the user's config, as `read_config` returned it; not modified.
+        config: the user's config, as `read_config` returned it. This function does not modify it.
         arguments: the strategy's arguments.
         run: the run's settings.
         precision: canonical name of the precision.
         ranks: number of ranks.
 
     Raises:
-        ConfigurationError: the config contradicts `Fit` or an argument; names both.
+        ConfigurationError: the config contradicts `Fit` or an argument. The error names both settings.
     """
     resolved = copy.deepcopy(dict(config))
     _compare_batches(resolved, run, ranks)
@@ -209,7 +210,8 @@ def resolve(
         "gradient_clipping": _clipping(resolved, run),
     }
     resolved.setdefault("steps_per_print", None)
-    # `check_optimizers` decides which optimizers are allowed; torch's optimizers may step offloaded state.
+    # `check_optimizers` decides which optimizers are allowed, so DeepSpeed's own check is turned off. Optimizers of
+    # torch may step offloaded state.
     resolved["zero_allow_untested_optimizer"] = True
     resolved.setdefault("zero_force_ds_cpu_optimizer", False)
     _merge(resolved, arguments.top, "")
@@ -251,7 +253,7 @@ def _clipping(config: Mapping[str, Any], run: RunSettings) -> float:
         raise _contradiction("gradient_clipping", configured, f"Fit(gradient_clip_val={clip_val})")
     if clip_val is not None:
         return float(clip_val)
-    # Always set, since DeepSpeed's default is 1.0.
+    # The value is always set, since DeepSpeed's default would clip to a norm of 1.0.
     return 0.0 if configured in ("auto", None) else float(configured)
 
 
@@ -284,7 +286,7 @@ def _set_precision(config: dict[str, Any], precision: str) -> None:
         elif section in config:
             config[section] = {**config[section], "enabled": False}
     if half is not None:
-        # A gradient is rounded once, when it is computed, but not when it is accumulated or exchanged.
+        # A gradient is rounded to half precision when it is computed, but not when it is accumulated or exchanged.
         config["data_types"] = {"grad_accum_dtype": "fp32", **config.get("data_types", {})}
         config.setdefault("communication_data_type", "fp32")
 

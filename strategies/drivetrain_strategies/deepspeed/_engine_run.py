@@ -48,7 +48,7 @@ class RunOptions:
         control: the control plane.
         gather_limit: bytes of parameters up to which the module is gathered after the run.
         leaf_modules: classes of modules that stage 3 gathers as a whole.
-        find_unused_parameters: see `UnusedParameters`.
+        find_unused_parameters: the strategy's argument, which `UnusedParameters` implements.
     """
 
     stage: int
@@ -64,9 +64,9 @@ class DeepSpeedRun:
     """A module that DeepSpeed's engine trains or evaluates.
 
     Args:
-        deepspeed: the package.
+        deepspeed: the package `deepspeed`.
         module: the user's module.
-        config: the resolved configuration; ``reduce_bucket_size`` is added to it.
+        config: the resolved configuration. The run adds ``reduce_bucket_size`` if the key is missing.
         options: the run's options.
     """
 
@@ -101,7 +101,7 @@ class DeepSpeedRun:
         assert self._state is not None
         return self._state
 
-    # Set-up
+    # Set-up: broadcast, partitioning and the engine's start
 
     def start(self, optimizers: Sequence[Optimizer], recording: Recording | None) -> None:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
@@ -127,22 +127,23 @@ class DeepSpeedRun:
     def _broadcast_weights(self, needs_engine: bool) -> None:
         """Broadcast the weights at stages 1 and 2, and keep unrounded copies for the master weights.
 
-        The copies are kept in host memory, so that the device holds only one float32 weight at a time.
+        If an engine will be started, the copies are kept in host memory, so that the device holds only one float32
+        weight at a time.
 
         Args:
-            needs_engine: whether an engine will be started, which computes with weights in half precision.
+            needs_engine: whether an engine will be started. The engine computes with weights in half precision.
         """
         module, options = self._module, self._options
         half = options.precision.half
         for parameter in module.parameters():
-            whole = parameter.data = parameter.data.to(options.device)
-            dist.broadcast(whole, 0)
+            unrounded = parameter.data = parameter.data.to(options.device)
+            dist.broadcast(unrounded, 0)
             if half is not None and parameter.dtype != half:
                 if needs_engine:
-                    parameter.data = whole.to(half)
-                    whole = whole.cpu()
-                self._unrounded[id(parameter)] = StoredParameter(whole, tuple(parameter.shape), None)
-        module.to(options.device)  # buffers
+                    parameter.data = unrounded.to(half)
+                    unrounded = unrounded.cpu()
+                self._unrounded[id(parameter)] = StoredParameter(unrounded, tuple(parameter.shape), None)
+        module.to(options.device)  # moves the buffers, since the parameters are on the device already
 
     def _partition(self, recording: Recording | None) -> None:
         module, options = self._module, self._options
@@ -178,7 +179,7 @@ class DeepSpeedRun:
         for parameter in self._untrained:
             parameter.requires_grad_(False)
         names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        # DeepSpeed allocates the full bucket, however small the model is.
+        # DeepSpeed allocates the whole bucket even if the model is smaller.
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
@@ -204,7 +205,7 @@ class DeepSpeedRun:
         self.optimizers = [optimizer]
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
-            engine.lr_scheduler = None  # the loop steps it once per step
+            engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
         control, find_unused = self._options.control, self._options.find_unused_parameters
         self._unused = UnusedParameters(names, self._zero, control, find_unused)
         if find_unused is None and self._zero.stage == 2 and control.world_size > 1:
@@ -213,24 +214,24 @@ class DeepSpeedRun:
 
     @torch.no_grad()
     def _restore_masters(self) -> None:
-        """Write the unrounded weights into the masters, which DeepSpeed built from rounded ones (E-11)."""
+        """Write the unrounded weights into the masters, which DeepSpeed built from rounded weights (E-11)."""
         for number, fragments in groupby(self.zero.fragments(), lambda fragment: fragment.number):
-            unrounded = [(fragment, self._unrounded.pop(id(fragment.parameter), None)) for fragment in fragments]
+            stored_weights = [(fragment, self._unrounded.pop(id(fragment.parameter), None)) for fragment in fragments]
             if self._options.precision.half is None:
                 continue
             with self.zero.swapped_in(number, write=True):
-                for fragment, stored in unrounded:
+                for fragment, stored in stored_weights:
                     if stored is not None:
                         span = fragment.span
-                        whole = stored.local if stored.span is not None else stored.local.reshape(-1)[span.start :]
-                        fragment.master.copy_(whole[: span.stop - span.start])
+                        weights = stored.local if stored.span is not None else stored.local.reshape(-1)[span.start :]
+                        fragment.master.copy_(weights[: span.stop - span.start])
 
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load weights by name; see `State.load_weights`."""
         self.state.load_weights(state, strict)
         self._frozen.accept()
 
-    # During a step
+    # During a step: forward, backward, optimizer step and gradients
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
@@ -240,12 +241,12 @@ class DeepSpeedRun:
         call = partial(step, *args)
         if torch.is_autocast_enabled():  # CUDA's autocast, which DeepSpeed's engine would disable
             call = partial(self._under_autocast, call)
-        order, self._gather_order = self._gather_order, None  # compare only in the first step
+        gather_order, self._gather_order = self._gather_order, None  # orders are compared only in the first step
         self._within_forward = True
         try:
-            if order is None:
+            if gather_order is None:
                 return unwrap_output(self._engine(call))
-            with ordering_errors_explained(self), order.compared():
+            with ordering_errors_explained(self), gather_order.compared():
                 return unwrap_output(self._engine(call))
         finally:
             self._within_forward = False
@@ -306,13 +307,18 @@ class DeepSpeedRun:
         if self._has_gradients:
             self.forget()
 
-    # Whole parameters within a run
+    # Whole parameters within a run, and updates of the compute weights
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
-        """Let parameters hold their whole master weights within this context. Collective."""
+        """Assign whole master weights to the given parameters within this context. Collective.
+
+        Args:
+            parameters: the parameters.
+            write: keep rank 0's changes, on all ranks.
+        """
         wanted = {id(parameter): parameter for parameter in parameters}
-        before = {key: parameter.data for key, parameter in wanted.items()}
+        data_before = {key: parameter.data for key, parameter in wanted.items()}
         with torch.no_grad():
             for key, stored in self.state.stored_parameters(wanted):
                 wanted[key].data = whole_of(stored.read()).to(self._options.device)
@@ -325,7 +331,7 @@ class DeepSpeedRun:
                         stored.write(wanted[key].data)
         finally:
             for key, parameter in wanted.items():
-                parameter.data = before[key]
+                parameter.data = data_before[key]
         if write:
             self._publish()
 
@@ -350,35 +356,35 @@ class DeepSpeedRun:
         self._engine.save_checkpoint(path)
 
     def read_native(self, path: str) -> bool:
-        """Load DeepSpeed's checkpoint; return False if there is none, which DeepSpeed ignores."""
+        """Load DeepSpeed's checkpoint. Return False if ``path`` holds none, for which DeepSpeed raises no error."""
         loaded, _ = self._engine.load_checkpoint(path)
         return loaded is not None
 
-    # Teardown
+    # End of the run: the module is restored
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore a plain module with whole parameters in their masters' dtypes. Collective."""
+        """Turn the module back into a plain module, with whole parameters in the masters' dtypes. Collective."""
         options = self._options
         nbytes, warn = self.state.sharded_nbytes(), options.control.rank == 0
         if options.stage == 3 and not check_gather_limit(nbytes, options.gather_limit, "DeepSpeedStrategy", warn):
             return
         weights = self.state.weights()
         lost_update = self._frozen.lost_update()
-        if lost_update is not None:  # an update after the last step is not refused elsewhere
+        if lost_update is not None:  # `FrozenWeights.check` runs in each forward and misses a later update
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
-        whole = {name: whole_of(weights[name]) for name in parameters}
+        whole_weights = {name: whole_of(weights[name]) for name in parameters}
         if self._adopted is not None:
             self._adopted.gather(self.state)
         self._undo()
         self._restored = True
         for name, parameter in parameters.items():
-            parameter.data = whole[name].to(parameter.device)
+            parameter.data = whole_weights[name].to(parameter.device)
             parameter.grad = None
 
     def end(self) -> None:
-        """Release everything, also after a failure. Does not communicate."""
+        """Release everything that this run acquired, also after a failure. Does not communicate."""
         if self._snapshot is not None and not self._restored:
             self._leave()
         self._undo()
@@ -405,7 +411,7 @@ class DeepSpeedRun:
             leave_parts(module, parts, options.gather_limit, options.control.world_size, options.control.rank == 0)
             return
         for name, parameter in module.named_parameters():
-            # Trained weights stay rounded. They are copied, so that they are not views of DeepSpeed's buffers.
+            # Trained weights stay rounded. Copies are assigned, so that no parameter is a view of DeepSpeed's buffers.
             value = values.get(name)
             if isinstance(value, torch.Tensor):
                 parameter.data = value.to(parameter.device)
@@ -433,10 +439,15 @@ class DeepSpeedRun:
 
 
 def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that stage 3 gathers separately: leaf modules, and others that own parameters."""
-    within = {id(child) for leaf in leaves for child in leaf.modules() if child is not leaf}
+    """Return the modules that stage 3 gathers separately.
+
+    A leaf module is gathered as a whole. Outside leaf modules, every module that owns parameters is gathered by itself.
+    """
+    within_leaves = {id(child) for leaf in leaves for child in leaf.modules() if child is not leaf}
     return {
         name: child
         for name, child in module.named_modules()
-        if name and id(child) not in within and (child in leaves or any(True for _ in child.parameters(recurse=False)))
+        if name
+        and id(child) not in within_leaves
+        and (child in leaves or any(True for _ in child.parameters(recurse=False)))
     }

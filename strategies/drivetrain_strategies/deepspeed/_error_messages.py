@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain_strategies.deepspeed._library import redirected_prints
 
-_COMPILATION_ERRORS = (
+_COMPILATION_ERROR_WORDS = (
     "ninja",
     "nvcc",
     "CUDA_HOME",
@@ -52,7 +52,7 @@ def compiling_explained() -> Iterator[None]:
     """Translate errors of compiling one of DeepSpeed's extensions within this context.
 
     Raises:
-        ConfigurationError: says what to install.
+        ConfigurationError: an extension could not be compiled. The error says what to install.
     """
     try:
         yield
@@ -63,13 +63,13 @@ def compiling_explained() -> Iterator[None]:
 
 def _explain_compiling(error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
-    if any(word in text for word in _COMPILATION_ERRORS):
-        on_drive = "async_io" in text
+    if any(word in text for word in _COMPILATION_ERROR_WORDS):
+        is_for_drive = "async_io" in text
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
             "its own optimizers and its NVMe access are compiled at their first use.",
             "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to the 'cpu'."
-            if on_drive
+            if is_for_drive
             else "install g++ and ninja, or use torch's optimizers; in a config, set 'torch_adam': true in the "
             "optimizer's params.",
         ) from error
@@ -83,7 +83,7 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
         trains: whether the run has an optimizer that steps.
 
     Raises:
-        ConfigurationError: an extension cannot be built; says what to install.
+        ConfigurationError: an extension cannot be built. The error says what to install.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -94,8 +94,8 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
     builders = []
     if offload_devices["offload_param"] == "nvme" or (trains and offload_devices["offload_optimizer"] == "nvme"):
         builders.append("AsyncIOBuilder")
-    adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
-    if trains and adam and not optimizer.get("params", {}).get("torch_adam"):
+    uses_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    if trains and uses_adam and not optimizer.get("params", {}).get("torch_adam"):
         builders.append("FusedAdamBuilder" if offload_devices["offload_optimizer"] == "none" else "CPUAdamBuilder")
     with compiling_explained(), redirected_prints():
         for name in builders:
@@ -119,7 +119,7 @@ def ordering_errors_explained(run: Any) -> Iterator[None]:
     """Translate errors within this context that result from ranks using different parameters.
 
     Raises:
-        ConfigurationError: on the ranks that detect it.
+        ConfigurationError: this rank detected that ranks used different parameters.
     """
     try:
         yield

@@ -31,9 +31,9 @@ class FrozenWeights:
         self._strategy = f"DeepSpeedStrategy(stage={stage})"
         self._rounded = rounded
         if not rounded and stage < 3:
-            self._names, self._weights = [], []  # updates take effect: the module's weights are the ones saved
+            self._names, self._weights = [], []  # the module's weights are saved, so no update is lost
         self.has_weights = bool(self._weights)
-        """Whether there are weights to compare."""
+        """Whether updates of any frozen weight could be lost."""
         self._partitions = self._weights if stage == 3 and not rounded else []
         self.accept()
 
@@ -43,7 +43,7 @@ class FrozenWeights:
         self._partition_versions = tuple(map(_PARTITION_VERSION, self._partitions))
 
     def check(self) -> None:
-        """Refuse updates since the last call that are lost.
+        """Refuse updates that user code made since the last call and that would be lost.
 
         Raises:
             ConfigurationError: names the weights.
@@ -53,7 +53,7 @@ class FrozenWeights:
             raise lost_update
 
     def lost_update(self) -> ConfigurationError | None:
-        """Return the error for updates since the last call that are lost; None if there are none."""
+        """Return the error for updates since the last call that would be lost, or None without such updates."""
         versions = tuple(map(_VERSION, self._weights))
         if versions == self._versions:
             return None
@@ -63,8 +63,8 @@ class FrozenWeights:
             if version != earlier
         ]
         if self._partitions:  # updates within GatheredParameters went to the partitions
-            current = tuple(map(_PARTITION_VERSION, self._partitions))
-            updated = [number for number in updated if current[number] == self._partition_versions[number]]
+            partition_versions = tuple(map(_PARTITION_VERSION, self._partitions))
+            updated = [number for number in updated if partition_versions[number] == self._partition_versions[number]]
         if updated:
             names = [self._names[number] for number in updated]
             return manual_update_error(names, self._strategy, ROUNDED if self._rounded else PARTITIONED)

@@ -18,10 +18,10 @@ Order = list[Any]
 class GradientOrder:
     """Compares the order of gradients in each bucket with the first window, before the bucket is reduced.
 
-    A rank's forward may depend on the values or the number of its samples: BatchNorm differs for a single sample. The
-    gradients then become ready in another order, and DeepSpeed would add up those of different parameters. In the first
-    window the ranks compare their orders, in a small CPU collective per bucket; afterwards each rank compares with its
-    own first window and does not communicate.
+    A rank's forward may depend on the values or the number of its samples. BatchNorm, for example, differs for a single
+    sample. Gradients then become ready in another order, and DeepSpeed would add up gradients of different parameters.
+    In the first window the ranks compare their orders, in a small CPU collective per bucket. Afterwards each rank
+    compares an order with the orders of the first window and does not communicate.
 
     Args:
         optimizer: DeepSpeed's optimizer of stage 2.
@@ -67,7 +67,7 @@ class GradientOrder:
         """Restore DeepSpeed's own reduction."""
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("reduce_ipg_grads", None)
-        self._optimizer = self._reduce = None  # a traceback may keep this object alive, and with it process groups
+        self._optimizer = self._reduce = None  # a traceback may keep this object alive
 
     def _compare_and_reduce(self, comm_dtype: torch.dtype | None = None) -> None:
         for dtype, bucket in self._optimizer.ipg_buckets.items():
@@ -78,8 +78,8 @@ class GradientOrder:
     def _compare(self, order: Order) -> None:
         if not self._in_first_window and order in self._known_orders:
             return
-        # In the first window, a second order of the same parameters is an error even on one rank: later it would be
-        # unknown which of them the other ranks use.
+        # In the first window, a second order of the same parameters is an error even on one rank. Later, the rank could
+        # not know which of the two orders the other ranks use.
         orders = (
             [*self._known_orders, *self._control.gather_objects(list(order))]
             if self._in_first_window

@@ -23,9 +23,10 @@ class Fragment:
 
     Attributes:
         parameter: the parameter.
-        number: index of the flat tensor that the optimizer steps.
-        flat: that tensor. Empty while it is swapped out to a drive; see `Zero.swapped_in`.
-        offset: offset of the master in it.
+        number: index of the flat tensor that contains the master.
+        flat: the flat tensor, which the optimizer steps. It is empty while swapped out to a drive; see
+            `Zero.swapped_in`.
+        offset: offset of the master in the flat tensor.
         span: the elements of the parameter that the master holds.
     """
 
@@ -66,19 +67,22 @@ def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
 
 @contextmanager
 def without_broadcast() -> Iterator[None]:
-    """Skip the engine's broadcast of weights within this context: they are equal, and it fails for scalars."""
+    """Skip the engine's broadcast of weights within this context.
+
+    The ranks' weights are equal already, and the engine's broadcast fails for scalars.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    before = DeepSpeedEngine._broadcast_model
+    broadcast_model = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = lambda self: None
     try:
         yield
     finally:
-        DeepSpeedEngine._broadcast_model = before
+        DeepSpeedEngine._broadcast_model = broadcast_model
 
 
 def _is_bf16_optimizer(optimizer: Any) -> bool:
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # importing this takes seconds
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # importing the module takes seconds
 
     return isinstance(optimizer, BF16_Optimizer)
 
@@ -87,7 +91,7 @@ class Zero:
     """DeepSpeed's engine with an optimizer.
 
     Args:
-        engine: returned by `deepspeed.initialize`.
+        engine: the engine that `deepspeed.initialize` returned.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -105,8 +109,8 @@ class Zero:
     def _divide_in_communication_dtype(self) -> None:
         """Divide gradients by the number of ranks in the communication dtype.
 
-        Stage 2 divides them earlier, in half precision, which rounds once more unless the number of ranks is a power of
-        two.
+        Stage 2 divides gradients earlier, in half precision. Unless the number of ranks is a power of two, that
+        division rounds once more.
         """
         optimizer, exchange = self.optimizer, self.optimizer.allreduce_bucket
         optimizer.gradient_average = False  # stage 2 then does not divide before the exchange
@@ -133,7 +137,7 @@ class Zero:
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         return optimizer
 
-    # Masters of this rank
+    # Masters of this rank, and the parameters that DeepSpeed computes from them
 
     def flats(self) -> list[torch.Tensor]:
         """Return the flat tensors that the optimizer steps."""
@@ -177,7 +181,9 @@ class Zero:
 
     @contextmanager
     def swapped_in(self, number: int, write: bool = False) -> Iterator[None]:
-        """Keep a flat tensor and its state in memory within this context; one at a time, since buffers are few.
+        """Keep a flat tensor and its optimizer state in memory within this context.
+
+        Only one flat tensor may be swapped in at a time, since DeepSpeed has few buffers.
 
         Args:
             number: index of the flat tensor.
@@ -215,23 +221,25 @@ class Zero:
             small[0].all_gather(small)
 
     def relink_state(self) -> None:
-        """Make DeepSpeed use the optimizer's state after it was replaced."""
+        """Make DeepSpeed use the optimizer's state after the state was replaced."""
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
-    # Accumulation window
+    # Accumulation window: backward, exchange, norm and step
 
     def forward(self, call: Any) -> Any:
         return self.engine(call)
 
     def backward(self, loss: torch.Tensor, in_order: bool = False, within_forward: bool = False) -> None:
-        """Back-propagate, and at stages 2 and 3 exchange and accumulate the gradients. Collective.
+        """Back-propagate. At stages 2 and 3, the gradients are also exchanged and accumulated. Collective.
 
         Args:
             loss: scalar of shape ().
-            in_order: at stage 2, exchange after backward, in the parameters' order, with zeros for missing gradients.
-            within_forward: the engine's forward is still running, so it has not prepared for a backward.
+            in_order: at stage 2, exchange gradients after backward, in the parameters' order, with zeros for missing
+                gradients.
+            within_forward: whether the engine's forward is still running, so that the engine has not prepared for a
+                backward.
         """
         if within_forward:
             self.optimizer.clear_backward_seen_flag()
@@ -256,13 +264,14 @@ class Zero:
         optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def reduce(self) -> None:
-        """Exchange the accumulated gradients; later calls in the same window do nothing. Collective."""
+        """Exchange the accumulated gradients. Later calls in the same window have no effect. Collective."""
         if self._reduced:
             return
         self._reduced = True
         engine, optimizer = self.engine, self.optimizer
         if self.stage == 3 and optimizer.swap_optimizer:
-            # Parameters without a gradient must be written to the drive as zeros, since the step reads all.
+            # Missing gradients must be written to the drive as zeros, since the step reads the gradients of all
+            # parameters.
             optimizer._offload_boundary_param_ids.update(
                 parameter.ds_id for group in optimizer.fp16_groups for parameter in group
             )
@@ -280,7 +289,10 @@ class Zero:
         self._allreduce()
 
     def norm(self) -> torch.Tensor:
-        """Return the global norm of the window's gradients, shape (); inf if a gradient is not finite. Collective."""
+        """Return the global norm of the window's gradients, of shape (). Collective.
+
+        The norm is inf if a gradient is not finite.
+        """
         self.reduce()
         if self._norm is None:
             self._norm = self._scaled_norm()
@@ -288,10 +300,10 @@ class Zero:
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
 
     def step(self, max_norm: float | None) -> bool:
-        """Clip, step and start a new window; return False if DeepSpeed skipped the step. Collective.
+        """Clip, step and start a new window. Return False if DeepSpeed skipped the step. Collective.
 
         Args:
-            max_norm: clipping threshold; None uses the config's.
+            max_norm: clipping threshold; None uses the config's threshold.
         """
         self.reduce()
         self.optimizer.clip_grad = self._clip if max_norm is None else max_norm
@@ -302,7 +314,7 @@ class Zero:
             self._open_window()
         stepped = bool(self.engine.was_step_applied())
         if not stepped:
-            self.forget()  # offloaded gradients of a skipped step would be added to the next window's
+            self.forget()  # DeepSpeed would add a skipped step's offloaded gradients to those of the next window
         return stepped
 
     def forget(self) -> None:
@@ -362,7 +374,7 @@ class Zero:
     def _open_window(self) -> None:
         self._reduced, self._norm = False, None
         self.engine._running_engine_step = False
-        # A parameter without a gradient in the next window must not reuse this one's.
+        # A parameter without a gradient in the next window must not reuse its gradient of this window.
         if self.stage == 3:
             self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.offloads:
@@ -373,22 +385,22 @@ class Zero:
 
 
 def _keep_unaligned_in_memory(swapper: Any) -> None:
-    """Keep gradients that are not aligned to a block in memory: reading them from a drive silently fails."""
+    """Keep gradients that are not aligned to a block in memory, since reading them from a drive silently fails."""
     swap_out = swapper.swap_out_gradients
 
     def keep(parameter: torch.Tensor, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
         gradients = list(zip(gradient_offsets, gradient_tensors, strict=True))
-        aligned = [gradient for gradient in gradients if gradient[0] % swapper.numel_alignment == 0]
+        aligned_gradients = [gradient for gradient in gradients if gradient[0] % swapper.numel_alignment == 0]
         info = swapper._get_param_swap_info(parameter)
         if info is not None:
             info.unswapped_gradients.update(gradient for gradient in gradients if gradient[0] % swapper.numel_alignment)
-        swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
+        swap_out(parameter, [offset for offset, _ in aligned_gradients], [tensor for _, tensor in aligned_gradients])
 
     swapper.swap_out_gradients = keep
 
 
 def _fill_missing_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
-    """Set a gradient of zeros if a parameter has none on this rank, since other ranks may exchange theirs."""
+    """Set a gradient of zeros if a parameter has no gradient on this rank, since other ranks may exchange one."""
     if optimizer.get_gradient_for_reduction(parameter) is not None:
         return
     zeros = torch.zeros_like(parameter, dtype=optimizer._gradient_reduction_buffer_dtype())

@@ -53,7 +53,7 @@ def gather_left_parts(module: nn.Module, ranks: int) -> None:
     """Gather the weights that an earlier run under DeepSpeed left as shards, if any. Collective.
 
     Raises:
-        ConfigurationError: they were sharded over another number of ranks.
+        ConfigurationError: the weights were sharded over another number of ranks.
     """
     parts = left_shards_for(module, (ranks,))
     if not parts:

@@ -15,17 +15,17 @@ from drivetrain.errors import ConfigurationError
 OLDEST = "0.19.8"
 """The first version that has all names of `_required_internals.py`."""
 
-_IMPORT_SETS = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_VARIABLE_SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """An environment variable that importing DeepSpeed sets."""
 
 logger = logging.getLogger("drivetrain.deepspeed")
 
 
 def check_library() -> None:
-    """Refuse a DeepSpeed that is missing or too old. Does not import it.
+    """Refuse a DeepSpeed that is missing or too old, without importing the package.
 
     Raises:
-        ConfigurationError: says what to install.
+        ConfigurationError: DeepSpeed is missing or too old. The error says what to install.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
@@ -33,7 +33,7 @@ def check_library() -> None:
             "the strategy uses DeepSpeed's own engine.",
             "pip install 'drivetrain[deepspeed]'; no compiler is needed (DS_BUILD_OPS=0).",
         )
-    # Imported here: lightning_utilities imports unittest.mock, and with it asyncio and ssl.
+    # Imported here, since lightning_utilities imports unittest.mock, which imports asyncio and ssl.
     from lightning_utilities.core.imports import RequirementCache
 
     if not RequirementCache(f"deepspeed>={OLDEST}"):
@@ -45,13 +45,13 @@ def check_library() -> None:
 
 
 def import_library() -> Any:
-    """Import DeepSpeed and return the package; the environment's variables stay unchanged."""
+    """Import DeepSpeed and return the package, without changing environment variables."""
     check_library()
-    before = os.environ.get(_IMPORT_SETS)
+    value_before = os.environ.get(_VARIABLE_SET_BY_IMPORT)
     with RedirectedLogging():
         deepspeed = importlib.import_module("deepspeed")
-    if before is None:
-        os.environ.pop(_IMPORT_SETS, None)
+    if value_before is None:
+        os.environ.pop(_VARIABLE_SET_BY_IMPORT, None)
     return deepspeed
 
 
@@ -64,7 +64,7 @@ class RedirectedLogging(logging.Filter):
         self._level = self._deepspeed_logger.level
 
     def __enter__(self) -> RedirectedLogging:
-        # A filter rather than a handler, since DeepSpeed's handler is created by its first import.
+        # A filter is used rather than a handler, since DeepSpeed's first import creates its handler.
         self._deepspeed_logger.addFilter(self)
         self._level = self._deepspeed_logger.level
         if logger.isEnabledFor(logging.DEBUG):
@@ -82,7 +82,7 @@ class RedirectedLogging(logging.Filter):
 
 
 def redirected_prints() -> AbstractContextManager[Any]:
-    """Return a context that redirects standard output to the same logger."""
+    """Return a context that redirects standard output to the logger "drivetrain.deepspeed"."""
     return redirect_stdout(_LogWriter())
 
 

@@ -12,10 +12,10 @@ from drivetrain_strategies.deepspeed._state import State, whole_of
 
 
 class AdoptedOptimizer:
-    """Remembers an optimizer's parameters and its state, if it has any.
+    """Remembers an optimizer's parameters and state.
 
-    State is gathered after the run only for an optimizer that is an attribute of the module; that of others is
-    discarded.
+    State is gathered after the run only for an optimizer that is an attribute of the module. The state of other
+    optimizers is discarded.
 
     Args:
         module: the module whose parameters the optimizer holds.

@@ -1,4 +1,4 @@
-"""Stage 3: broadcasts each parameter from rank 0, partitions it and frees the whole, one at a time."""
+"""Partitions a module's parameters for stage 3, one at a time: each is broadcast, partitioned and freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Partitioner:
 
     Args:
         config: the resolved configuration.
-        half: dtype of the compute weights if it differs from the parameters'; otherwise None.
+        half: dtype of the compute weights. None keeps the parameters' dtype.
         device: the device that the run computes on.
     """
 
@@ -70,16 +70,16 @@ def materialize(
     device: torch.device,
     control: ControlPlane,
 ) -> None:
-    """Replay a module's initialisation from rank 0's generator, and partition each parameter as it is ready.
+    """Replay a module's initialisation from rank 0's generator, and partition each initialised parameter. Collective.
 
-    Parameters stay the same objects, since optimizers may hold them. Collective.
+    Parameters stay the same objects, since optimizers may hold them.
     """
     built = [(meta_tensor, meta_tensor.tensor) for meta_tensor in find_meta_tensors(module, recording)]
     if not built or recording is None:
         return
-    meta_tensors = {id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)}  # the first of tied names
+    meta_tensors = {id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)}  # keeps the first tied name
     state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
-    before = torch.get_rng_state()
+    state_before = torch.get_rng_state()
     torch.set_rng_state(state)
 
     def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -100,6 +100,6 @@ def materialize(
     replay(recording, list({id(tensor): tensor for _, tensor in built}.values()), on_final)
     for layer in recurrent_layers:
         layer._init_flat_weights()
-    if not torch.equal(state, recording.generator) or not torch.equal(before, recording.generator):
+    if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
         # The replay used rank 0's generator state, or the generator was seeded since the recording.
-        torch.set_rng_state(before)
+        torch.set_rng_state(state_before)

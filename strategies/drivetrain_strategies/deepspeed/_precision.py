@@ -19,16 +19,17 @@ from drivetrain.precision import (
 )
 from drivetrain.strategies import MemoryAdvice
 
-_HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_HALF_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _KNOWN_CLASSES = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
-"""The precision classes that DeepSpeed has a mode for, and those that are refused with a specific reason."""
+"""The precision classes that have a mode of DeepSpeed, and the classes whose refusal has a specific reason."""
 
-_REFUSED = {
+_REFUSAL_REASONS = {
     "64-true": "its optimizers keep float32 masters",
     "bf16-true": "without float32 masters it needs an offloaded optimizer of its own, compiled for this machine",
     "16-true": "without float32 masters it needs an offloaded optimizer of its own, compiled for this machine",
 }
+"""Why DeepSpeed refuses a precision, by the precision's name."""
 
 
 class DeepSpeedPrecision(Precision):
@@ -41,21 +42,21 @@ class DeepSpeedPrecision(Precision):
         device: the device that the run computes on.
 
     Raises:
-        ConfigurationError: DeepSpeed has no such mode.
+        ConfigurationError: DeepSpeed has no mode for the precision.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name in _REFUSED:
+        if name in _REFUSAL_REASONS:
             raise ConfigurationError(
                 f"precision={name!r} under DeepSpeed.",
-                f"{_REFUSED[name]}.",
+                f"{_REFUSAL_REASONS[name]}.",
                 "use '32-true', 'bf16-mixed' or '16-mixed'.",
             )
         self.name = name
-        self.half = _HALVES.get(name)
-        """The dtype of the compute weights if it differs from the masters'; otherwise None."""
+        self.half = _HALF_DTYPES.get(name)
+        """The dtype of the compute weights. None if the masters have the same dtype."""
         self.loss_scaler: Any = None
-        """DeepSpeed's loss scaler during a run that has one."""
+        """DeepSpeed's loss scaler. None outside a run, and in a run without loss scaling."""
         self._device_type = device.type
         self.has_forward_context = self.half is not None
         if self.half is not None:
@@ -66,7 +67,7 @@ class DeepSpeedPrecision(Precision):
         """Return DeepSpeed's equivalent of ``precision``.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: DeepSpeed has no equivalent.
         """
         if type(precision) not in _KNOWN_CLASSES:
             raise ConfigurationError(
@@ -87,8 +88,8 @@ class DeepSpeedPrecision(Precision):
 
         Args:
             loss_scaler: the scaler, with a fixed or a dynamic scale.
-            keeps_floor: whether the user's config sets the minimum scale, at which DeepSpeed raises. Otherwise the
-                minimum is that of the other strategies, at which a run continues.
+            keeps_floor: whether the user's config sets the minimum scale, at which DeepSpeed raises. If False, the
+                minimum is `LOSS_SCALE_FLOOR`, at which a run continues, as under the other strategies.
         """
         self.loss_scaler = loss_scaler
         if loss_scaler.dynamic and not keeps_floor:
@@ -96,13 +97,13 @@ class DeepSpeedPrecision(Precision):
             loss_scaler.raise_error_at_min_scale = False
 
     def note_skipped_step(self) -> None:
-        """Report that an overflow has reduced the loss scale to its minimum."""
+        """Call `at_floor` if an overflow has reduced the loss scale to its minimum."""
         scaler = self.loss_scaler
         if scaler is not None and scaler.dynamic and scaler.cur_scale <= scaler.min_scale and self.at_floor is not None:
             self.at_floor(float(scaler.cur_scale))
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
-        """Return no advice for a mixed precision: lower ones, without float32 masters, are refused."""
+        """Return no advice for a mixed precision, since precisions without float32 masters are refused."""
         return [] if self.half is not None else super().memory_advice()
 
     def state_dict(self) -> dict[str, Any]:

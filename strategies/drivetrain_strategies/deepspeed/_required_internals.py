@@ -1,6 +1,6 @@
 """The private names of DeepSpeed that a run requires, checked before anything is wrapped.
 
-They change between releases. `docs/versions.md` also lists those that exist only once an engine is built.
+Private names change between releases. `docs/versions.md` also lists the names that exist only once an engine is built.
 """
 
 from __future__ import annotations

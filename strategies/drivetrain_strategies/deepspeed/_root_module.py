@@ -1,4 +1,4 @@
-"""The module that DeepSpeed's engine wraps: its forward runs a step and exposes only the loss."""
+"""The module that DeepSpeed's engine wraps, whose forward runs a step and exposes only the loss."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Root(nn.Module):
     """Runs the call that its forward receives.
 
     DeepSpeed's hooks traverse inputs and outputs, replace tensors, and fail for types that they do not know (a float, a
-    dataclass, None). Here they see only a call, the loss and an `OpaqueOutput`.
+    dataclass, None). Around this module, the hooks see only a call, the loss and an `OpaqueOutput`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    # Use the names of the user's module, which DeepSpeed writes into its own checkpoints.
+    # The following methods use the names of the user's module, which DeepSpeed writes into its own checkpoints.
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **options)
@@ -40,7 +40,7 @@ class Root(nn.Module):
 
 
 class OpaqueOutput:
-    """Holds a step's output."""
+    """Holds a step's output, so that DeepSpeed's hooks do not traverse the output."""
 
     def __init__(self, output: Any) -> None:
         self.output = output

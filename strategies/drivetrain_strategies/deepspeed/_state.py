@@ -1,4 +1,4 @@
-"""Reads and writes float32 weights and optimizer state by plain names; each rank handles its part."""
+"""Reads and writes float32 weights and optimizer state by plain names. Each rank handles its own part of a tensor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """This rank's most exact copy of a parameter, or of its part.
+    """This rank's most exact copy of a parameter, or of this rank's part of a parameter.
 
     Attributes:
-        local: the part, of shape (n,), or the whole parameter in its own shape.
+        local: the part, of shape (n,), or the whole parameter in the parameter's shape.
         shape: shape of the whole parameter.
-        span: the elements that ``local`` holds; None for all.
-        is_swapped: ``local`` will be swapped out to a drive, so reading it must copy.
+        span: the elements that ``local`` holds; None if ``local`` holds all elements.
+        is_swapped: whether ``local`` will be swapped out to a drive, so that `read` must copy.
     """
 
     local: torch.Tensor
@@ -48,23 +48,23 @@ def sharded(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> Paramete
 
 
 def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Tensor:
-    """Gather the ranks' parts by a sum of tensors that are zero outside the rank's own part. Collective."""
-    whole = local.new_zeros(shape)
-    whole.view(-1)[span.start : span.stop].copy_(local)
-    dist.all_reduce(whole)
-    return whole
+    """Gather the ranks' parts by a sum of tensors, each of which is zero outside its rank's part. Collective."""
+    full_value = local.new_zeros(shape)
+    full_value.view(-1)[span.start : span.stop].copy_(local)
+    dist.all_reduce(full_value)
+    return full_value
 
 
 def part_of(value: Any, span: Span | None) -> torch.Tensor:
-    """Return a span of a whole or sharded value. Collective unless it is whole or exactly that span."""
+    """Return a span of a whole or sharded value. Collective unless the value is whole or exactly the span."""
     if isinstance(value, ParameterShard) and span is not None and value.region == span:
         return value.local
-    full = getattr(value, "full_tensor", None)
-    return cut((value if full is None else full()).detach(), span)
+    full_tensor = getattr(value, "full_tensor", None)
+    return cut((value if full_tensor is None else full_tensor()).detach(), span)
 
 
 def whole_of(value: Any) -> Any:
-    """Return a whole copy of a value from `StoredParameter.read` or a state. Collective if it is a shard."""
+    """Return a whole copy of a value from `StoredParameter.read` or a state. Collective if the value is a shard."""
     if isinstance(value, ParameterShard):
         return value.full_tensor()
     return value.clone() if isinstance(value, torch.Tensor) else value
@@ -97,10 +97,10 @@ class State:
     def stored_parameters(
         self, wanted: Container[int] | None = None, write: bool = False
     ) -> Iterator[tuple[int, StoredParameter]]:
-        """Yield the ids of parameters and where they are stored; an item is valid only until the next one is requested.
+        """Yield each parameter's id and `StoredParameter`. An item is valid only until the next item is requested.
 
         Args:
-            wanted: ids of parameters; None for all.
+            wanted: ids of the parameters to yield; None yields all parameters.
             write: write changes back to a drive.
         """
         for key, stored in self._unrounded.items():
@@ -116,7 +116,7 @@ class State:
                         yield id(fragment.parameter), stored
 
     def sharded_nbytes(self) -> int:
-        """Return the bytes of all sharded parameters."""
+        """Return the number of bytes of all sharded parameters."""
         unrounded = [(stored.shape, stored.local) for stored in self._unrounded.values() if stored.span is not None]
         masters = [(fragment.shape, fragment.flat) for fragment in self._fragments.values()]
         return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*unrounded, *masters))
@@ -131,14 +131,14 @@ class State:
         return self._zero
 
     def _flats(self) -> Iterator[tuple[int, list[Fragment]]]:
-        """Yield the index of each flat tensor with the fragments in it."""
+        """Yield the index of each flat tensor with the fragments in the tensor."""
         for number, fragments in groupby(self._fragments.values(), lambda fragment: fragment.number):
             yield number, list(fragments)
 
     # Weights
 
     def weights(self) -> dict[str, Any]:
-        """Return parameters and persistent buffers by name; tied names share one object."""
+        """Return parameters and persistent buffers by name. The names of a tied parameter share one object."""
         values: dict[int, Any] = {key: stored.read() for key, stored in self.stored_parameters()}
         state: dict[str, Any] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
@@ -159,12 +159,12 @@ class State:
         """Load parameters and buffers by name. Collective.
 
         Raises:
-            CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
+            CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
         """
         current = self._module.state_dict(keep_vars=True)
         stored_by_name = {name: self._find(value) for name, value in current.items()}
-        whole = {name: stored_by_name[name] or value for name, value in current.items()}
-        WeightMismatch.compare(whole, state, partial=not strict).raise_or_warn(
+        expected = {name: stored_by_name[name] or value for name, value in current.items()}
+        WeightMismatch.compare(expected, state, partial=not strict).raise_or_warn(
             "The weights", type(self._module).__name__, strict
         )
         extra, wanted = {}, {}
@@ -183,7 +183,7 @@ class State:
             self._module.load_state_dict(extra, strict=False)
         self._publish()
 
-    # The optimizer's state
+    # State of the optimizer
 
     def optimizer(self) -> dict[str, Any]:
         """Return state and groups by parameter names, without parameters that have no state yet."""
@@ -208,14 +208,14 @@ class State:
         return {"state": state, "param_groups": groups}
 
     def optimizer_regions(self) -> dict[str, Region]:
-        # Scalars are loaded whole: a step counter has the same shape, and must not be sharded.
+        # State of scalar parameters is loaded whole, because a step counter has the same shape and must not be sharded.
         return {self._names[key]: fragment.span for key, fragment in self._fragments.items() if fragment.shape}
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Load state by name into the optimizer's own groups. Collective.
+        """Load state by name into the optimizer's current groups. Collective.
 
-        A parameter without saved state gets zeros, since a group has one step counter.
+        A parameter without saved state gets zeros, since all parameters of a group share one step counter.
 
         Raises:
             CheckpointError: the state has other parameters or groups, or does not fit one flat tensor per group.
@@ -227,9 +227,9 @@ class State:
         for number, fragments in self._flats():
             flat, by_name = fragments[0].flat, {self._names[id(fragment.parameter)]: fragment for fragment in fragments}
             with zero.swapped_in(number, write=True):
-                # DeepSpeed identifies tensors on a drive by object, so these must be reused.
-                before = optimizer.state.get(flat, {}) if zero.is_swapped(number) else {}
-                optimizer.state[flat] = _flattened(flat, by_name, before, saved["state"])
+                # DeepSpeed identifies tensors on a drive by object, so the existing objects must be reused.
+                reusable = optimizer.state.get(flat, {}) if zero.is_swapped(number) else {}
+                optimizer.state[flat] = _flattened(flat, by_name, reusable, saved["state"])
         zero.relink_state()
 
     def _groups(self) -> list[list[str]]:
@@ -245,9 +245,9 @@ def _is_flat(value: Any, fragment: Fragment) -> bool:
 
 
 def _flattened(
-    flat: torch.Tensor, fragments: Mapping[str, Fragment], before: Mapping[str, Any], saved: Mapping[str, Any]
+    flat: torch.Tensor, fragments: Mapping[str, Fragment], reusable: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Build one flat tensor's state from its parameters' states, reusing the tensors in ``before``."""
+    """Build one flat tensor's state from its parameters' states, reusing the tensors in ``reusable``."""
     state: dict[str, Any] = {}
     set_by: dict[str, str] = {}
     elementwise = _elementwise_keys({name: fragment.shape for name, fragment in fragments.items()}, saved)
@@ -255,7 +255,9 @@ def _flattened(
         for key, value in saved.get(name, {}).items():
             if key in elementwise:
                 if key not in state:
-                    state[key] = before[key].zero_() if key in before else torch.zeros_like(flat, requires_grad=False)
+                    state[key] = (
+                        reusable[key].zero_() if key in reusable else torch.zeros_like(flat, requires_grad=False)
+                    )
                 fragment.slice_of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
             elif key not in state:
                 state[key], set_by[key] = value.clone() if isinstance(value, torch.Tensor) else value, name
@@ -271,8 +273,8 @@ def _flattened(
 def _elementwise_keys(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> set[str]:
     """Return the keys whose values have one entry per element instead of one per parameter.
 
-    This is decided by the shape. For scalar parameters, it is decided by the other parameters of the group, or, if all
-    are scalars, by the key's name.
+    A key is elementwise if a value has the shape of its parameter. For scalar parameters, the other parameters of the
+    group decide. If all parameters of the group are scalars, every key except ``step`` is elementwise.
     """
     keys: set[str] = set()
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Handles parameters without a gradient: on some ranks only, which ZeRO does not support, or on all ranks."""
+"""Handles parameters without a gradient on all ranks, or on some ranks only, which ZeRO does not support."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ logger = logging.getLogger("drivetrain")
 
 
 class UnusedParameters:
-    """Records in the first window which parameters get a gradient, and checks later that these stay the same.
+    """Records in the first window which parameters get a gradient, and checks that later windows match.
 
     ZeRO 2 exchanges gradients during backward in the order in which they become ready, and ZeRO 3 gathers parameters in
     order of use. Ranks that use different parameters would hang, or silently add up gradients of different parameters.
-    The ranks therefore compare, before each backward of the first window, which parameters the loss reaches, in a small
-    CPU collective. If they differ, ZeRO 2 exchanges gradients after backward from then on, in the parameters' order and
-    with zeros for missing ones; this needs memory for whole gradients, so it is not the default. If they agree, each
-    rank counts its gradients from then on without communication, and refuses a parameter that becomes used or unused.
+    Before each backward of the first window, the ranks therefore compare which parameters the loss reaches, in a small
+    CPU collective. If the ranks differ, ZeRO 2 exchanges gradients after backward from then on, in the parameters'
+    order and with zeros for missing gradients. That exchange needs memory for whole gradients, so it is not the
+    default. If the ranks agree, each rank counts its gradients from then on without communication, and refuses a
+    parameter that becomes used or unused.
 
     Args:
         names: names of the trainable parameters.
         zero: DeepSpeed's engine.
         control: the control plane.
-        setting: ``find_unused_parameters``: None records and checks; True exchanges in order at stage 2 from the start
-            and checks nothing at stage 3; False does neither.
+        setting: the strategy's ``find_unused_parameters``. None records and checks. True exchanges gradients in order
+            at stage 2 from the start, and checks nothing at stage 3. False neither checks nor exchanges in order.
     """
 
     def __init__(self, names: dict[nn.Parameter, str], zero: Zero, control: ControlPlane, setting: bool | None) -> None:
@@ -41,7 +42,7 @@ class UnusedParameters:
         self._in_first_window = setting is None and control.world_size > 1 and zero.stage > 1
         self.in_order = bool(setting) and zero.stage == 2
         """Whether gradients are exchanged after backward, in the parameters' order."""
-        # Parameters of a stage 3 leaf module are used, or unused, together with it.
+        # The parameters of a stage 3 leaf module are used, or unused, together.
         self._outside_leaves = torch.tensor(
             [not hasattr(parameter, "ds_z3_leaf_module") for parameter in self._parameters]
         )
@@ -68,20 +69,20 @@ class UnusedParameters:
         if not self._in_first_window:
             return
         reached = _reachable_leaves(loss)
-        flags = torch.tensor([id(parameter) in reached for parameter in self._parameters], dtype=torch.int32)
-        counts = self._control.all_reduce_async(flags).wait()
+        reached_flags = torch.tensor([id(parameter) in reached for parameter in self._parameters], dtype=torch.int32)
+        counts = self._control.all_reduce_async(reached_flags).wait()
         self._used_everywhere &= counts == self._control.world_size
         self._used_nowhere &= counts == 0
-        partly = self._outside_leaves & (counts > 0) & (counts < self._control.world_size)
-        if bool(partly.any()) and self._zero.stage == 2:
+        used_on_some_ranks = self._outside_leaves & (counts > 0) & (counts < self._control.world_size)
+        if bool(used_on_some_ranks.any()) and self._zero.stage == 2:
             self._in_first_window, self.in_order = False, True
             self._warn(
                 "%d parameter(s) get a gradient on some ranks only: %s. Gradients are now exchanged after backward.",
-                partly,
+                used_on_some_ranks,
             )
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """Check that the same parameters got a gradient as in the first window. Does not communicate.
+        """Check that the parameters with a gradient are those of the first window. Does not communicate.
 
         Raises:
             ConfigurationError: names the parameters that differ.
@@ -130,7 +131,7 @@ class UnusedParameters:
         self._in_first_window = False
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove this object's hooks from the parameters."""
         for handle in (*self._handles, *self._watch_handles):
             handle.remove()
         self._handles, self._watch_handles = [], []

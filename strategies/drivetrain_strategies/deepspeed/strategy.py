@@ -67,36 +67,37 @@ NATIVE = ".deepspeed"
 class DeepSpeedStrategy(DistributedStrategy):
     """ZeRO stages 1, 2 and 3 with the package `deepspeed`.
 
-    ``Fit`` does the averaging and accumulation, so that windows of any length and weight are exact: DeepSpeed's own
-    accumulation is fixed at one micro-batch. Arguments with DeepSpeed's names have DeepSpeed's meaning.
+    ``Fit`` averages and accumulates, so that windows of any length and weight are exact. DeepSpeed's own accumulation
+    is fixed at one micro-batch. Arguments with DeepSpeed's names have DeepSpeed's meaning.
 
     Args:
-        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; None uses the config's, or 2.
-        offload_optimizer: "cpu" or "nvme": where optimizer state is kept.
-        offload_parameters: "cpu" or "nvme": where partitions of parameters are kept, at stage 3.
-        config: DeepSpeed's configuration, a dict or the path of a JSON file; missing keys are set from `Fit`.
-        nvme_path: a folder on the drive, for "nvme".
-        sub_group_size: elements that are stepped together at stage 3.
-        reduce_bucket_size: elements reduced together; by default no more than the trainable parameters have.
-        allgather_bucket_size: elements gathered together after a step, at stages 1 and 2.
-        stage3_prefetch_bucket_size: elements to prefetch.
-        stage3_param_persistence_threshold: elements up to which a parameter stays whole.
+        stage: 1 shards optimizer state, 2 shards gradients too, and 3 shards parameters too. None uses the config's
+            stage, or 2.
+        offload_optimizer: where optimizer state is kept, "cpu" or "nvme".
+        offload_parameters: where partitions of parameters are kept at stage 3, "cpu" or "nvme".
+        config: DeepSpeed's configuration, a dict or the path of a JSON file. Missing keys are set from `Fit`.
+        nvme_path: the folder on the drive to which "nvme" writes.
+        sub_group_size: number of elements that are stepped together at stage 3.
+        reduce_bucket_size: number of elements reduced together. The default is at most the number of trained elements.
+        allgather_bucket_size: number of elements gathered together after a step, at stages 1 and 2.
+        stage3_prefetch_bucket_size: number of elements to prefetch.
+        stage3_param_persistence_threshold: number of elements up to which a parameter stays whole.
         stage3_max_live_parameters: maximal number of gathered elements at a time.
-        stage3_max_reuse_distance: elements within which a parameter that is used again stays gathered.
+        stage3_max_reuse_distance: a parameter stays gathered if it is used again within this number of elements.
         overlap_comm: exchange gradients during backward.
         contiguous_gradients: copy gradients to one buffer as they become ready.
-        communication_data_type: "fp32", "bf16" or "fp16": dtype in which gradients are exchanged.
+        communication_data_type: dtype in which gradients are exchanged, "fp32", "bf16" or "fp16".
         leaf_modules: classes of modules that stage 3 gathers and exchanges as a whole, such as blocks of experts.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
-        find_unused_parameters: None refuses parameters that become used or unused after the first window; True allows
-            it (stage 2 then exchanges gradients after backward); False does not check.
-        save_native: also write DeepSpeed's own checkpoint next to each of ours, for its tools.
+        find_unused_parameters: None refuses parameters that become used or unused after the first window. True allows
+            such parameters, and makes stage 2 exchange gradients after backward. False does not check.
+        save_native: write DeepSpeed's own checkpoint next to each checkpoint, for DeepSpeed's tools.
         gather_limit: bytes of parameters up to which the module is gathered after a run.
-        meta: at stage 3, build the layers of ``configure_model`` on the meta device and initialise them one by one.
+        meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the same after the first step; None keeps ``timeout``.
+        step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
 
     Raises:
         ConfigurationError: deepspeed is missing or too old, or arguments and config contradict each other.
@@ -149,9 +150,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             "overlap_comm": overlap_comm,
             "contiguous_gradients": contiguous_gradients,
         }
-        top = {"communication_data_type": communication_data_type}
+        top_level = {"communication_data_type": communication_data_type}
         self._config = read_config(config)
-        self._arguments = StrategyArguments(stage, _without_none(zero), _without_none(top))
+        self._arguments = StrategyArguments(stage, _without_none(zero), _without_none(top_level))
         self.stage = stage_of(self._config, self._arguments)
         check_arguments(self.stage, self._config, self._arguments)
         self.leaf_modules = tuple(leaf_modules or ())
@@ -179,7 +180,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._max_norm: float | None = None
         self._trainable_at_start: dict[str, tuple[nn.Parameter, bool]] = {}
 
-    # Placement
+    # Placement and the process group
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
         super().bind(placement, device, DeepSpeedPrecision.equivalent_to(precision, device), store)
@@ -189,12 +190,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         check_names()
         self._redirected_logging = RedirectedLogging().__enter__()
         if self.precision.name == "16-mixed":
-            # Before any group is created: a rank that leaves then would break connections that others are opening.
+            # This check runs before any process group is created. A rank that failed while groups are created would
+            # break the connections that other ranks are opening.
             check_fp16(self.device)
         super().setup_environment()
         self._world = DeepSpeedWorld(self._deepspeed, self.device, self.local_rank)
 
-    # Set-up
+    # Set-up of the module and its optimizers
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
@@ -221,8 +223,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self.precision.half
 
     def setup_module(self, module: nn.Module) -> StepRunner:
-        # The engine wraps the module only in `setup_optimizers`: configure_optimizers must find parameters in their
-        # original shapes, and its optimizers may be refused.
+        # The engine wraps the module only in `setup_optimizers`, because configure_optimizers must find parameters in
+        # their original shapes, and because its optimizers may be refused.
         self.module = module
         self._original_device = OriginalDevice(module)
         self._swap = ForwardSwap()
@@ -270,7 +272,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Trainable parameters
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Do nothing: `DeepSpeedRun.start` broadcasts the weights."""
+        """Do nothing, since `DeepSpeedRun.start` has broadcast the weights."""
 
     def trainable_changed(self, module: nn.Module) -> None:
         check_trainable(module, self._trainable_at_start)
@@ -278,13 +280,13 @@ class DeepSpeedStrategy(DistributedStrategy):
     def adding_group(self, optimizer: Optimizer) -> None:
         raise add_param_group_error(optimizer)
 
-    # During a step
+    # During a step: backward, clipping and optimizer step
 
     def backward(self, loss: torch.Tensor) -> None:
         self._running.backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Do nothing: DeepSpeed manages the gradients, and reports their unscaled norm."""
+        """Do nothing, since DeepSpeed manages the gradients and reports their unscaled norm."""
 
     def clip_gradients(
         self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
@@ -307,7 +309,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._running.step(max_norm)
 
     def finish_step(self) -> None:
-        """Do nothing: DeepSpeed's step updates the loss scale."""
+        """Do nothing, since DeepSpeed's step updates the loss scale."""
 
     def forget_gradients(self) -> None:
         self._max_norm = None
@@ -332,13 +334,14 @@ class DeepSpeedStrategy(DistributedStrategy):
     def gathered(
         self, parameters: nn.Parameter | Iterable[nn.Parameter] | None = None, write: bool = True
     ) -> Iterator[None]:
-        """Gather parameters within this context, in float32 like their masters. At stage 3 they are empty outside.
+        """Gather parameters within this context, in float32 like their masters. Call this method on every rank.
 
-        Afterwards all ranks, and the masters, have the values of rank 0. Collective: call it on every rank.
+        Outside the context, parameters are empty at stage 3. After the context, all ranks and the masters have rank 0's
+        values.
 
         Args:
-            parameters: parameters of the module; None for all.
-            write: keep changes made within the context; pass False to only read.
+            parameters: parameters of the module; None gathers all parameters.
+            write: keep changes made within the context; False discards changes.
         """
         run = self._running
         if parameters is None:
@@ -355,11 +358,11 @@ class DeepSpeedStrategy(DistributedStrategy):
     def load_native(self, path: str) -> None:
         """Load a checkpoint that DeepSpeed wrote at the same stage and number of ranks. Collective.
 
-        Call it within a run, for example in ``on_fit_start``. DeepSpeed unpickles the files, so load only checkpoints
-        that you trust as much as your own code.
+        Call this method within a run, for example in ``on_fit_start``. DeepSpeed unpickles the files, so load only
+        checkpoints that you trust as much as your own code.
 
         Raises:
-            CheckpointError: ``path`` holds no such checkpoint.
+            CheckpointError: ``path`` holds no checkpoint of DeepSpeed's.
         """
         if not os.path.isdir(path) or not self._running.read_native(path):
             raise CheckpointError(
@@ -368,7 +371,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"pass the folder that DeepSpeed wrote: with save_native=True, the checkpoint's path with {NATIVE!r}.",
             )
 
-    # State
+    # Weights and optimizer state of a checkpoint
 
     def model_state(self) -> dict[str, Any]:
         return super().model_state() if self._run is None else self._run.state.weights()

@@ -26,7 +26,7 @@ class Sharding:
     """Options of `fully_shard`.
 
     Attributes:
-        reshard_after_forward: passed to `fully_shard` for all units but the root, which uses torch's default.
+        reshard_after_forward: passed to `fully_shard` for all units except the root. The root uses torch's default.
         precision: dtypes of gathering and reduction.
         offload: where shards are stored.
         device: the device that the rank computes on.
@@ -46,15 +46,15 @@ def change_forwards(
     compile_options: dict[str, Any] | None,
     gathered_in_half: bool = False,
 ) -> ForwardSwap:
-    """Wrap forwards in activation checkpointing, then compilation; the hooks of sharding later run around both.
+    """Wrap forwards in activation checkpointing, then in compilation. The hooks of sharding later run around both.
 
     Norms whose weights are gathered in half precision compute in float32 where their kernels require it.
 
     Args:
         module: the bare module.
         plan: the plan, whose units are compiled.
-        classes: classes of modules to checkpoint; None for none.
-        checkpointing: wraps a forward.
+        classes: classes of modules to checkpoint; None checkpoints nothing.
+        checkpointing: wraps a forward in activation checkpointing.
         compile_options: options for `torch.compile`; None compiles nothing.
         gathered_in_half: whether float32 weights are gathered in half precision.
     """
@@ -74,14 +74,15 @@ def change_forwards(
 def shard(root: StepModule, plan: Plan, mesh: Mesh, sharding: Sharding, originals: Sequence[Original]) -> FSDPModule:
     """Shard the units from the innermost outwards, then ``root``. Collective.
 
-    Each unit's parameters are broadcast from rank 0 before it is sharded, and their full storage is freed afterwards.
+    Each unit's parameters are broadcast from rank 0 before the unit is sharded. Afterwards the full storage of the
+    parameters is freed.
     """
-    by_id = {id(original.parameter): original for original in originals}
+    originals_by_id = {id(original.parameter): original for original in originals}
     options: dict[str, Any] = {"mesh": mesh.data, "mp_policy": sharding.precision, "offload_policy": sharding.offload}
     replicated = set(plan.replicated.values())
     ignored = replicated | set(plan.ties)
     if plan.ties:
-        # Registered on the root, whose parameter group finds all modules that share them.
+        # Ties are registered on the root, whose parameter group finds all modules that share a tie.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
         broadcast_from_rank_0(unit.parameters, sharding.device, mesh.data_group)
@@ -91,7 +92,7 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, sharding: Sharding, original
             fully_shard(
                 unit.module, ignored_params=ignored, reshard_after_forward=sharding.reshard_after_forward, **options
             )
-        _release(unit, by_id)
+        _release(unit, originals_by_id)
     sharded = cast(FSDPModule, root)
     if sharding.device.type == "cpu":
         for child in root.modules():
@@ -107,13 +108,13 @@ def _release(unit: Unit, originals: Mapping[int, Original]) -> None:
 
 
 def set_prefetch(plan: Plan, forward: int, backward: int) -> None:
-    """Set how many units each unit prefetches in forward and backward, in module order; 0 keeps torch's default."""
+    """Set how many units each unit prefetches in forward and backward, in module order. 0 keeps torch's default."""
     modules = [cast(FSDPModule, unit.module) for unit in plan.in_order()]
     for depth, ordered, method in (
         (forward, modules, FSDPModule.set_modules_to_forward_prefetch),
         (backward, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),
     ):
         for position, module in enumerate(ordered):
-            ahead = ordered[position + 1 : position + 1 + depth]
-            if ahead:
-                method(module, ahead)
+            modules_ahead = ordered[position + 1 : position + 1 + depth]
+            if modules_ahead:
+                method(module, modules_ahead)

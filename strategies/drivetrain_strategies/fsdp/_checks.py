@@ -1,4 +1,4 @@
-"""Checks that refuse what FSDP cannot run, before anything is sharded."""
+"""Checks that refuse settings, modules and optimizers that FSDP cannot run, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from drivetrain_strategies.fsdp._internals import NEEDED
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 
-_REFUSED = {
+_REFUSED_OPTIMIZERS = {
     torch.optim.SparseAdam: "sharded gradients are dense",
 }
+"""Why FSDP refuses an optimizer, by the optimizer's class."""
 
 
 def check_torch() -> None:
@@ -83,7 +84,7 @@ def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> No
         ConfigurationError: names the group's backend.
     """
     offloads = cpu_offload is True or isinstance(cpu_offload, CPUOffloadPolicy)
-    backends = dist.get_backend_config()  # as "cpu:gloo,cuda:nccl"
+    backends = dist.get_backend_config()  # a string such as "cpu:gloo,cuda:nccl"
     if offloads and device.type == "cuda" and "cpu:" not in backends:
         raise ConfigurationError(
             f"FSDPStrategy(cpu_offload=True) with a process group on {dist.get_backend()!r}.",
@@ -116,7 +117,7 @@ def check_param_dtype(
     Args:
         param_dtype: the dtype to gather in; None checks nothing.
         policy: the user's mixed-precision policy.
-        precision: the run's precision; None if it is not known yet.
+        precision: the run's precision; None if the precision is not known yet.
 
     Raises:
         ConfigurationError: names both settings.
@@ -131,18 +132,19 @@ def check_param_dtype(
         )
     if precision is None:
         return
-    computes = precision.compute_dtype
-    if not precision.has_forward_context or computes == precision.param_dtype:
+    compute_dtype = precision.compute_dtype
+    if not precision.has_forward_context or compute_dtype == precision.param_dtype:
         raise ConfigurationError(
             f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}.",
-            f"that precision keeps, gathers and uses parameters in one dtype, {computes}.",
+            f"that precision keeps, gathers and uses parameters in one dtype, {compute_dtype}.",
             "use precision='bf16-mixed' with torch.bfloat16, or leave param_dtype out.",
         )
-    if param_dtype != computes:
+    if param_dtype != compute_dtype:
         raise ConfigurationError(
-            f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}, which computes in {computes}.",
+            f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}, which computes in "
+            f"{compute_dtype}.",
             "gathered in another dtype, weights would be rounded twice or sent in a larger dtype than they need.",
-            f"use param_dtype={computes}, or leave it out to gather in {precision.param_dtype}.",
+            f"use param_dtype={compute_dtype}, or leave it out to gather in {precision.param_dtype}.",
         )
 
 
@@ -164,15 +166,15 @@ def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> No
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update on shards differs from that on whole parameters.
+    """Refuse an optimizer whose update on shards differs from the update on whole parameters.
 
     Raises:
-        ConfigurationError: names it and the reason.
+        ConfigurationError: names the optimizer and the reason.
     """
     for kind in type(optimizer).__mro__:
-        if kind in _REFUSED:
+        if kind in _REFUSED_OPTIMIZERS:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} under FSDP.",
-                f"{_REFUSED[kind]}.",
+                f"{_REFUSED_OPTIMIZERS[kind]}.",
                 "use another optimizer, or strategy='ddp'.",
             )

@@ -1,4 +1,4 @@
-"""Optimizer steps with a closure: the closure computes with gathered parameters, the step updates the shards."""
+"""Runs optimizer steps with a closure, which computes with gathered parameters while the step updates the shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step_with(
         closure: runs forward and backward.
         step: updates the shards.
         sharded: the sharded module.
-        within_forward: whether this runs within the root's forward, which gathers the root's parameters only once.
+        within_forward: whether the step runs within the root's forward, which gathers the root's parameters only once.
     """
     data_assignment = DataAssignment()
 

@@ -1,4 +1,4 @@
-"""Base class of replacements for an optimizer's ``step`` that cannot run on sharded parameters unchanged."""
+"""Base class of replacements for the ``step`` of an optimizer that cannot step sharded parameters unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CustomStep(ABC):
             self._optimizer.__dict__["step"] = self._instance_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if there is one, and step; return the closure's loss."""
+        """Evaluate the closure, if any, and step. Return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

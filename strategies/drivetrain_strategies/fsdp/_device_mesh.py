@@ -18,7 +18,7 @@ from drivetrain_strategies.fsdp._internals import release_process_groups
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of a mesh; their product is the world size.
+    """The sizes of a mesh, whose product ``replicate * shard * tensor`` is the world size.
 
     Attributes:
         replicate: number of copies of the sharded parameters.
@@ -43,7 +43,7 @@ def resolve_layout(
 ) -> Layout:
     """Return the mesh sizes for ``placement``.
 
-    With ``sharding="hybrid"`` and no sizes, each node holds one copy, sharded over its ranks.
+    With ``sharding="hybrid"`` and no sizes, each node holds one copy, sharded over the node's ranks.
 
     Raises:
         ConfigurationError: the product of the sizes is not the world size.
@@ -89,13 +89,13 @@ class Mesh:
     """The `DeviceMesh` of a run and the process groups created for it.
 
     Args:
-        layout: the sizes.
-        device: the device that the ranks compute on.
-        timeout: timeout of the groups created for the run; torch would use its own default.
+        layout: the sizes of the mesh.
+        device: the device that this rank computes on.
+        timeout: timeout of the groups created for the run, which replaces torch's default.
 
     Attributes:
         whole: the mesh with dimensions "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
-        data: the mesh without "tensor": two dimensions if hybrid, otherwise one.
+        data: the mesh without the dimension "tensor", of two dimensions if hybrid and otherwise of one.
     """
 
     def __init__(self, layout: Layout, device: torch.device, timeout: timedelta) -> None:
@@ -122,16 +122,16 @@ class Mesh:
 
     @property
     def tensor_rank(self) -> int:
-        """This rank's index among those that read the same data."""
+        """This rank's index among the ranks that read the same data."""
         return 0 if self.layout.tensor == 1 else int(self.whole.get_local_rank("tensor"))
 
     def add_mesh(self, mesh: DeviceMesh) -> None:
-        """Add a mesh that torch created for the run, to set its timeout and to close it."""
+        """Set the timeout of a mesh that torch created for the run, and let `close` release the mesh."""
         self._added_meshes.append(mesh)
         set_timeout(self._timeout, self._own_groups())
 
     def close(self) -> None:
-        """Destroy the groups that were created for the run; the default group stays."""
+        """Destroy the groups that were created for the run. The default group stays open."""
         for group in self._own_groups():
             dist.destroy_process_group(group)
         for mesh in (self.whole, *self._added_meshes):
@@ -148,7 +148,7 @@ def require_mesh(mesh: Mesh | None) -> Mesh:
     """Return the mesh of the run.
 
     Raises:
-        ConfigurationError: there is none, since `setup_environment` was not called.
+        ConfigurationError: there is no mesh, since `setup_environment` was not called.
     """
     if mesh is None:
         raise ConfigurationError(

@@ -17,13 +17,13 @@ OPTIMIZERS = (Muon, Adafactor)
 
 
 class FullParameterStep(CustomStep):
-    """Gathers each sharded parameter with its gradient and state, steps it, and shards the result.
+    """Gathers each sharded parameter with its gradient and state, steps the parameter, and shards the result.
 
-    This needs memory for one more parameter and gathers every parameter once per step. State shaped like its parameter
-    stays sharded between steps; other state (Adafactor's rows and columns) is the same on every rank.
+    A step needs memory for one more parameter and gathers every parameter once. State shaped like its parameter stays
+    sharded between steps. Other state, such as Adafactor's rows and columns, is the same on every rank.
 
     Args:
-        optimizer: an instance of one of `OPTIMIZERS`; its ``step`` is replaced until `undo`.
+        optimizer: an instance of one of `OPTIMIZERS`, whose ``step`` is replaced until `undo`.
     """
 
     def update(self) -> None:

@@ -22,7 +22,8 @@ class Gradients:
         replicated: parameters that every rank holds whole.
         group: the process group of ranks with distinct data.
         unused: finds parameters that no rank used.
-        reshard_after_backward: drop gathered parameters after every backward of a window, not only after the last.
+        reshard_after_backward: drop gathered parameters after every backward of a window. False drops gathered
+            parameters only after the last backward.
     """
 
     def __init__(
@@ -71,20 +72,20 @@ class Gradients:
 
     @contextmanager
     def requiring_only(self, parameters: set[int]) -> Iterator[None]:
-        """Let only parameters with these ids require gradients within this context."""
-        others = [
+        """Let only the parameters whose ids are given require gradients within this context."""
+        other_sharded = [
             fsdp_param
             for fsdp_param in self._sharded.parameters
             if fsdp_param.sharded_param.requires_grad and id(fsdp_param.sharded_param) not in parameters
         ]
-        replicated = [
+        other_replicated = [
             parameter for parameter in self.replicated if parameter.requires_grad and id(parameter) not in parameters
         ]
 
         def require(requires_grad: bool) -> None:
-            for fsdp_param in others:
+            for fsdp_param in other_sharded:
                 self._sharded.set_requires_grad(fsdp_param, requires_grad)
-            for parameter in replicated:
+            for parameter in other_replicated:
                 parameter.requires_grad_(requires_grad)
 
         require(False)
@@ -94,11 +95,11 @@ class Gradients:
             require(True)
 
     def trainable_changed(self) -> None:
-        """Forget which parameters are unused; the next window determines it again."""
+        """Forget which parameters are unused. The next window determines the unused parameters again."""
         self._unused.reset()
 
     def after_backward(self) -> None:
-        """Finish the exchange of gradients. Collective, unless they are being accumulated."""
+        """Finish the exchange of gradients. Collective, except while gradients are accumulated."""
         if not self._exchanges:
             return
         self._unused.clear_unused_gradients(self._sharded.take_unused())

@@ -2,7 +2,7 @@
 
 The states and parameter groups behind an `FSDPModule` are used to find parameters without a gradient, to zero
 gradients, to run a backward within a forward, and to undo the sharding. Where names differ between the supported
-versions of torch (2.11 and later), the code checks which one exists.
+versions of torch (2.11 and later), the code checks which name exists.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ NEEDED = (
     (FSDPParam, "reset_sharded_param"),
     (DeviceMesh, "_get_root_mesh"),
 )
-"""The methods that this module requires."""
+"""The classes and names of torch's methods that this module requires."""
 
 CastsOf = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
-"""Builds the `WeightCasts` of a unit from its modules and torch's `FSDPParam` objects; None for no tracking."""
+"""Builds a unit's `WeightCasts` from its modules and torch's `FSDPParam` objects; returns None to track no casts."""
 
 _REQUIRES_GRAD = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 _VERSION = attrgetter("_version")
 
 
 class _WatchedGroup(FSDPParamGroup):
-    """Fills missing gradients with zeros before the exchange, and reports them to its watcher.
+    """Fills missing gradients with zeros before the exchange, and reports missing gradients to the group's watcher.
 
-    A rank without a gradient that other ranks exchange would hang, or add up another parameter's gradient. torch 2.13
-    can fill them itself, earlier versions cannot.
+    A rank without a gradient that other ranks exchange would hang, or add up another parameter's gradient. Only torch
+    2.13 and later can fill missing gradients itself.
     """
 
     watcher: Sharded
@@ -70,7 +70,7 @@ class _CastingGroup(_WatchedGroup):
     casts: WeightCasts
 
     def post_forward(self, *arguments: Any) -> Any:
-        if self.post_forward_mesh_info is not None:  # otherwise weights and casts stay until backward
+        if self.post_forward_mesh_info is not None:  # None keeps weights and casts until backward
             self.casts.find()
         return super().post_forward(*arguments)
 
@@ -88,7 +88,7 @@ class _CastingGroup(_WatchedGroup):
 
 
 class _WatchedParam(FSDPParam):
-    """Reports to its watcher when its gathered tensor is first created."""
+    """Reports to the parameter's watcher when the gathered tensor is first created."""
 
     watcher: Sharded
 
@@ -137,7 +137,7 @@ class Sharded:
 
     @torch.no_grad()
     def give_storage(self, device: torch.device) -> None:
-        """Replace meta shards by shards of zeros; the parameters become new objects in all modules."""
+        """Replace meta shards by shards of zeros. The replaced parameters become new objects in all modules."""
         for parameter in self.parameters:
             shard: Any = parameter.sharded_param
             if not shard.to_local().is_meta:
@@ -158,7 +158,7 @@ class Sharded:
         }
         return list(meshes.values())
 
-    # During a step
+    # During a step: exchange of gradients and resharding
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward exchanges gradients or only accumulates them."""
@@ -166,7 +166,7 @@ class Sharded:
             group.reduce_grads = group.all_reduce_grads = enabled
 
     def set_reshard_after_backward(self, enabled: bool) -> None:
-        """Set whether the next backward drops gathered parameters after their use."""
+        """Set whether the next backward drops each unit's gathered parameters after using them."""
         for group in self._groups:
             group.reshard_after_backward = enabled
 
@@ -181,11 +181,11 @@ class Sharded:
         self._root_state._register_pre_backward_hook(loss)
 
     def gather_root(self) -> None:
-        """Gather the root's own parameters again, with their current values."""
+        """Gather the parameters that the root unit owns again, with their current values."""
         self.root.reshard()
         self.root.unshard()
 
-    # Missing and zeroed gradients
+    # Missing and zeroed gradients, and changes of ``requires_grad``
 
     def _fill_missing_gradients(self, parameters: Sequence[Any]) -> None:
         """Record which parameters have a gradient before the exchange, and fill missing ones with zeros."""
@@ -193,7 +193,8 @@ class Sharded:
             if not hasattr(fsdp_param, "_unsharded_param"):
                 continue
             gathered = fsdp_param.unsharded_param
-            # If a module runs twice in a forward, this runs twice in a backward, the second time with a gradient.
+            # If a module runs twice in a forward, torch calls this method twice in the backward, the second time with a
+            # gradient.
             if fsdp_param.unsharded_accumulated_grad is not None or gathered.grad is not None:
                 self._had_gradient.add(id(fsdp_param))
             elif gathered.requires_grad:
@@ -201,7 +202,7 @@ class Sharded:
                 gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
 
     def take_unused(self) -> list[_WatchedParam]:
-        """Return the parameters without a gradient in the last synchronized backward, and clear the record."""
+        """Return the parameters without a gradient in the last synchronized backward, and clear the records of it."""
         unused = [fsdp_param for key, fsdp_param in self._filled_with_zeros.items() if key not in self._had_gradient]
         self._filled_with_zeros.clear()
         self._had_gradient.clear()
@@ -230,31 +231,31 @@ class Sharded:
     def _add_zero_hook(self, parameter: _WatchedParam) -> None:
         gathered = parameter._unsharded_param
         if parameter.sharded_param.requires_grad:
-            gathered.requires_grad_(True)  # torch updates it only at the next gathering
+            gathered.requires_grad_(True)  # torch copies ``requires_grad`` from the shard only at the next gathering
             assert self._zero_hooks is not None
             self._zero_hooks.append(gathered.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
 
     def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
-        """Set ``requires_grad`` on the shard and on the gathered tensor, either of which may be in use."""
+        """Set ``requires_grad`` on the shard and on the gathered tensor, since the module may use either."""
         parameter.sharded_param.requires_grad_(requires_grad)
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.requires_grad_(requires_grad)
 
     def trainable_changed(self) -> None:
-        """Recompute what torch derived from the trainable parameters: the dtypes in which groups are reduced.
+        """Recompute the dtypes in which groups are reduced, which torch derived from the trainable parameters.
 
         Raises:
             AssertionError: from torch, if the trainable parameters of a group have several dtypes.
         """
         for group in self._groups:
-            if hasattr(group, "_reduce_dtype"):  # otherwise torch computes them in the first forward
+            if hasattr(group, "_reduce_dtype"):  # without the attribute, torch computes the dtypes in the first forward
                 group._init_mp_dtypes()
         for parameter in self.parameters:
             self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
         self._index_gathered()
 
     def toggled_while_gathered(self) -> list[_WatchedParam]:
-        """Return parameters frozen or unfrozen on the gathered tensor only, which torch would silently undo."""
+        """Return parameters that were frozen or unfrozen only on the gathered tensor; torch would silently undo it."""
         if tuple(map(_REQUIRES_GRAD, self._shards)) == tuple(map(_REQUIRES_GRAD, self._gathered)):
             return []
         return [
@@ -265,7 +266,7 @@ class Sharded:
         ]
 
     def updated_while_gathered(self) -> list[_WatchedParam]:
-        """Return frozen parameters whose gathered tensor was modified, a change that resharding would drop."""
+        """Return frozen parameters whose gathered tensor was modified. Resharding would drop the modification."""
         if tuple(map(_VERSION, self._frozen_gathered)) == self._frozen_versions:
             return []
         return [
@@ -275,12 +276,12 @@ class Sharded:
         ]
 
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
-        """Return the plain names of parameters, without the prefix of `StepModule`, the root."""
+        """Return the plain names of parameters, without the prefix that the root `StepModule` adds."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         return [names[id(fsdp_param.sharded_param)].removeprefix("module.") for fsdp_param in parameters]
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
-        """Return the shards by the ids of the gathered tensors that replace them in the modules."""
+        """Return each shard by the id of the gathered tensor that replaces the shard in the modules."""
         gathered_attributes = ("_unsharded_param", "_sharded_post_forward_param")
         return {
             id(gathered): fsdp_param.sharded_param
@@ -298,7 +299,7 @@ class Sharded:
         self._frozen_versions = tuple(self._version_at_gather[id(fsdp_param)] for fsdp_param in self._frozen)
 
     def forget_gradients(self) -> None:
-        """Drop gradients that were accumulated and not exchanged."""
+        """Drop gradients that were accumulated but not exchanged."""
         for parameter in self.parameters:
             _set_existing(parameter, unsharded_accumulated_grad=None)  # torch 2.15 accumulates in the gradient itself
             if hasattr(parameter, "_unsharded_param"):
@@ -329,7 +330,8 @@ def undo_sharding(root: nn.Module) -> None:
                 parameter._post_load_hook_handle.remove()
                 parameter.__dict__.pop("watcher", None)
                 parameter.mesh_info = parameter.post_forward_mesh_info = None
-            # These hold the process group and each other. Peers blocked in the group fail only once it is released.
+            # Groups, parameters and mesh infos hold the process group and each other. Peers that are blocked in the
+            # process group fail only once it is released.
             group.fsdp_params = []
             group.mesh_info = group.post_forward_mesh_info = None
         _set_existing(state, _fsdp_param_groups=[], _fsdp_param_group=None)
@@ -345,14 +347,14 @@ def undo_sharding(root: nn.Module) -> None:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of one module: torch 2.11 stores one or None, later versions a list."""
+    """Return the parameter groups of one module. torch 2.11 stores one group or None; later versions store a list."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _set_existing(owner: Any, **values: Any) -> None:
-    """Set those attributes that exist in this version of torch."""
+    """Set the given attributes if they exist in this version of torch."""
     for name, value in values.items():
         if name in owner.__dict__:
             setattr(owner, name, value)
@@ -364,7 +366,10 @@ def forget_original(parameter: nn.Parameter) -> None:
 
 
 def remove_tensor_parallel_hooks(module: nn.Module) -> None:
-    """Remove the hooks of `parallelize_module`, which need the run's mesh, and its mark that forbids another call."""
+    """Remove the hooks of `parallelize_module`, which need the run's mesh.
+
+    Also remove the mark with which `parallelize_module` forbids a second call.
+    """
     for child in module.modules():
         child.__dict__.pop("_distribute_module_applied", None)
         for hooks in (child._forward_pre_hooks, child._forward_hooks):
@@ -376,7 +381,7 @@ def remove_tensor_parallel_hooks(module: nn.Module) -> None:
 def forget_meshes(device: torch.device | None = None) -> None:
     """Empty DTensor's caches of sharding propagation.
 
-    Meshes compare equal by sizes and names, so a later run would get results with the mesh of an earlier one, whose
+    Meshes compare equal by sizes and names, so a later run would get results with the mesh of an earlier run, whose
     process groups no longer exist ("Could not resolve the process group registered under the name ...").
 
     Args:
@@ -391,7 +396,7 @@ def forget_meshes(device: torch.device | None = None) -> None:
 
 
 class _EmptyCachesInBackward(torch.autograd.Function):
-    """Empties the caches of the thread in which its backward runs."""
+    """A function whose backward empties the caches of the thread that runs the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -412,8 +417,8 @@ def _empty_caches() -> None:
 def release_process_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that a mesh references.
 
-    A DTensor that outlives the run, in a traceback for example, keeps its mesh alive. Peers that are blocked in a group
-    wait for this rank as long as it holds the group.
+    A DTensor that outlives the run, in a traceback for example, keeps the DTensor's mesh alive. Peers that are blocked
+    in a group wait for this rank as long as this rank holds the group.
     """
     for owner in (mesh, mesh._get_root_mesh()):
         owner._pg_registry.clear()

@@ -1,4 +1,4 @@
-"""Leaves weights as shards after a run (after a failure, or above ``gather_limit``) and gathers them in the next."""
+"""Leaves weights as shards after a run (after a failure, or above ``gather_limit``) and gathers them later."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def restore_whole(originals: Sequence[Original]) -> None:
     """Put the original parameters back, with gathered values on their original devices. Collective."""
     for original in originals:
         current: Any = original.current
-        whole = current.full_tensor() if isinstance(current, DTensor) else current.data
+        full_value = current.full_tensor() if isinstance(current, DTensor) else current.data
         device = torch.device("cpu") if original.device.type == "meta" else original.device
-        original.restore(whole.detach().to(device))
+        original.restore(full_value.detach().to(device))
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, w
 
     Args:
         module: the module.
-        originals: its original parameters.
+        originals: the module's original parameters.
         limit: bytes up to which the parameters get storage, into which weights can be loaded.
         warn: log as a warning, not at debug level.
     """
@@ -63,7 +63,7 @@ def gather_left_shards(module: nn.Module, mesh: Any) -> None:
     """Gather the weights that an earlier run left as shards, if there are any. Collective.
 
     Raises:
-        ConfigurationError: they were sharded over another number of ranks.
+        ConfigurationError: the weights were sharded over another number of ranks.
     """
     if was_left_by_deepspeed(module):
         refuse_missing_weights(module)

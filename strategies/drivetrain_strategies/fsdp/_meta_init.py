@@ -21,12 +21,12 @@ class MetaModule:
 
     Args:
         module: the module as built.
-        recording: the recording of how it was built.
+        recording: the recording of the module's build.
     """
 
     def __init__(self, module: nn.Module, recording: Recording | None) -> None:
         self._recording = recording
-        # Views keep the tensors as they were built: a precision may change the parameters' dtype.
+        # Views keep the tensors as they were built, since a precision may change the parameters' dtype.
         self._built = [
             MetaTensor(meta_tensor.name, meta_tensor.tensor.detach(), meta_tensor.assign)
             for meta_tensor in find_meta_tensors(module, recording)
@@ -62,15 +62,15 @@ class MetaModule:
         for meta_tensor in self._built:
             if meta_tensor.assign is not None:
                 writers[id(meta_tensor.tensor)] = _assigner(meta_tensor, self._module, device)
-            elif meta_tensor.name in targets:  # of tied names only the first has a target
+            elif meta_tensor.name in targets:  # only the first of a tensor's tied names has a target
                 writers[id(meta_tensor.tensor)] = _writer(targets[meta_tensor.name])
         state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
-        before = torch.get_rng_state()
+        state_before = torch.get_rng_state()
         torch.set_rng_state(state)
         wanted = [meta_tensor.tensor for meta_tensor in self._built if id(meta_tensor.tensor) in writers]
         replay(recording, wanted, lambda tensor, value: writers[id(tensor)](value))
         if not torch.equal(state, recording.generator):
-            torch.set_rng_state(before)  # the replay used rank 0's generator state, not this rank's
+            torch.set_rng_state(state_before)  # the replay used rank 0's generator state, not this rank's
 
 
 def _writer(original: Original) -> Callable[[torch.Tensor], None]:

@@ -14,11 +14,11 @@ from drivetrain_strategies.fsdp._custom_step import CustomStep
 
 
 class StepPerMesh(CustomStep):
-    """Steps an optimizer separately for the parameters of each mesh, and for those that are not sharded.
+    """Steps an optimizer separately for the parameters of each mesh, and for the parameters that are not sharded.
 
-    Torch's optimizers use ``foreach`` lists by default on a GPU, elsewhere on request. They keep state per parameter,
-    so the order does not matter. Other optimizers may count steps in their groups: they are stepped once, with
-    ``foreach`` disabled. An optimizer's own hooks are called once per step and see all parameters.
+    torch's optimizers use ``foreach`` lists by default on a GPU and on request elsewhere. They keep state per
+    parameter, so the order of the meshes does not matter. Other optimizers may count steps in their groups, so they are
+    stepped once, with ``foreach`` disabled. An optimizer's hooks are called once per step and see all parameters.
 
     Args:
         optimizer: an optimizer for which `mixes_meshes` is true; its ``step`` is replaced until `undo`.
@@ -55,15 +55,15 @@ class StepPerMesh(CustomStep):
 @contextmanager
 def _hooks_around(optimizer: Any) -> Iterator[None]:
     """Call the optimizer's step hooks once before and once after this context, and disable them within."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    for hook in before.values():
+    pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in pre_hooks.values():
         hook(optimizer, (optimizer,), {})
     optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = {}
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
-    for hook in after.values():
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre_hooks, post_hooks
+    for hook in post_hooks.values():
         hook(optimizer, (optimizer,), {})
 
 
@@ -81,7 +81,7 @@ def _without_foreach(optimizer: Optimizer) -> Iterator[None]:
 
 
 def mixes_meshes(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer would put parameters of several meshes into one list; scalars fit any list."""
+    """Return whether the optimizer would put parameters of several meshes into one list. Scalars fit any list."""
     parameters = [parameter for group in optimizer.param_groups if "foreach" in group for parameter in group["params"]]
     return (
         len({_mesh_of(parameter) for parameter in parameters if parameter.dim() or isinstance(parameter, DTensor)}) > 1

@@ -18,7 +18,7 @@ class AdoptedOptimizers:
     """Points optimizers at the shards instead of the original parameters, and back after the run.
 
     Args:
-        originals: the module's original parameters, already replaced by shards in the module.
+        originals: the module's original parameters, which shards have already replaced in the module.
     """
 
     def __init__(self, originals: Sequence[Original]) -> None:
@@ -27,7 +27,7 @@ class AdoptedOptimizers:
         self._optimizers: list[Optimizer] = []
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the original parameters in optimizers by their shards, and shard their state.
+        """Replace the original parameters in optimizers by their shards, and shard the optimizers' state.
 
         Raises:
             ConfigurationError: an optimizer holds shards that do not belong to the module.
@@ -39,18 +39,18 @@ class AdoptedOptimizers:
 
     def restore(self) -> None:
         """Replace the shards by the original parameters, which are whole again, and gather state. Collective."""
-        whole = {
+        originals_by_shard_id = {
             id(self._successors[key]): original.parameter
             for key, original in zip(self._successors, self._originals, strict=True)
         }
         for optimizer in self._optimizers:
-            _replace(optimizer, whole)
+            _replace(optimizer, originals_by_shard_id)
         self._optimizers = []
 
     def _refuse_other_shards(self, optimizer: Optimizer) -> None:
-        own = {id(parameter) for parameter in self._successors.values()}
+        shard_ids = {id(parameter) for parameter in self._successors.values()}
         for parameter in (member for group in optimizer.param_groups for member in group["params"]):
-            if isinstance(parameter, DTensor) and id(parameter) not in own:
+            if isinstance(parameter, DTensor) and id(parameter) not in shard_ids:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that does not belong "
                     "to the module.",
@@ -61,7 +61,7 @@ class AdoptedOptimizers:
 
 @torch.no_grad()
 def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter]) -> bool:
-    """Replace the parameters that have a successor, by identity; return whether there were any."""
+    """Replace the parameters that have a successor, by identity. Return whether any parameter was replaced."""
     replaced = False
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):

@@ -14,7 +14,11 @@ from torch.distributed.tensor import DTensor
 from drivetrain.errors import ConfigurationError, nearest
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""How units are chosen: None finds repeated blocks; classes; or ``wrap(name, module)``, true for a unit."""
+"""How units are chosen.
+
+None chooses repeated blocks, a sequence of classes chooses their modules, and a function ``wrap(name, module)`` returns
+whether a module is a unit.
+"""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -24,9 +28,9 @@ class Unit:
     """A submodule whose parameters are sharded and gathered together.
 
     Attributes:
-        name: its qualified name; "" for the root, which owns what no other unit does.
+        name: qualified name of the submodule. The root is called "" and owns the parameters that no other unit owns.
         module: the submodule.
-        parameters: the parameters it owns, tied ones once, without those of inner units.
+        parameters: the parameters that the unit owns, without parameters of inner units. A tied parameter occurs once.
     """
 
     name: str
@@ -42,7 +46,7 @@ class Unit:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     def nbytes_per_rank(self, shards: int) -> int:
-        """Return the bytes per rank; for a layer split by tensor parallelism, those of its local part's shard."""
+        """Return the number of bytes per rank; of a layer split by tensor parallelism, only the local part counts."""
         local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in self.parameters)
         return -(-sum(tensor.numel() * tensor.element_size() for tensor in local) // shards)
 
@@ -54,8 +58,8 @@ class Plan:
     Attributes:
         units: the units, innermost first, the root last.
         ties: parameters shared by several units, which the root owns.
-        replicated: parameters that every rank holds whole, by name: ignored ones and scalars.
-        reason: how the units were chosen, for the table.
+        replicated: ignored parameters and scalars by name, which every rank holds whole.
+        reason: how the units were chosen. The table shows this text.
     """
 
     units: list[Unit]
@@ -68,12 +72,12 @@ class Plan:
         return self.units[-1]
 
     def in_order(self) -> list[Unit]:
-        """Return all units but the root, in module order."""
+        """Return all units except the root, in module order."""
         inner = {id(unit.module): unit for unit in self.units[:-1]}
         return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
 
     def table(self, shards: int) -> str:
-        """Return the plan as text, with a line for each class of units."""
+        """Return the plan as a text table, with one row for all units of the same class and size."""
         lines = [
             f"FSDP shards {_count(sum(unit.numel for unit in self.units))} parameters over {shards} ({self.reason})"
         ]
@@ -108,11 +112,11 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
 
     Args:
         module: the bare module.
-        wrap: how to choose; see `Wrap`.
+        wrap: how to choose the units; see `Wrap`.
         ignored: names of parameters, with ``*`` as a wildcard, and classes of modules to replicate on every rank.
 
     Raises:
-        ConfigurationError: names a class or parameter that does not occur, or a unit that cannot be sharded.
+        ConfigurationError: a class or a parameter name does not occur in ``module``, or a unit cannot be sharded.
     """
     replicated = _replicated_parameters(module, ignored)
     chosen, reason = _choose_units(module, wrap)
@@ -133,14 +137,14 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
             root.parameters.append(parameter)
         else:
             units.get(next(iter(owning_units)), root).parameters.append(parameter)
-    # Inner units come before outer ones; a unit without parameters of its own has nothing to shard.
-    inner = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
-    for unit in (*inner, root):
+    # Inner units come before outer units. A unit that owns no parameters is dropped, since it has nothing to shard.
+    inner_units = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
+    for unit in (*inner_units, root):
         _refuse_mixed_dtypes(unit, names)
-    return Plan([*inner, root], ties, replicated, reason)
+    return Plan([*inner_units, root], ties, replicated, reason)
 
 
-# Choosing units
+# Choosing the units of a module
 
 
 def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], str]:
@@ -158,7 +162,7 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
                 )
         return chosen, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
-    present = {type(child).__name__ for child in named.values()}
+    class_names = {type(child).__name__ for child in named.values()}
     for wanted in classes:
         if not issubclass(wanted, nn.Module):
             raise ConfigurationError(
@@ -167,18 +171,19 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
         if not any(isinstance(child, wanted) for child in named.values()):
             raise ConfigurationError(
                 f"wrap: no module of class {wanted.__name__} is in {type(module).__name__}."
-                f"{nearest(wanted.__name__, present)}",
-                f"the classes in it are {', '.join(sorted(present))}.",
+                f"{nearest(wanted.__name__, class_names)}",
+                f"the classes in it are {', '.join(sorted(class_names))}.",
                 "name one of these, or leave wrap out to use the repeated blocks.",
             )
     return {name: child for name, child in named.items() if isinstance(child, classes)}, "classes in wrap"
 
 
 def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    """Return the outermost modules with siblings of their class in a container: the layers of most networks.
+    """Return the outermost modules with siblings of their class in a container, which are most networks' layers.
 
-    A block is a module with submodules. If no block repeats, layers with a matrix are used. Modules in a container
-    called ``experts`` belong to the enclosing block: ranks may run different experts, and gathering is collective.
+    A block is a module with submodules. If no block repeats, repeated layers with a matrix are returned. Modules in a
+    container called ``experts`` belong to the enclosing block, because ranks may run different experts and gathering is
+    collective.
     """
     for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
         units: dict[str, nn.Module] = {}
@@ -196,8 +201,8 @@ def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    has_parts = next(module.children(), None) is not None
-    return has_parts and not isinstance(module, CONTAINERS) and next(module.parameters(), None) is not None
+    has_submodules = next(module.children(), None) is not None
+    return has_submodules and not isinstance(module, CONTAINERS) and next(module.parameters(), None) is not None
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -213,11 +218,11 @@ def _inside(name: str, unit: str) -> bool:
 
 
 def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield each registration of a parameter: its name, the innermost enclosing unit, and the parameter."""
-    by_id = {id(child): name for name, child in units.items()}
+    """Yield the name, the innermost enclosing unit and the parameter of each registration of a parameter."""
+    unit_names = {id(child): name for name, child in units.items()}
 
     def walk(current: nn.Module, name: str, owner: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-        owner = by_id.get(id(current), owner)
+        owner = unit_names.get(id(current), owner)
         for key, parameter in current._parameters.items():
             if parameter is not None:
                 yield f"{name}.{key}" if name else key, owner, parameter
@@ -229,20 +234,20 @@ def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str
 
 
 def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
-    """Return the replicated parameters: ignored ones, and scalars, which have no dimension to shard."""
+    """Return the parameters to replicate by name: ignored parameters, and scalars, which cannot be sharded."""
     parameters = dict(module.named_parameters())
     replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
     for pattern in ignored:
         if isinstance(pattern, str):
             matches = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}
         else:
-            inside = {
+            parameters_in_class = {
                 id(parameter)
                 for child in module.modules()
                 if isinstance(child, pattern)
                 for parameter in child.parameters()
             }
-            matches = {name: value for name, value in parameters.items() if id(value) in inside}
+            matches = {name: value for name, value in parameters.items() if id(value) in parameters_in_class}
         if not matches:
             label = pattern if isinstance(pattern, str) else pattern.__name__
             known = parameters if isinstance(pattern, str) else {type(child).__name__ for child in module.modules()}
@@ -274,7 +279,7 @@ def _count(number: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Format a size in the largest binary unit not greater than it."""
+    """Format a size in the largest binary unit that is not greater than the size."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size >= 1024:

@@ -25,12 +25,12 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the accumulated gradients; a parameter that no rank used keeps no gradient. Collective."""
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        """Average the accumulated gradients. A parameter that no rank used keeps no gradient. Collective."""
+        parameters_by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
+                parameters_by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in parameters_by_dtype.values():
             parts = [
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters
             ]
@@ -40,11 +40,11 @@ class ReplicatedParameters:
                 used[index].zero_()
             packed = torch.cat([*(part.reshape(-1) for part in parts), used])
             dist.all_reduce(packed, group=self._group)
-            # Reading the flags waits for the device, so it is skipped if this rank used all parameters.
-            flags = [True] * len(parameters) if not unused else (packed[-len(parameters) :] > 0).tolist()
+            # Reading the flags waits for the device, so they are not read if this rank used all parameters.
+            used_flags = [True] * len(parameters) if not unused else (packed[-len(parameters) :] > 0).tolist()
             packed /= self._ranks
             offset = 0
-            for parameter, used_anywhere in zip(parameters, flags, strict=True):
+            for parameter, used_anywhere in zip(parameters, used_flags, strict=True):
                 if used_anywhere:
                     mean = packed[offset : offset + parameter.numel()].view_as(parameter)
                     if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Reads and writes a sharded module's state by plain names: it returns shards, and loads shards or whole tensors."""
+"""Reads a sharded module's state as shards, and loads shards or whole tensors, by plain names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drivetrain_strategies.fsdp._internals import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name; tied names share one object, sharded ones are DTensors."""
+    """Return parameters and persistent buffers by name. Sharded values are DTensors; tied names share one object."""
     detached: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):  # an _extra_state
+        if not isinstance(value, torch.Tensor):  # the value is a module's extra state
             state[name] = value
             continue
         if id(value) not in detached:
@@ -33,11 +33,12 @@ def region_of(tensor: DTensor) -> Box:
 
 
 def shard_of(value: Any) -> Any:
-    """Return a DTensor as the `ParameterShard` that this rank holds; other values unchanged."""
+    """Return a DTensor as the `ParameterShard` that this rank holds. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
-    # A parameter that tensor parallelism does not split is sharded equally over several meshes; rank 0's is primary.
+    # A parameter that tensor parallelism does not split is sharded equally over several meshes. The shards of
+    # the mesh with rank 0 are primary.
     is_primary = 0 in mesh.mesh and all(
         mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(value.placements)
@@ -82,7 +83,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     """Load parameters and buffers by name into a sharded module.
 
     Raises:
-        CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
+        CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
     """
     current = module.state_dict(keep_vars=True)
     WeightMismatch.compare(current, state, partial=not strict).raise_or_warn(
@@ -106,7 +107,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return named optimizer state; tensors with their parameter's shape get the parameter's layout."""
+    """Return named optimizer state, in which tensors of a parameter's shape have the parameter's layout."""
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
         target = parameters.get(name)

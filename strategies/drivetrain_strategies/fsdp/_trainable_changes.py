@@ -1,7 +1,7 @@
 """Adapts a sharded module to layers that are frozen or unfrozen during a run.
 
-`fully_shard` reads ``requires_grad`` when it gathers a parameter; only what it derived in the first forward must be
-recomputed. Changes that it cannot handle are refused.
+`fully_shard` reads ``requires_grad`` when it gathers a parameter, so only the dtypes that it derived in the first
+forward must be recomputed. Changes that `fully_shard` cannot handle are refused.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
     Raises:
         ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
     """
-    known = {id(parameter) for parameter in gradients.replicated} | {
+    known_ids = {id(parameter) for parameter in gradients.replicated} | {
         id(fsdp_param.sharded_param) for fsdp_param in sharded.parameters
     }
-    created = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
+    created = [name for name, parameter in module.named_parameters() if id(parameter) not in known_ids]
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under FSDP: {listed(created)}.",

@@ -15,16 +15,17 @@ logger = logging.getLogger("drivetrain")
 class UnusedParameters:
     """Removes the gradient of a parameter that no rank used, as in a single process.
 
-    A rank that did not use a parameter sends zeros for it, since the others wait. A parameter that no rank used then
-    has a gradient of zeros instead of none, and weight decay would act on it.
+    A rank that did not use a parameter sends zeros as its gradient, since the other ranks wait. A parameter that no
+    rank used then has a gradient of zeros instead of none, and weight decay would act on the parameter.
 
-    In the first synchronized window the ranks agree, over the store, whether any gradient was missing. If none was,
-    later steps do no extra work. Otherwise every later window sums a flag per parameter over the CPU group, so that all
-    ranks know which parameters no rank used. If a parameter becomes unused only later, a warning names it once;
-    ``find_unused_parameters=True`` counts from the start.
+    In the first synchronized window the ranks agree, over the store, whether any gradient was missing. If no gradient
+    was missing, later steps do no extra work. Otherwise every later window sums a flag per parameter over the CPU
+    group, so that all ranks know which parameters no rank used. If a parameter becomes unused only later, a warning
+    names the parameter once. ``find_unused_parameters=True`` counts from the start.
 
     Args:
-        setting: ``find_unused_parameters``: True counts in every window, False in none, None decides in the first.
+        setting: ``find_unused_parameters``. True counts in every window, False counts in no window, and None decides in
+            the first window.
         names: names of the parameters by ``id`` of torch's `FSDPParam`.
         control: the control plane.
     """
@@ -44,7 +45,7 @@ class UnusedParameters:
     def clear_unused_gradients(self, unused: list[Any]) -> None:
         """Remove the zero gradients of parameters that no rank used, after a synchronized backward.
 
-        Collective while it counts.
+        Collective if unused parameters are counted.
 
         Args:
             unused: parameters without a gradient on this rank.
@@ -56,10 +57,10 @@ class UnusedParameters:
             if unused and not self._warned:
                 self._warn(unused)
             return
-        flags = torch.zeros(len(self._names), dtype=torch.int32)
+        unused_flags = torch.zeros(len(self._names), dtype=torch.int32)
         for parameter in unused:
-            flags[self._position[id(parameter)]] = 1
-        missing_counts = self._control.all_reduce_async(flags).wait()
+            unused_flags[self._position[id(parameter)]] = 1
+        missing_counts = self._control.all_reduce_async(unused_flags).wait()
         world_size = self._control.world_size
         for parameter in unused:
             if int(missing_counts[self._position[id(parameter)]]) == world_size:

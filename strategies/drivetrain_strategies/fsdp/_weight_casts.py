@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """The storage and layout of autocast's cast of a weight."""
+    """Storage and layout of a cast, the half-precision copy that autocast made of a weight."""
 
     storage: weakref.ref[torch.UntypedStorage]
     parameter: Any
@@ -27,14 +27,14 @@ class _Cast:
 
 
 class WeightCasts:
-    """Frees the casts of a unit's weights when the weights are freed, and restores them when these are gathered.
+    """Frees the casts of a unit's weights when the weights are freed, and restores the casts at the next gathering.
 
-    Autocast casts a weight at its first use and caches the cast until the forward ends; a matrix product saves it for
-    backward. `fully_shard` frees neither, so every rank would hold half the model's bytes in addition to its shards.
-    As `fully_shard` does for weights, storage is freed and refilled under unchanged tensors: the graph, the order of
-    gradient accumulation and every bit are those of plain autocast.
+    Autocast casts a weight at its first use and caches the cast until the forward ends. A matrix product saves the cast
+    for backward. `fully_shard` frees neither reference, so every rank would hold half the model's bytes in addition to
+    its shards. Like `fully_shard` for weights, this class frees and refills storage under unchanged tensors, so that
+    the graph, the order of gradient accumulation and every bit are those of plain autocast.
 
-    Casts of frozen weights are not found: autocast does not cache them, only products with a backward save them.
+    Casts of frozen weights are not found, since autocast does not cache them. Only products with a backward save them.
 
     Args:
         parameters: torch's `FSDPParam` objects of the unit's weights.
@@ -50,11 +50,12 @@ class WeightCasts:
         self._empty_matrices: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def find(self) -> None:
-        """Find autocast's casts of the gathered weights. Called after their use, within autocast.
+        """Find autocast's casts of the gathered weights. Called after the weights were used, within autocast.
 
-        The cache cannot be queried. The product of a weight and a matrix without columns is free, and its backward
-        node saves the cached cast. It must not run before the weights are used: autocast caches one cast per weight, in
-        the dtype of its first use, and a forward may choose its own.
+        The cache cannot be queried. Instead, each weight is multiplied by a matrix without columns at no cost, and
+        the product's backward node saves the cached cast. The product must not run before the weight is used,
+        because autocast caches one cast per weight, in the dtype of the weight's first use, and a forward may choose
+        another dtype.
         """
         if not torch.is_autocast_enabled(self._device_type) or not torch.is_autocast_cache_enabled():
             return
@@ -62,19 +63,19 @@ class WeightCasts:
         # Hide the product from activation checkpointing, which counts saved tensors, and from dispatch modes.
         with torch.enable_grad(), saved_tensors_hooks(_identity, _identity), _hidden_from_dispatch_modes():
             for fsdp_param in self._parameters:
-                whole = fsdp_param._unsharded_param
-                if whole.requires_grad and type(whole) is nn.Parameter:
+                weight = fsdp_param._unsharded_param
+                if weight.requires_grad and type(weight) is nn.Parameter:
                     try:
-                        node: Any = torch.matmul(whole, self._empty_matrix_for(whole)).grad_fn
-                    except RuntimeError:  # its cast has another dtype; leave it
+                        node: Any = torch.matmul(weight, self._empty_matrix_for(weight)).grad_fn
+                    except RuntimeError:  # the weight's cast has another dtype and is left alone
                         continue
                     while node is not None and not hasattr(node, "_saved_self"):
                         node = node.next_functions[0][0]
                     if node is not None and node._saved_self is not None:
-                        self._remember(fsdp_param, whole, node._saved_self)
+                        self._remember(fsdp_param, weight, node._saved_self)
 
     def drop(self) -> None:
-        """Free the casts that are still referenced, as the weights are no longer gathered."""
+        """Free the storage of casts that are still referenced, when the weights are no longer gathered."""
         for cast in self._casts.values():
             storage = cast.storage()
             if storage is not None:
@@ -82,7 +83,7 @@ class WeightCasts:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Cast the gathered weights again into the freed casts that are still referenced."""
+        """Cast the gathered weights again into the freed storage of casts that are still referenced."""
         if not self._casts:
             return
         self._forget_freed()
@@ -90,25 +91,25 @@ class WeightCasts:
             storage = cast.storage()
             if storage is not None and storage.nbytes() == 0:
                 storage.resize_(cast.nbytes)
-                whole = cast.parameter._unsharded_param
+                weight = cast.parameter._unsharded_param
                 # A separate tensor over the storage keeps the write from changing autograd's version counter.
-                view = torch.empty(0, dtype=cast.dtype, device=whole.device)
-                view.set_(storage, 0, cast.size, cast.stride).copy_(whole)
+                view = torch.empty(0, dtype=cast.dtype, device=weight.device)
+                view.set_(storage, 0, cast.size, cast.stride).copy_(weight)
 
-    def _remember(self, parameter: Any, whole: torch.Tensor, cast: torch.Tensor) -> None:
+    def _remember(self, parameter: Any, weight: torch.Tensor, cast: torch.Tensor) -> None:
         storage = cast.untyped_storage()
         known = self._casts.get(storage._cdata)
-        if cast.dtype == whole.dtype or (known is not None and known.storage() is not None):
+        if cast.dtype == weight.dtype or (known is not None and known.storage() is not None):
             return
         self._casts[storage._cdata] = _Cast(
-            weakref.ref(storage), parameter, storage.nbytes(), cast.dtype, tuple(whole.shape), whole.stride()
+            weakref.ref(storage), parameter, storage.nbytes(), cast.dtype, tuple(weight.shape), weight.stride()
         )
 
     def _forget_freed(self) -> None:
         self._casts = {key: cast for key, cast in self._casts.items() if cast.storage() is not None}
 
-    def _empty_matrix_for(self, whole: torch.Tensor) -> torch.Tensor:
-        key = whole.shape[-1], whole.device
+    def _empty_matrix_for(self, weight: torch.Tensor) -> torch.Tensor:
+        key = weight.shape[-1], weight.device
         empty = self._empty_matrices.get(key)
         if empty is None:
             empty = self._empty_matrices[key] = torch.empty(
@@ -118,7 +119,7 @@ class WeightCasts:
 
 
 def _may_be_cast(parameter: Any) -> bool:
-    """Return whether a weight may be an operand of a matrix product; vectors are too small to matter."""
+    """Return whether a weight may be an operand of a matrix product. Vectors do not count, since they are small."""
     shard = parameter.sharded_param
     is_embedding = isinstance(parameter._module_info.module, nn.Embedding | nn.EmbeddingBag)
     return (
@@ -133,5 +134,5 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hidden_from_dispatch_modes() -> AbstractContextManager[Any]:
-    """Return a context without dispatch modes: selective checkpointing matches operations by position."""
+    """Return a context without dispatch modes, since selective checkpointing matches operations by position."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

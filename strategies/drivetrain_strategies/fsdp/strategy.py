@@ -70,7 +70,7 @@ from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 logger = logging.getLogger("drivetrain")
 
 _LOGGED_PLANS: set[str] = set()
-"""The plans that this process has logged, so that evaluations of the same module do not log them again."""
+"""The plans that this process has logged, so that evaluating the same module does not log its plan again."""
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -79,31 +79,31 @@ class FSDPStrategy(DistributedStrategy):
     Args:
         sharding: "full" shards parameters, gradients and optimizer state; "grad_op" keeps parameters gathered between
             forward and backward; "hybrid" shards over ``shard_size`` ranks and keeps ``replicate_size`` copies.
-        wrap: the units, which are gathered together: None uses the repeated blocks; classes; or
-            ``wrap(name, module) -> bool``.
-        reshard_after_forward: reshard units after forward; False keeps them gathered, as "grad_op" does; an int
-            reshards over that many ranks.
-        replicate_size: number of copies, for "hybrid"; by default one per node.
-        shard_size: ranks per copy, for "hybrid"; by default those of a node.
-        cpu_offload: keep shards, gradients and optimizer state in host memory; True, or torch's policy.
+        wrap: selects the units, modules whose parameters are gathered together. None selects the repeated blocks; a
+            sequence of classes selects their modules; ``wrap(name, module) -> bool`` decides for each module.
+        reshard_after_forward: whether units are resharded after forward. False keeps units gathered, as "grad_op" does;
+            an int reshards units over that many ranks.
+        replicate_size: number of copies under "hybrid". The default is one copy per node.
+        shard_size: number of ranks per copy under "hybrid". The default is the number of ranks of a node.
+        cpu_offload: keep shards, gradients and optimizer state in host memory. Takes a bool or torch's policy.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
         mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision.
         ignored: names of parameters (``*`` as a wildcard) and classes of modules to replicate on every rank.
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
         backward_prefetch: number of units to prefetch in backward; 0 uses torch's default.
-        compile: compile each unit separately; True, or a dict of options for `torch.compile`.
+        compile: compile each unit separately. Takes a bool or a dict of options for `torch.compile`.
         tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
-        reshard_after_backward: reshard after each backward within an accumulation window; False saves communication
-            and needs more memory.
+        reshard_after_backward: reshard parameters after each backward within an accumulation window. False saves
+            communication and needs more memory.
         find_unused_parameters: count in every window which parameters no rank used; None decides in the first window.
         gather_limit: bytes of parameters up to which the module is gathered after a run.
         meta: build the layers of ``configure_model`` on the meta device and initialise them shard by shard.
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the same after the first step; None keeps ``timeout``.
+        step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
         param_dtype: dtype in which parameters are gathered. Under "bf16-mixed", ``torch.bfloat16`` halves the traffic,
-            and also rounds the weights of norms and embeddings. None gathers in the parameters' own dtype, float32.
+            but also rounds the weights of norms and embeddings. None gathers parameters in float32, their stored dtype.
 
     Raises:
         ConfigurationError: arguments contradict each other.
@@ -179,7 +179,7 @@ class FSDPStrategy(DistributedStrategy):
         self._manual = False
         self._within_forward = False
 
-    # Placement
+    # Placement: the device mesh and this rank's data share
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
         self._layout = resolve_layout(
@@ -216,7 +216,7 @@ class FSDPStrategy(DistributedStrategy):
     def data_group(self) -> Any:
         return None if self._mesh is None or self.tensor_parallel == 1 else self._mesh.data_group
 
-    # Set-up
+    # Set-up of the module and its optimizers
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
@@ -258,12 +258,12 @@ class FSDPStrategy(DistributedStrategy):
             mesh.add_mesh(added)
         set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        setting = True if self._manual else self.find_unused_parameters
+        find_unused = True if self._manual else self.find_unused_parameters
         param_names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in sharded.parameters}
-        unused = UnusedParameters(setting, param_names, self.control)
+        unused = UnusedParameters(find_unused, param_names, self.control)
         replicated = list(plan.replicated.values())
         self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
-        if replicated or self.tensor_parallel > 1:  # an overflow may be visible on some ranks only
+        if replicated or self.tensor_parallel > 1:  # some ranks may not see an overflow of another rank's gradients
             self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
             self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
@@ -286,7 +286,7 @@ class FSDPStrategy(DistributedStrategy):
             return None
         if self._sharding_options().precision.param_dtype is not None:
             return None
-        # Selective checkpointing disables autocast's cache in these modules.
+        # Selective checkpointing disables autocast's cache in the modules that it recomputes.
         uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
 
         def casts_of(modules: Sequence[nn.Module], parameters: Sequence[Any]) -> WeightCasts | None:
@@ -299,7 +299,7 @@ class FSDPStrategy(DistributedStrategy):
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._adopted is not None
         self._adopted.adopt(optimizers)
-        for optimizer in self.optimizers:  # groups with other parameters may have been added
+        for optimizer in self.optimizers:  # a group with parameters on another mesh may have been added
             self._customize_step(optimizer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -310,7 +310,7 @@ class FSDPStrategy(DistributedStrategy):
         return super().setup_optimizers(optimizers)
 
     def _customize_step(self, optimizer: Optimizer) -> None:
-        """Replace the step of an optimizer that cannot step shards by itself, unless already done."""
+        """Replace the step of an optimizer that cannot step shards by itself. A second call has no effect."""
         if any(step.optimizer is optimizer for step in self._custom_steps):
             return
         if isinstance(optimizer, full_parameter_step.OPTIMIZERS):
@@ -321,7 +321,7 @@ class FSDPStrategy(DistributedStrategy):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         if self.module is None:
             return {}
-        # May be called on some ranks only, within a step, so gathered parameters must not be resharded here.
+        # This method may be called on some ranks only and within a step, so it must not reshard gathered parameters.
         shards = {} if self._sharded is None else self._sharded.shards_by_gathered_id()
         return {name: shards.get(id(value), value) for name, value in self.module.named_parameters()}
 
@@ -332,7 +332,7 @@ class FSDPStrategy(DistributedStrategy):
         assert self._sharded is not None
         adapt(self._resharded(), self._sharded, self._require_gradients())
 
-    # During a step
+    # During a step: forward, gradients, backward and optimizer step
 
     def _runner(self, root: Callable[..., Any]) -> StepRunner:
         sharded = self._sharded
@@ -365,7 +365,8 @@ class FSDPStrategy(DistributedStrategy):
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # A single process exchanges nothing. Its gradients stay where a window with None losses can rescale them.
+        # A single process exchanges nothing. Its gradients stay in the parameters' ``grad``, where a window with None
+        # losses can rescale them.
         if enabled or self.world_size == 1:
             return nullcontext()
         return self._require_gradients().accumulating()
@@ -374,8 +375,8 @@ class FSDPStrategy(DistributedStrategy):
         return self._require_gradients().zeroed()
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[Any]:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return self._require_gradients().requiring_only(own)
+        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return self._require_gradients().requiring_only(parameter_ids)
 
     def _require_gradients(self) -> Gradients:
         assert self._gradients is not None
@@ -412,7 +413,7 @@ class FSDPStrategy(DistributedStrategy):
     def _all_reduce_overflow(self, found_inf: torch.Tensor) -> None:
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
 
-    # State
+    # Weights and optimizer state of a checkpoint
 
     def model_state(self) -> dict[str, torch.Tensor]:
         return {} if self.module is None else sharded_state(self._resharded())
@@ -428,7 +429,7 @@ class FSDPStrategy(DistributedStrategy):
         module = self._resharded()
         state = sharded_optimizer_state(state, dict(module.named_parameters()))
         load_named_optimizer_state(module, self.optimizers[index], state)
-        self._customize_step(self.optimizers[index])  # loading restores added groups
+        self._customize_step(self.optimizers[index])  # loading restores groups that were added to the saved optimizer
 
     shard_of = staticmethod(shard_of)
 
