@@ -70,7 +70,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Tensor]:
-        """Yield the parameters with the given ``requires_grad``, without batch normalization if ``train_bn`` is False."""
+        """Yield parameters with the given ``requires_grad``, without batch normalization if ``train_bn`` is False."""
         for layer in BaseFinetuning.flatten_modules(modules):
             if isinstance(layer, _BatchNorm) and not train_bn:
                 continue

@@ -88,7 +88,7 @@ def _validate_path(file_path: Any) -> str:
 
 
 def _check_dynamic_sizes(program: ONNXProgram, dimensions: dict[str, Any]) -> None:
-    """Check that all sizes named in ``dynamic_shapes`` are dynamic, since the exporter silently fixes a size that cannot be."""
+    """Check that all sizes named in ``dynamic_shapes`` are dynamic, since the exporter may silently fix a size."""
     dynamic = {str(size) for value in program.model.graph.inputs for size in value.shape or ()}
     fixed = [name for name in dimensions if name not in dynamic]
     if fixed:
