@@ -18,32 +18,33 @@ if TYPE_CHECKING:
 class Callback:
     """Base class of objects that extend a run.
 
-    Every method is optional: all of them have a default that does nothing, and a hook that no callback overrides is
-    not called at all, so it costs nothing. Methods fall into three groups:
+    Every method is optional, because each has a default that does nothing. A hook that no callback overrides is not
+    called at all and costs nothing. The methods fall into three groups:
 
     - *Hooks* (`setup`, `teardown` and everything named ``on_*``) run at fixed points of the run. Most callbacks
       override only these.
-    - *State*: `state_dict`/`load_state_dict` for small values, `save_tensors`/`load_tensors` for sharded ones.
-    - *Engine queries* (`save_before_leaving`, `writes_to`, `monitors`, ...) answer questions of the engine. They are
-      for callbacks that write checkpoints, stop training, print progress or change the accumulation window. Their
-      answers must be the same on every rank.
+    - *State*: `state_dict` and `load_state_dict` are for small values, `save_tensors` and `load_tensors` for sharded
+      tensors.
+    - *Engine queries* (`save_before_leaving`, `writes_to`, `monitors`, ...) answer questions of the engine. Callbacks
+      that write checkpoints, stop training, print progress or change the accumulation window override them. An answer
+      must be the same on every rank.
 
     Hooks run in the order of ``docs/how-a-step-runs.md``: callbacks first, by descending `priority`, then the module.
-    Callbacks with a negative priority run after the module's own hook. Use that for callbacks that read logged values,
-    such as early stopping and checkpoints.
+    Callbacks with a negative priority run after the module's hook. Use a negative priority for callbacks that read
+    logged values, such as early stopping and checkpoints.
 
     Every rank calls every callback in the same order, so collectives in hooks match.
 
     In hooks, ``trainer`` is the running `Fit`, typed as `RunContext`, and ``module`` is the `TrainModule` that it runs.
-    A callback that works with one module class only may annotate it (``module: MyModule``).
+    A callback that works with only one class of modules may annotate ``module`` with this class.
     """
 
     _logging_module: weakref.ref[Any] | None = None
 
     priority: int = 0
-    """Position among the callbacks: higher values run earlier, negative ones after the module's hook."""
+    """Callbacks with a higher value run earlier. Callbacks with a negative value run after the module's hook."""
 
-    # State in checkpoints
+    # State of the callback in checkpoints
 
     @property
     def state_key(self) -> str:
@@ -61,7 +62,8 @@ class Callback:
         """Copy rank 0's state into this object, after a run whose ranks were processes that have since exited.
 
         Args:
-            state_dict: rank 0's `state_dict`. The default loads it unless it is empty.
+            state_dict: what `state_dict` returned on rank 0. By default it is passed to `load_state_dict`, unless it is
+                empty.
         """
         if state_dict:
             self.load_state_dict(state_dict)
@@ -69,31 +71,31 @@ class Callback:
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return tensors, by name, that checkpoints store like weights: each rank writes its own shards.
 
-        They can be loaded at any world size and under any strategy. Names, shapes and dtypes must be the same on every
-        rank. Prefer `state_dict` for tensors that are small or the same on every rank.
+        The tensors can be loaded at any world size and under any strategy. Names, shapes and dtypes must be the same on
+        every rank. Prefer `state_dict` for tensors that are small or the same on every rank.
 
         Returns:
-            Whole tensors (rank 0's are saved), DTensors, or `drivetrain.strategies.ParameterShard` objects for this
-            rank's shards, as returned by ``trainer.strategy.shard_of`` for a value of
+            Whole tensors (those of rank 0 are saved), DTensors, or `drivetrain.strategies.ParameterShard` objects for
+            this rank's shards, as returned by ``trainer.strategy.shard_of`` for a value of
             ``trainer.strategy.model_state()``.
         """
         return {}
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return, by name, the region of each saved tensor that this rank loads. Tensors not named are loaded whole.
+        """Return, by name, the region of each saved tensor that this rank loads. Other tensors are loaded whole.
 
         By default a tensor with the name of a weight is loaded in the same region as that weight.
         """
         return trainer.strategy.model_regions()
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
-        """Restore the tensors that `save_tensors` returned. Called after `load_state_dict`.
+        """Restore the tensors that `save_tensors` returned. The engine calls this method after `load_state_dict`.
 
         Args:
             trainer: the run.
             module: the module, with its weights already loaded.
-            tensors: the tensors by name: a `drivetrain.strategies.ParameterShard` where `tensor_regions` returned a
-                region.
+            tensors: whole tensors by name, or `drivetrain.strategies.ParameterShard` objects for those tensors for
+                which `tensor_regions` returned a region.
         """
 
     # Logging
@@ -136,7 +138,7 @@ class Callback:
         """Called when the run raised ``exception``, which is re-raised afterwards."""
 
     def on_save_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add JSON-serializable values or tensors to ``checkpoint``, a dict that only this callback sees."""
+        """Add JSON-serializable values or tensors to ``checkpoint``, a dict that is separate for each callback."""
 
     def on_load_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` added."""
@@ -165,7 +167,7 @@ class Callback:
         """Called before an epoch's first micro-batch."""
 
     def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after an epoch's last micro-batch and validation, after epoch metrics have been reduced."""
+        """Called after an epoch's last micro-batch and validation, when the epoch's metrics have been reduced."""
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> int | None:
         """Called before a micro-batch. Returning -1 on every rank skips the rest of the epoch."""
@@ -193,7 +195,7 @@ class Callback:
         """Called before a validation run."""
 
     def on_validation_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after a validation run, when its metrics are reduced."""
+        """Called after a validation run, when its metrics have been reduced."""
 
     def on_validation_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first validation micro-batch."""
@@ -215,7 +217,7 @@ class Callback:
         """Called before a test run."""
 
     def on_test_end(self, trainer: RunContext, module: Any) -> None:
-        """Called after a test run, when its metrics are reduced."""
+        """Called after a test run, when its metrics have been reduced."""
 
     def on_test_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first test micro-batch."""
@@ -255,24 +257,26 @@ class Callback:
     ) -> None:
         """Called after a prediction micro-batch, with what `predict_step` returned."""
 
-    # Engine queries: answers must be the same on every rank
+    # Engine queries, whose answers must be the same on every rank
 
     def before_launch(self, trials: Trials) -> None:
-        """Search for a setting before the run starts. Called first, before processes are launched and `setup`.
+        """Search for a setting before the run starts, before processes are launched and before `setup`.
 
-        Override it for settings that trial runs determine and that the module or data module reads during set-up, such
-        as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls it.
-        Callbacks returned by the module's ``configure_callbacks`` do not exist yet and are not called.
+        Override this method for settings that trial runs determine and that the module or data module reads during
+        set-up, such as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls the
+        method. It is not called for callbacks that the module's ``configure_callbacks`` returns, which do not exist
+        yet.
 
         Args:
-            trials: runs a few steps of the requested stage and then restores all state.
+            trials: an object that runs a few steps of the requested stage and then restores all state.
         """
 
     def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
-        """Save a checkpoint to resume from, because the run ends early: on a preemption signal or ``max_time``.
+        """Save a checkpoint to resume from, because a preemption signal or ``max_time`` ends the run early.
 
-        Called for every callback on every rank, between two windows. Save with `Fit.save_checkpoint`, or request a
-        save with `Fit.defer_save`; deferred saves are completed before the run ends.
+        The engine calls this method for every callback on every rank, between two windows. Save with
+        `Fit.save_checkpoint`, or request a save with `Fit.defer_save`. Deferred saves are completed before the run
+        ends.
 
         Returns:
             True if this callback saved or requested a checkpoint that the run can resume from. If no callback returns
@@ -282,10 +286,10 @@ class Callback:
 
     @property
     def writes_to(self) -> Sequence[str]:
-        """Folders and fsspec URLs that this callback writes to. Read after `setup`.
+        """Folders and fsspec URLs that this callback writes to. The engine reads this property after `setup`.
 
-        `Fit.fit` checks before the first step that they are writable. ``ckpt_path="last"``, ``"best"`` and ``"auto"``
-        search them for checkpoints.
+        `Fit.fit` checks before the first step that the folders are writable. ``ckpt_path="last"``, ``"best"`` and
+        ``"auto"`` search the folders for checkpoints.
         """
         return ()
 
@@ -296,7 +300,7 @@ class Callback:
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
-        """Paths of the checkpoints that this callback has written and not removed. Rollbacks choose from them."""
+        """Paths of the checkpoints that this callback has written and not removed; a rollback chooses one of them."""
         return ()
 
     @property
@@ -313,11 +317,11 @@ class Callback:
         """Called before the run rolls back to an earlier checkpoint, whose callback state is loaded next."""
 
     def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
-        """Called after the run rolled back to the checkpoint at ``path``; ``trainer.global_step`` is its step."""
+        """Called after the run rolled back to the checkpoint of step ``trainer.global_step`` at ``path``."""
 
     @property
     def monitors(self) -> Mapping[str, str]:
-        """Logged values that this callback requires, each with the argument that names it, for error messages.
+        """Logged values that this callback requires, each with the argument that requires it, for error messages.
 
         For example ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``. A value that nothing logs is reported in the
         first step.
@@ -327,14 +331,14 @@ class Callback:
     def window_of(self, epoch: int) -> int | None:
         """Return the micro-batches per window in ``epoch``, if this callback changes them during the run, else None.
 
-        The engine uses it to estimate the total number of steps for learning-rate schedules.
+        The engine uses the number to estimate the total number of steps for learning-rate schedules.
         """
         return None
 
     def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Return why this callback ended the run that saved ``state_dict``, or None if it did not.
+        """Return why this callback ended the run that saved ``state_dict``; None if this callback did not end it.
 
-        A run that ended for such a reason has nothing left to train.
+        A run that a callback has ended has nothing left to train.
         """
         return None
 
@@ -343,12 +347,12 @@ class Callback:
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return a function that tells whether a batch's predictions exist from an earlier run.
 
-        Called once, by predict with ``return_predictions=False``. A batch is skipped, including its hooks, if all such
-        functions return True for it.
+        The engine calls this method once in `Fit.predict` with ``return_predictions=False``. A batch is skipped,
+        including its hooks, if the functions of all callbacks return True for it.
 
         Returns:
-            ``is_predicted(indices, batch_idx, dataloader_idx)``, where ``indices`` is what `RunContext.batch_indices`
-            will be for the batch; None (on all ranks) if there are no earlier predictions.
+            ``is_predicted(indices, batch_idx, dataloader_idx)``, where ``indices`` is the value that
+            `RunContext.batch_indices` has for the batch. None, on all ranks, if there are no earlier predictions.
         """
         return None
 
@@ -356,16 +360,16 @@ class Callback:
         """Print ``text`` for ``trainer.print`` on rank 0, if this callback draws on the terminal.
 
         Returns:
-            True if it printed. If no callback does, ``trainer.print`` prints the text itself.
+            True if this callback has printed the text. If no callback has, ``trainer.print`` prints the text itself.
         """
         return False
 
     def write_progress(self, trainer: RunContext, module: Any, batches: int) -> None:
         """Print a line of progress, if one is due and the output is not a terminal.
 
-        Called every ``log_every_n_steps`` optimizer steps of training, after the logged values were flushed to the
-        loggers, and after as many micro-batches of evaluation and prediction. It must not wait for a device or another
-        rank.
+        In training, the engine calls this method every ``log_every_n_steps`` optimizer steps, after the logged values
+        were flushed to the loggers. In evaluation and prediction, it does so every ``log_every_n_steps`` micro-batches.
+        The method must not wait for a device or another rank.
 
         Args:
             trainer: the run.
@@ -376,5 +380,5 @@ class Callback:
 
 def bind_logging(callback: Callback, module: Any) -> None:
     """Connect ``callback.log`` to ``module.log``, or disconnect it if ``module`` is None."""
-    # A weak reference, so that copying the callback does not copy the module.
+    # The reference is weak, so that copying the callback does not copy the module.
     callback.__dict__["_logging_module"] = None if module is None else weakref.ref(module)

@@ -25,7 +25,7 @@ from drivetrain._config.lightning_names import strategy_attribute_error, trainer
 from drivetrain._config.old_names import find_replacement
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
-_LIGHTNING_STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # arguments of mock.patch and import_module
+_LIGHTNING_STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # such as an argument of mock.patch
 _RENAMED_CLASSES = {
     "LightningModule": "TrainModule",
     "LightningDataModule": "DataModule",
@@ -50,11 +50,11 @@ _ARGUMENT_NOTES = {
     "retain_graph": "retain_graph= is refused: add the losses, and call manual_backward once",
 }
 _MODULE_VARIABLES = ("self", "module", "pl_module", "model")
-# Lines as Python's tokenizer splits them; str.splitlines also splits at other separators.
+# Lines as Python's tokenizer splits them. str.splitlines would also split at other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 Edits: TypeAlias = dict[tuple[int, int], tuple[tuple[int, int], str, str]]
-"""By start (line, column in bytes): the end, the text to replace ("" for any), and the new text."""
+"""Maps the start of an edit (line, column in bytes) to its end, the text to replace ("" for any) and the new text."""
 
 
 @cache
@@ -86,10 +86,10 @@ class _Names:
 
     Attributes:
         classes: Lightning's name for each name that an import binds.
-        aliased: those names that must not change, because the file uses the old or the new one for something else.
-            They are imported with ``as``.
-        packages: the module for each name that is bound to a module of Lightning, or to ``lightning`` itself.
-        shadowed: the ids of nodes with a package's name that are arguments or loop variables.
+        aliased: those of ``classes`` that must not change in the file, because the file uses the old or the new name
+            for something else, or exports the old one. They are imported with ``as``.
+        packages: the module for each name that an import binds to a module of Lightning, or to ``lightning`` itself.
+        shadowed: the ids of `ast.Name` nodes that have a name of ``packages`` but refer to arguments or loop variables.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class _Names:
     shadowed: set[int] = field(default_factory=set)
 
     def new(self, name: str) -> str:
-        """Return the name that replaces ``name`` in the file."""
+        """Return the name that replaces ``name`` in the file; ``name`` itself if it does not change."""
         old = self.classes.get(name)
         return name if old != name or name in self.aliased else _RENAMED_CLASSES.get(name, name)
 
@@ -162,7 +162,7 @@ def migrate(source: str) -> Migrated:
     return Migrated(changed, sorted(set(remaining)))
 
 
-# Find Lightning's names
+# Find the names that refer to Lightning
 
 
 def _collect_names(tree: ast.AST) -> _Names:
@@ -212,7 +212,7 @@ def _has_counterpart(module: str) -> bool:
 
 
 def _bound_names(tree: ast.AST, lightning_nodes: set[int]) -> set[str]:
-    """Return all names that the file binds other than by an import from Lightning."""
+    """Return all names that the file binds by anything but an import from Lightning."""
     found_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -231,7 +231,7 @@ def _bound_names(tree: ast.AST, lightning_nodes: set[int]) -> set[str]:
 
 
 def _exported_names(tree: ast.AST) -> set[str]:
-    """Return the strings in ``__all__``, which other files may import."""
+    """Return the strings in ``__all__``: other files may import these names."""
     found_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
@@ -260,11 +260,11 @@ def _mark_shadowed(tree: ast.AST, names: _Names) -> None:
                     names.shadowed.add(id(child))
 
 
-# Edit the source
+# Collect and apply the edits, and note what remains to be done
 
 
 def _add_edit(edits: Edits, node: ast.expr | ast.stmt, size: int, old: str, new: str, from_end: bool = False) -> None:
-    """Add an edit of ``size`` bytes at a node's beginning, or before its end."""
+    """Add an edit that replaces ``size`` bytes at a node's beginning, or with ``from_end`` those before its end."""
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     line, start = (node.end_lineno, node.end_col_offset - size) if from_end else (node.lineno, node.col_offset)
@@ -310,7 +310,7 @@ def _edit_import(
 
 
 def _replace_statement(node: ast.stmt, new: list[str], lines: Sequence[bytes], edits: Edits) -> None:
-    """Replace an import statement by others, keeping the comments in it and the code next to it."""
+    """Replace an import statement by other statements, keeping its comments and the code on its lines."""
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     end = node.end_lineno, node.end_col_offset
@@ -463,11 +463,11 @@ def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int
     return text.decode()
 
 
-# Files
+# Read and write files
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """Return a file's text with its original line endings, and its encoding."""
+    """Return a file's text, with the original line endings, and its encoding."""
     if path.suffix == ".ipynb":
         raise ValueError("it is a notebook: convert it to a Python file with jupyter nbconvert --to script")
     content = path.read_bytes()

@@ -13,20 +13,20 @@ from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""Updates averages in place from ``(averages, weights, updates so far)``; all tensors have one dtype and device."""
+"""A function that updates averages in place from ``(averages, weights, updates so far)``, of one dtype and device."""
 
 
 class Averages:
     """Averages of a module's trainable parameters and, optionally, of its floating-point buffers.
 
     Averages have at least float32 precision and live on the device of their weights. Each rank averages only its own
-    part: its shard of a sharded weight, its partition of ZeRO's float32 master weights. Frozen parameters have no
-    average and take no memory.
+    part of the weights, such as its shard of a sharded weight or its partition of ZeRO's float32 master weights. Frozen
+    parameters have no average and take no memory.
 
     Args:
         strategy: the strategy that has set up the module.
         module: the module to average.
-        buffers: whether to average persistent buffers too. Otherwise the module's buffers are used as they are.
+        buffers: whether to also average persistent buffers. If False, the module's buffers are used as they are.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, buffers: bool) -> None:
@@ -37,7 +37,7 @@ class Averages:
         """This rank's part of each average, by the weight's name."""
         self._weights: dict[str, Tensor] = {}  # views of the trained weights, or copies of them
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
-        self._weights_are_copies = False  # whether `_weights` are copies, which do not change with the weights
+        self._weights_are_copies = False  # whether `_weights` are copies, which later steps do not change
         self._parameters: list[Tensor] = []  # parameters that share storage with `_weights`
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._addresses: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Averages:
 
     @torch.no_grad()
     def collect_weights(self) -> None:
-        """Collect the weights to average. A newly trainable weight starts with its current value as average."""
+        """Collect the weights to average. The average of a newly trainable weight starts with the weight's value."""
         local_weights = self._local_weights()
         second = self._local_weights()
         self._weights_are_copies = any(
@@ -58,7 +58,7 @@ class Averages:
         )
         self._weights = local_weights
         for name, weight in local_weights.items():
-            if name not in self.averages or self.averages[name].shape != weight.shape:  # buffers may change their shape
+            if name not in self.averages or self.averages[name].shape != weight.shape:  # A buffer may change its shape.
                 self.averages[name] = weight.to(_average_dtype(weight.dtype), copy=True)
         by_type: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, weight in local_weights.items():
@@ -86,8 +86,8 @@ class Averages:
         """Update the averages with the current weights.
 
         Args:
-            average: computes the new averages.
-            count: updates so far; the first update copies the weights.
+            average: the function that computes the new averages.
+            count: the number of updates so far. The first update copies the weights.
         """
         if self._weights_are_copies or self._current_addresses() != self._addresses:
             self.collect_weights()
@@ -101,7 +101,10 @@ class Averages:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Load the averages into the module (rank 0's averages of buffers) and save its weights. Collective."""
+        """Load the averages into the module, and keep the module's weights. A collective operation.
+
+        All ranks load the averages of buffers from rank 0.
+        """
         self._trained_weights = {
             name: weight.clone() for name, weight in self._local_weights().items() if name in self.averages
         }
@@ -110,7 +113,7 @@ class Averages:
             self._strategy.sync_buffers(self._module)
 
     def swap_out(self) -> None:
-        """Load the weights that `swap_in` saved back into the module, bit for bit. Collective."""
+        """Load the weights that `swap_in` kept back into the module, bit for bit. A collective operation."""
         trained, self._trained_weights = self._trained_weights, {}
         self._load(trained)
 
@@ -125,7 +128,7 @@ class Averages:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned, saved under any strategy."""
+        """Load what `state` returned in a run with any strategy."""
         training = {}
         for name, value in state.items():
             if name.startswith(_TRAINED_PREFIX):
@@ -143,7 +146,7 @@ class Averages:
     # This rank's part of the weights
 
     def _current_addresses(self) -> tuple[int, ...]:
-        """Return the addresses of weights and buffers; they change when ``.data`` or a buffer is assigned."""
+        """Return the addresses of weights and buffers, which change when ``.data`` or a buffer is assigned."""
         buffers = (slot.get(name) for slot, name in self._buffer_slots)
         return *map(_DATA_PTR, self._parameters), *(0 if value is None else value.data_ptr() for value in buffers)
 
@@ -174,7 +177,7 @@ class Averages:
         self._strategy.load_model_state(self._as_strategy_state(parts), strict=False)
 
     def _as_strategy_state(self, parts: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the values as the strategy holds them, with this rank's part replaced by that in ``parts``."""
+        """Return the values as the strategy holds them, with this rank's part replaced by the value in ``parts``."""
         if not parts:
             return {}
         return {
@@ -184,7 +187,7 @@ class Averages:
         }
 
 
-_DATA_PTR = Tensor.data_ptr  # a C function: `map` applies it without a Python call per parameter
+_DATA_PTR = Tensor.data_ptr  # a C function, which `map` applies without a Python call per parameter
 
 _TRAINED_PREFIX = "training: "
 """Prefix of the names of trained weights that are saved while the averages are in the module."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_MAX_BAR = 24
-_MIN_BAR = 6
+_MAX_BAR_WIDTH = 24  # columns
+_MIN_BAR_WIDTH = 6
 
 
 class Phase:
@@ -17,7 +17,7 @@ class Phase:
         title: the name that is shown.
         total: the number of micro-batches; None if unknown.
         started: start time, in seconds of `time.monotonic`.
-        first: micro-batches completed before a resume.
+        first: the number of micro-batches that were completed before a resume.
     """
 
     __slots__ = ("done", "first", "paused", "started", "title", "total")
@@ -31,7 +31,7 @@ class Phase:
 
     @property
     def counted(self) -> int:
-        """Micro-batches completed since the start, without those before a resume."""
+        """The number of micro-batches that were completed since the start, without micro-batches before a resume."""
         return max(self.done - self.first, 0)
 
     @property
@@ -44,7 +44,7 @@ class Phase:
         return max(now - self.started - self.paused, 0.0)
 
     def rate(self, now: float) -> float:
-        """Return micro-batches per second, 0 if unknown."""
+        """Return the micro-batches per second; 0 if unknown."""
         elapsed = self.elapsed(now)
         return self.counted / elapsed if elapsed > 0 else 0.0
 
@@ -61,9 +61,9 @@ class BarLine(NamedTuple):
 
     Attributes:
         title: the name of the phase.
-        width: columns of the bar, 0 for no bar.
-        filled: columns of the bar that are filled.
-        rest: counts, times and metrics.
+        width: the number of columns of the bar; 0 for no bar.
+        filled: the number of columns of the bar that are filled.
+        rest: the text after the bar, with counts, times and metrics.
     """
 
     title: str
@@ -75,15 +75,15 @@ class BarLine(NamedTuple):
 def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
     """Return the line of a phase, shortened to ``width`` columns.
 
-    Metrics are dropped first, starting with the last, but the first metric is kept in preference to the bar, the speed
-    and the times.
+    If the line is too long, metrics are dropped first, starting with the last metric. The first metric is kept longer
+    than the bar, the speed and the times.
 
     Args:
         phase: the phase to show.
         metrics: values by name.
         now: seconds of `time.monotonic`.
         run: text about the remaining time of the whole run; "" for none.
-        width: columns of the terminal.
+        width: the number of columns of the terminal.
     """
     count, speed_now = str(phase.done), format_rate(phase.rate(now))
     seconds_left = phase.seconds_left(now)
@@ -94,7 +94,7 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
     shorter = [[count, *details], [count, f"[{times}]", *details[1:]], [count, *details[1:]], [count]]
     shown = format_metrics(metrics)
     room = width - len(phase.title)
-    choices = [(_MIN_BAR if phase.is_bounded else 0, shorter[0]), *((0, parts) for parts in shorter)]
+    choices = [(_MIN_BAR_WIDTH if phase.is_bounded else 0, shorter[0]), *((0, parts) for parts in shorter)]
     chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, room) or _first_that_fits(choices, [], False, room)
     bar, parts = chosen or (0, [count])
     for index, metric in enumerate(shown):
@@ -105,7 +105,7 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
             break
         parts = [*parts, metric]
     if bar:
-        bar = min(_MAX_BAR, bar + room - _width(bar, parts))
+        bar = min(_MAX_BAR_WIDTH, bar + room - _width(bar, parts))
     filled = bar * phase.done // (phase.total or 1) if bar else 0
     return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(room - 1, 0)])
 
@@ -123,7 +123,7 @@ def _width(bar: int, parts: list[str]) -> int:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Return each metric as text: ``loss=0.1235``."""
+    """Return each metric as text, such as ``loss=0.1235``."""
     return [f"{name}={format_number(value)}" for name, value in metrics.items()]
 
 

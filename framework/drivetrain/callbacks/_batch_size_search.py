@@ -21,7 +21,7 @@ MODES = ("power", "binsearch")
 
 
 class FirstBatchSize(Callback):
-    """Records the number of samples in a trial's first micro-batch: the maximum over the ranks."""
+    """Records the number of samples in a trial's first micro-batch, as the maximum over the ranks."""
 
     def __init__(self) -> None:
         self.samples: int | None = None
@@ -35,10 +35,11 @@ class FirstBatchSize(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        if self.samples is None:  # the ranks' parts of a global batch differ by at most one sample
+        if self.samples is None:  # The parts of two ranks differ by at most one sample.
             self.samples = -(-trainer.samples_seen // trainer.strategy.data_world_size)
 
-    # In evaluation a rank without data runs no batch hooks, so the ranks reduce at the end, which all of them reach.
+    # In evaluation a rank without data runs no batch hooks. The maximum is therefore computed in the hooks at the end,
+    # which every rank runs.
 
     def on_validation_batch_start(
         self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -79,7 +80,7 @@ def find_batch_size(
     """Find the largest batch size that fits into the memory of every rank, and set the attribute to it.
 
     Raises:
-        ConfigurationError: the batch size cannot be changed, or even the smallest one does not fit.
+        ConfigurationError: the batch size cannot be changed, or even the smallest size does not fit.
     """
     check_batch_size_arguments(mode, init_val, max_trials, steps_per_trial)
     _check_resizable(trials, batch_arg_name)
@@ -120,12 +121,12 @@ def search_largest(
     """Return the largest size that was tried and fits.
 
     Args:
-        fits: tries a size and returns whether it fits.
-        mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
-        init_val: the first size; halved until one fits.
+        fits: a function that tries a size and returns whether this size fits.
+        mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two sizes.
+        init_val: the first size. It is halved until a size fits.
         max_trials: the maximum number of sizes to try.
-        available: returns the number of samples that a rank has, or None until a trial has revealed it. Larger sizes
-            make no difference.
+        available: a function that returns the number of samples that a rank has, or None until a trial has revealed
+            this number. Larger sizes make no difference.
 
     Raises:
         ConfigurationError: none of the sizes fits.
@@ -144,7 +145,7 @@ def search_largest(
             break
         else:
             size = (lower + upper) // 2
-        if size == lower:  # no size is left between lower and upper
+        if size == lower:  # No size is left between lower and upper.
             break
     if lower == 0:
         raise ConfigurationError(
@@ -188,7 +189,7 @@ def check_batch_size_arguments(mode: str, init_val: int, max_trials: int, steps_
     """Validate the arguments of a batch size search.
 
     Raises:
-        ConfigurationError: names the argument.
+        ConfigurationError: an argument is invalid. The message names the argument.
     """
     if mode not in MODES:
         raise ConfigurationError(

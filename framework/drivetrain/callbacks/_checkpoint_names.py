@@ -11,11 +11,11 @@ DEFAULT = "{epoch}-{step}"
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 COUNTERS = ("epoch", "step")
-_FORBIDDEN = re.compile(r"[^A-Za-z0-9._=,+-]")
+_FORBIDDEN_CHARACTER = re.compile(r"[^A-Za-z0-9._=,+-]")
 
 
 def checkpoint_name(template: str, values: Mapping[str, float], named: bool = True) -> str:
-    """Fill a template: ``"{epoch:03d}-{val_loss:.2f}"`` becomes ``epoch=003-val_loss=0.25``.
+    """Fill a template. For example, ``"{epoch:03d}-{val_loss:.2f}"`` becomes ``epoch=003-val_loss=0.25``.
 
     Args:
         template: text with names of values in braces, each optionally with a format.
@@ -23,7 +23,7 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
         named: whether to put ``name=`` before each value.
 
     Raises:
-        ConfigurationError: the template names a value that was not logged, or its format does not fit the value.
+        ConfigurationError: the template names a value that was not logged, or a format does not fit its value.
     """
 
     def format_field(match: re.Match[str]) -> str:
@@ -45,7 +45,7 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
             ) from error
         return f"{name}={text}" if named else text
 
-    return _FORBIDDEN.sub("_", _FIELD.sub(format_field, template))
+    return _FORBIDDEN_CHARACTER.sub("_", _FIELD.sub(format_field, template))
 
 
 def names_in(template: str) -> list[str]:
@@ -57,7 +57,7 @@ def check_template(template: str) -> None:
     """Validate a template.
 
     Raises:
-        ConfigurationError: it is empty, starts with a dot, contains a slash or has unbalanced braces.
+        ConfigurationError: the template is empty, starts with a dot, contains a slash or has unbalanced braces.
     """
     rest = _FIELD.sub("", template)
     if not template or "/" in rest or "{" in rest or "}" in rest or template.startswith("."):

@@ -10,9 +10,10 @@ from drivetrain._metrics.packing import Readback
 
 
 class LatestNumbers:
-    """Copies values to the host for display; CUDA values arrive one call late instead of stalling the run.
+    """Copies values to the host for display. CUDA values arrive one call late, so that they do not stall the run.
 
-    `read` queues a copy of CUDA values and returns the newest copies that have completed. CPU values are current.
+    `read` queues a copy of CUDA values and returns the newest copies that have completed. CPU values are
+    always current.
     """
 
     def __init__(self) -> None:
@@ -41,4 +42,4 @@ class LatestNumbers:
         return {name: value for name, value in shown.items() if value is not None}
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_arrived": {}, "_pending": None}  # CUDA events cannot be pickled
+        return {"_arrived": {}, "_pending": None}  # CUDA events cannot be pickled.

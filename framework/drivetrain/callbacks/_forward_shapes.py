@@ -28,9 +28,12 @@ from drivetrain.module._run_handle import RunHandle
 Shapes = tuple[tuple[int, ...], ...]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # torch.tensor(...) in forward
-_MAX_REASON = 100  # characters of a reason
+_FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CONSTANTS = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+)  # what torch.tensor(...) in forward calls
+_MAX_MESSAGE_LENGTH = 100  # characters of an error's message that a reason quotes
 
 
 @dataclass(slots=True)
@@ -39,8 +42,8 @@ class ForwardShapes:
 
     Attributes:
         inputs: shapes of the tensors that the submodule was called with first.
-        outputs: shapes of the tensors that its first call returned.
-        flops: FLOPs of all its calls, including its children's.
+        outputs: shapes of the tensors that the submodule's first call returned.
+        flops: FLOPs of all calls of the submodule, including those of its children.
         missing: why shapes and FLOPs are unknown; "" if they are known.
     """
 
@@ -51,12 +54,14 @@ class ForwardShapes:
 
 
 def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> ForwardShapes:
-    """Return the shapes and FLOPs of ``module`` called with an example, in eval mode. Not collective; never raises.
+    """Return the shapes and FLOPs of ``module`` called with an example, in eval mode.
+
+    This function is not a collective operation, and never raises an error.
 
     Args:
         module: the module; its weights may be sharded or on the meta device.
         example: `TrainModule.example_input_array`; None returns an empty result.
-        device: where the module computes.
+        device: the device on which the module computes.
     """
     if example is None:
         return ForwardShapes()
@@ -71,9 +76,9 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
         generators = [value for child in module.modules() for value in vars(child).values() if is_generator(value)]
         with in_eval_mode(module), preserved_generators(device, generators):
             return _run_forward(module, example, device)
-    except Exception as error:  # a user's forward may raise anything, and a summary must not end a run
+    except Exception as error:  # A user's forward may raise any error, but a summary must not end a run.
         message = " ".join(str(error).split()) or "no message"
-        short = message if len(message) <= _MAX_REASON else f"{message[: _MAX_REASON - 3]}..."
+        short = message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[: _MAX_MESSAGE_LENGTH - 3]}..."
         return ForwardShapes(missing=f"forward does not run on shapes alone ({type(error).__name__}: {short})")
 
 
@@ -94,31 +99,31 @@ def _run_forward(module: nn.Module, example: Any, device: torch.device) -> Forwa
 
 
 class _FakeTensors:
-    """Maps tensors to fake tensors; the same tensor always maps to the same fake one.
+    """Maps each tensor to a fake tensor, always the same for one tensor.
 
-    Floating-point tensors become float32 whatever the run's precision, so the example need not be cast.
+    Floating-point tensors become float32 in every precision of the run, so the example need not be cast.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cpu") if device.type == "meta" else device  # fake tensors cannot be on meta
-        # Holds the original too, so that its id is not reused.
+        self._device = torch.device("cpu") if device.type == "meta" else device  # A fake tensor cannot be on meta.
+        # Each entry also holds the original tensor, so that the id of this tensor is not reused.
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._fakes:
             # ZeRO 3 parameters are empty; ds_shape is the whole shape.
             shape = getattr(tensor, "ds_shape", tensor.shape)
-            dtype = torch.float32 if tensor.dtype in _FLOATING else tensor.dtype
+            dtype = torch.float32 if tensor.dtype in _FLOATING_DTYPES else tensor.dtype
             self._fakes[id(tensor)] = torch.empty(tuple(shape), dtype=dtype, device=self._device), tensor
         return self._fakes[id(tensor)][0]
 
     def convert(self, value: Any) -> Any:
-        """Return a copy of ``value``, its lists and its dicts with fake tensors."""
+        """Return a copy of ``value``, including nested lists and dicts, in which all tensors are fake tensors."""
         return tree_map_only(torch.Tensor, self.convert_tensor, value)
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Replace all tensors of ``module`` by fake ones and detach it from its run; restore it on exit."""
+        """Context manager that replaces the tensors of ``module`` by fake ones and detaches ``module`` from its run."""
         children = list(module.modules())
         saved = [(child.__dict__, dict(child.__dict__)) for child in children]
         run_handles = [vars(child) for child in children if isinstance(child, RunHandle)]
@@ -127,7 +132,7 @@ class _FakeTensors:
             for attributes, before in saved:
                 for name, value in before.items():
                     if isinstance(value, torch.Tensor | list | tuple | dict | deque) and name != "_modules":
-                        # Most containers are empty, such as hooks; copying those is ten times faster.
+                        # Most containers, such as those of hooks, are empty, and `copy` is ten times faster for them.
                         is_filled = isinstance(value, torch.Tensor) or len(value)
                         attributes[name] = self.convert(value) if is_filled else copy(value)
                 attributes["_parameters"], attributes["_buffers"] = (
@@ -139,10 +144,10 @@ class _FakeTensors:
                 )
                 attributes["_modules"] = before["_modules"].copy()
                 attributes["_compiled_call_impl"] = None
-                attributes.pop("_trainer", None)  # the trainer communicates with other ranks
-                if sharded:  # the strategy's hooks gather weights
+                attributes.pop("_trainer", None)  # The trainer communicates with other ranks.
+                if sharded:  # The strategy's hooks would gather weights.
                     attributes.update({name: OrderedDict() for name in _HOOKS})
-            for attributes in run_handles:  # fake tensors cannot be logged
+            for attributes in run_handles:  # Fake tensors cannot be logged.
                 attributes["log"] = attributes["log_dict"] = _do_nothing
             yield
         finally:
@@ -178,7 +183,7 @@ def _shapes(values: Any) -> Shapes:
 
 
 class _FakeTensorsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises on communication, which other ranks would not take part in, and on operations on real tensors."""
+    """Raises an error at communication, because other ranks would not take part, and at operations on real tensors."""
 
     def __init__(self, fake: type[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -198,8 +203,8 @@ def _without_fused_kernels() -> Iterator[None]:
     """Disable fused kernels, whose FLOPs the counter does not know."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)  # they fuse recurrent layers
-    fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs each error before raising it
+    backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)  # Both fuse recurrent layers.
+    fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs each error before raising the error
     fused, enabled, was_disabled = (
         torch.backends.mha.get_fastpath_enabled(),
         [backend.enabled for backend in backends],

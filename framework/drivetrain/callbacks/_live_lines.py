@@ -11,14 +11,15 @@ from typing import Any, TextIO
 from drivetrain._runtime.terminal_output import is_terminal, write_output
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""Control sequences that make the terminal cut off, or wrap, a line longer than its width."""
+"""Control sequences that make the terminal cut off, or wrap, lines that are longer than the terminal's width."""
 
 
 class LiveLines:
     """One or more lines at the bottom of a terminal, redrawn by `show`.
 
-    Between two calls the cursor stays at the beginning of the first line. When a terminal becomes narrower it wraps the
-    lines again but keeps the cursor with its text, so the next `show` can clear everything below the cursor. Some
+    Between two calls the cursor stays at the beginning of the first line. A terminal that becomes narrower
+    wraps the lines again but keeps the cursor with the text at the cursor, so the next `show` can clear everything
+    below the cursor. Some
     terminals report a new width late (tmux after a quarter of a second), so lines that are too long are cut off instead
     of wrapped.
 
@@ -32,15 +33,15 @@ class LiveLines:
         self._stream = stream
         self._shown = False
         self.mid_line = False
-        """Whether other output ended without a newline. Nothing is drawn until its line is complete."""
+        """Whether other output ended without a newline. Nothing is drawn until the line of this output is complete."""
         self._guards: list[tuple[str, _ClearingStream]] = []
 
     @property
     def width(self) -> int:
-        """Columns that a line may use: one less than the terminal has, because the last one makes it wrap."""
+        """Columns that a line may use, which exclude the terminal's last column because text there may wrap."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
-        except (OSError, ValueError, AttributeError):  # not a file, or one without a size
+        except (OSError, ValueError, AttributeError):  # The stream is no file, or a file without a size.
             columns = 0
         return (columns or shutil.get_terminal_size().columns) - 1
 
@@ -53,7 +54,7 @@ class LiveLines:
         self._shown = True
 
     def clear(self) -> None:
-        """Clear the lines."""
+        """Clear the lines from the terminal."""
         if self._shown:
             self._shown = False
             write_output(self._stream, "\r\x1b[J")
@@ -78,12 +79,12 @@ class LiveLines:
         self.clear()
         while self._guards:
             name, guard = self._guards.pop()
-            if getattr(sys, name) is guard:  # other code may have replaced the stream since
+            if getattr(sys, name) is guard:  # Other code may have replaced the stream since.
                 setattr(sys, name, guard.stream)
 
 
 class _ClearingStream:
-    """A stream that clears the lines before it writes."""
+    """A stream that clears the lines of a `LiveLines` before each write."""
 
     def __init__(self, stream: TextIO, lines: LiveLines) -> None:
         self.stream = stream

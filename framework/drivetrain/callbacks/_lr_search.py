@@ -22,10 +22,10 @@ _SMOOTHING = 0.98
 
 
 class LRFind:
-    """The result of a learning rate search: the rates tried and their losses, the same on every rank.
+    """The result of a learning rate search, the same on every rank: the rates that were tried and their losses.
 
     Args:
-        results: ``{"lr": [...], "loss": [...]}``, one pair per optimizer step. The losses are smoothed.
+        results: ``{"lr": [...], "loss": [...]}``, with one rate and one smoothed loss per optimizer step.
         mode: how the rates grow: "exponential" or "linear".
 
     Based on Smith, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186).
@@ -104,7 +104,8 @@ class LRRangeTest(Callback):
         max_lr: the learning rate of the last step.
         steps: the number of optimizer steps.
         mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops early.
+        early_stop_threshold: the multiple of the best smoothed loss above which the trial stops; None never stops
+            early.
     """
 
     def __init__(self, min_lr: float, max_lr: float, steps: int, mode: str, early_stop_threshold: float | None) -> None:
@@ -115,7 +116,7 @@ class LRRangeTest(Callback):
         self._average = 0.0
         self._best = math.inf
         self._last_step = 0
-        self._sum: Any = 0.0  # weighted sum of the window's losses
+        self._sum: Any = 0.0  # weighted sum of the losses of the open window
         self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,11 +153,11 @@ class LRRangeTest(Callback):
         if weight and outputs.get("loss") is not None:
             self._sum = self._sum + outputs["loss"].double().item() * weight
             self._weight += weight
-        if trainer.global_step == self._last_step:  # the window is not complete, or an fp16 overflow skipped the step
+        if trainer.global_step == self._last_step:  # The window is open, or an fp16 overflow skipped the step.
             return
         self._last_step = trainer.global_step
         strategy = trainer.strategy
-        # float32, because not every device supports float64.
+        # The dtype is float32, because not every device supports float64.
         totals = torch.tensor([self._sum, self._weight], dtype=torch.float32, device=strategy.device)
         total, weights = (
             strategy.reduce(totals, "sum").tolist() if strategy.world_size > 1 else (self._sum, self._weight)
@@ -170,7 +171,7 @@ class LRRangeTest(Callback):
         return float(self._min * (self._max / self._min) ** fraction)
 
     def _record_loss(self, trainer: RunContext, loss: float) -> None:
-        """Record the loss of a step, which is the same on every rank, and stop if it diverges."""
+        """Record the loss of a step, which is the same on every rank, and stop the trial if the loss diverges."""
         self.rates.append(self._rate_at(self._last_step - 1))
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
         smoothed = self._average / (1 - _SMOOTHING ** len(self.rates))
@@ -195,7 +196,9 @@ def find_lr(
     update_attr: bool,
     attr_name: str,
 ) -> LRFind:
-    """Search for a learning rate by a trial and, with ``update_attr``, set the attribute to it. Collective.
+    """Search for a learning rate by a trial and, with ``update_attr``, set the attribute to this rate.
+
+    A collective operation.
 
     Raises:
         ConfigurationError: an argument is invalid, the module has no single optimizer that the engine steps, or there
@@ -228,7 +231,7 @@ def lr_attribute(module: Any, datamodule: Any, requested: str) -> str:
     """Return the name of the attribute or hyper-parameter that holds the learning rate.
 
     Raises:
-        ConfigurationError: neither the module nor the data module has one.
+        ConfigurationError: neither the module nor the data module has such an attribute or hyper-parameter.
     """
     names = (requested,) if requested else NAMES
     for name in names:
@@ -247,7 +250,7 @@ def check_lr_arguments(
     """Validate the arguments of a learning rate search.
 
     Raises:
-        ConfigurationError: names the argument.
+        ConfigurationError: an argument is invalid. The message names the argument.
     """
     if mode not in MODES:
         raise ConfigurationError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Dense peak in FLOP/s by dtype: (16 bit, TF32, float32), from the vendors' data sheets. First match wins.
+# The dense peaks of each GPU in FLOP/s for 16 bit, TF32 and float32, from the vendors' data sheets. A device has the
+# peaks of the first entry whose name matches.
 _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     ("B200", (2250e12, 1100e12, 75e12)),
     ("H200", (989e12, 494e12, 67e12)),
@@ -27,7 +28,7 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of one device for matrix products in ``dtype``, or None if unknown.
 
     Args:
-        device: where the module computes.
+        device: the device on which the module computes.
         dtype: the dtype of matrix products; float32 means TF32 if torch is configured to use it.
     """
     if device.type != "cuda":
@@ -38,7 +39,8 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def tf32_is_on() -> bool:
     """Return whether CUDA multiplies float32 matrices as TF32.
 
-    torch has two interfaces for it, and the older one raises if the setting was made through the newer one.
+    torch has two interfaces for this setting. The older interface raises an error if the setting was made through the
+    newer one.
     """
     newer = [getattr(backend, "fp32_precision", "none") for backend in (torch.backends.cuda.matmul, torch.backends)]
     precision = next((value for value in newer if value != "none"), None)
@@ -54,6 +56,6 @@ def peak_of(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:
 
 
 def _matches(device_name: str, name: str) -> bool:
-    # Compare whole words: "A100" must not match "A10".
+    # Whole words are compared, because "A100" must not match "A10".
     words, wanted = device_name.replace("-", " ").split(), name.split()
     return any(words[start : start + len(wanted)] == wanted for start in range(len(words) - len(wanted) + 1))

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class ProgressLines(ProgressBar):
-    """A `ProgressBar` for output that is not a terminal: prints a line from time to time, and does no work in a step.
+    """A `ProgressBar` for output that is not a terminal, which prints occasional lines and does no work in a step.
 
-    Its batch hooks are those of `Callback`, which the engine does not call.
+    The batch hooks of this class are those of `Callback`, which the engine does not call.
     """
 
     on_train_batch_end = Callback.on_train_batch_end
@@ -31,7 +31,8 @@ class ProgressLines(ProgressBar):
         return False
 
     def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
-        # The batch hooks do not count: use the engine's counter for training, and the total for an evaluation.
+        # The batch hooks do not count micro-batches. Training has the engine's counter, and an evaluation has the
+        # total.
         if phase is not None:
             phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
         super()._end_phase(trainer, phase)
@@ -40,8 +41,8 @@ class ProgressLines(ProgressBar):
 def default_progress_bar() -> ProgressBar:
     """Return the progress bar that suits this process's standard output.
 
-    On a UTF terminal with rich installed this is a `RichProgressBar`, on other terminals a plain `ProgressBar`, and
-    elsewhere a bar that only prints lines.
+    On a UTF terminal with rich installed the result is a `RichProgressBar`, on other terminals a plain `ProgressBar`,
+    and elsewhere a bar that only prints lines.
     """
     if not is_terminal(sys.stdout):
         return ProgressLines()

@@ -18,9 +18,9 @@ class SpikeStatistic:
     lasts for half a window becomes the new normal.
 
     Args:
-        threshold: robust standard deviations above the median beyond which a loss is a spike.
+        threshold: the number of robust standard deviations above the median beyond which a loss is a spike.
         window: the number of steps to remember.
-        warmup: steps to observe before any finite loss can be a spike.
+        warmup: the number of steps to observe before a finite loss can be a spike.
     """
 
     def __init__(self, threshold: float, window: int, warmup: int) -> None:
@@ -30,7 +30,7 @@ class SpikeStatistic:
 
     @property
     def median(self) -> float:
-        """The median; NaN before the first loss."""
+        """The median of the losses in the window; NaN before the first loss."""
         return statistics.median(self._losses) if self._losses else math.nan
 
     @property
@@ -43,11 +43,11 @@ class SpikeStatistic:
         return median + self._threshold * max(deviation, _MIN_DEVIATION * abs(median))
 
     def is_spike(self, loss: float) -> bool:
-        """Return whether the next step's loss is a spike. NaN and infinity always are."""
+        """Return whether the next step's loss is a spike. NaN and infinity are always spikes."""
         return not math.isfinite(loss) or loss > self.limit
 
     def add(self, loss: float) -> None:
-        """Add a step's loss, spike or not, to the window. Non-finite losses are ignored."""
+        """Add a step's loss to the window, even if it is a spike. Non-finite losses are ignored."""
         if math.isfinite(loss):
             self._losses.append(loss)
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from drivetrain.callbacks._forward_shapes import Shapes
 
-_GAP = "  "
-_MAX_NAMES = 4  # names in a note
+_COLUMN_GAP = "  "
+_MAX_NAMES = 4  # names of rows before a note; further rows are only counted
 _NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One submodule; its numbers include its children's.
+    """The row of one submodule, whose numbers include those of the submodule's children.
 
-    A parameter shared within a row is counted once. A parameter shared between rows is counted in each row, but once in
-    the total.
+    A parameter that is shared within a row is counted once. A parameter that is shared between rows is counted in each
+    row, but only once in the total.
     """
 
     name: str
@@ -35,9 +35,11 @@ class SummaryRow:
     training: bool
     """Whether the submodule itself is in train mode."""
     inputs: Shapes | None = None
-    """Shapes of the tensors that it is called with; None if unknown or if it is not called."""
+    """Shapes of the tensors that the submodule is called with; None if they are unknown or it is not called."""
     outputs: Shapes | None = None
+    """Shapes of the tensors that the submodule returns; None as for ``inputs``."""
     flops: int | None = None
+    """FLOPs of the submodule in a forward pass of the example; None if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Summary:
     flops: int | None = None
     """FLOPs of a forward pass of the example; None without an example or if they cannot be counted."""
     missing: str = ""
-    """Why FLOPs cannot be counted; "" if they can."""
+    """Why FLOPs cannot be counted; "" if they are counted."""
 
     def __str__(self) -> str:
         return as_text(self)
@@ -69,7 +71,8 @@ class _Column:
         title: the header.
         cells: the text of each row.
         right: whether to align right.
-        min_widths: the minimum widths in the first and second round of shortening; None if it is never shortened.
+        min_widths: the minimum widths in the first and second round of shortening; None if the column is never
+            shortened.
     """
 
     title: str
@@ -94,13 +97,13 @@ def as_text(summary: Summary, width: int = 80) -> str:
         columns = _columns(summary, width)
         widths = [column.width for column in columns]
         table = [
-            _GAP.join(
+            _COLUMN_GAP.join(
                 cell.rjust(column_width) if column.right else cell.ljust(column_width)
                 for column, cell, column_width in zip(columns, cells, widths, strict=True)
             ).rstrip()
             for cells in zip(*([column.title, *column.cells] for column in columns), strict=True)
         ]
-        rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+        rule = "-" * (sum(widths) + len(_COLUMN_GAP) * (len(widths) - 1))
         lines = [table[0], rule, *table[1:], rule]
     return "\n".join(lines + [part for line in _footer(summary) for part in textwrap.wrap(line, width)])
 
@@ -117,7 +120,7 @@ def as_rich(summary: Summary, width: int) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
     if summary.rows:
         columns = _columns(summary, sys.maxsize)
-        if _total(columns, gap=3) + 4 <= width:  # there is space for a border and for lines between columns
+        if _total(columns, gap=3) + 4 <= width:  # The width suffices for a border and lines between columns.
             table = Table(box=box.ROUNDED, header_style="bold")
         else:
             columns = _columns(summary, width)
@@ -135,7 +138,7 @@ def as_rich(summary: Summary, width: int) -> str:
             table.add_row(*map(Text, cells))
         console.print(table)
         if table.box is not box.ROUNDED:
-            console.print("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * _total(columns, len(_GAP)))
+            console.print("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * _total(columns, len(_COLUMN_GAP)))
     for line in _footer(summary):
         console.print("\n".join(textwrap.wrap(line, width)), markup=False)
     assert isinstance(console.file, io.StringIO)
@@ -161,14 +164,14 @@ def _columns(summary: Summary, width: int) -> list[_Column]:
     if set(modes) != {"train"}:
         columns.append(_Column("Mode", modes))
     for shortening_round in range(2):
-        while _total(columns, len(_GAP)) > width:
+        while _total(columns, len(_COLUMN_GAP)) > width:
             shrinkable = [
                 column
                 for column in columns
                 if column.min_widths is not None and column.width > column.min_widths[shortening_round]
             ]
             if not shrinkable:
-                break  # the terminal is too narrow, and will wrap lines
+                break  # The terminal is too narrow for the table, and will wrap lines.
             max(shrinkable, key=lambda column: column.width).shorten()
     return columns
 
@@ -201,7 +204,7 @@ def _footer(summary: Summary) -> list[str]:
 
 
 def _notes(rows: Sequence[SummaryRow]) -> list[str]:
-    """Return the notes below the table, each with the names of its rows."""
+    """Return the notes below the table, each with the names of the rows that the note is about."""
     by_note: dict[str, list[str]] = {}
     for row in rows:
         for note in filter(None, row.notes.split("; ")):
@@ -229,7 +232,7 @@ def truncate_middle(text: str, width: int) -> str:
 
 
 def format_count(number: float, units: str = "KMBT") -> str:
-    """Format a number with three significant digits: ``"820"``, ``"1.23 M"``."""
+    """Format a number with three significant digits and a unit, such as ``"820"`` or ``"1.23 M"``."""
     if number < 1000:
         return f"{number:.0f}"
     for unit in units:
@@ -241,7 +244,7 @@ def format_count(number: float, units: str = "KMBT") -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Format a number of bytes with decimal prefixes: ``"820 B"``, ``"1.23 MB"``."""
+    """Format a number of bytes with a decimal prefix, such as ``"820 B"`` or ``"1.23 MB"``."""
     return _with_unit(size, "kMGTP", "B")
 
 

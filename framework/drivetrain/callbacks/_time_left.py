@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class TimeLeft:
     """Estimates when training reaches the first of ``max_epochs``, ``max_steps`` and ``max_time``.
 
-    The pace is the average time per micro-batch, including validations and checkpoints but not the first micro-batches,
-    which may compile or start workers. It never waits for a device.
+    The pace is the average time per micro-batch, including validations and checkpoints. The first micro-batches are not
+    included, because they may compile or start workers. The estimate never waits for a device.
 
     Args:
         trainer: the run, before training starts.
@@ -41,8 +41,8 @@ class TimeLeft:
         return min(estimates, default=None)
 
     def _pace(self, micro_batches: int, now: float) -> float | None:
-        """Return the seconds per micro-batch, None before the first."""
-        if micro_batches < self._last_count:  # the run rolled back to a checkpoint
+        """Return the seconds per micro-batch; None before the first micro-batch is complete."""
+        if micro_batches < self._last_count:  # The run rolled back to a checkpoint.
             self._pace_start_time, self._pace_start_batch = now, micro_batches
         self._last_count, completed = micro_batches, micro_batches - self._pace_start_batch
         if completed:
@@ -53,7 +53,7 @@ class TimeLeft:
 
 
 def _micro_batches_left(trainer: RunContext) -> float:
-    """Return the micro-batches until ``max_epochs`` or ``max_steps``; infinite if neither limit is known."""
+    """Return the number of micro-batches until ``max_epochs`` or ``max_steps``; infinite if neither limit is known."""
     length, window = trainer.num_training_batches, trainer.accumulate_grad_batches
     by_epochs = by_steps = math.inf
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:

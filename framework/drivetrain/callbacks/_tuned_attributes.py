@@ -23,16 +23,16 @@ def find_holders(name: str, *owners: Any) -> list[Any]:
 
 
 def get_attribute(name: str, *owners: Any) -> Any:
-    """Return the attribute's value in the first object that has it."""
+    """Return the value of the attribute ``name`` in the first object that has this attribute."""
     first = find_holders(name, *owners)[0]
     return first[name] if isinstance(first, MutableMapping) else getattr(first, name)
 
 
 def set_attribute(name: str, value: Any, *owners: Any) -> None:
-    """Set an attribute in every object that has it.
+    """Set the attribute ``name`` in every object that has such an attribute or hyper-parameter.
 
     Raises:
-        ConfigurationError: it cannot be set, for example because it is a property.
+        ConfigurationError: the attribute cannot be set, for example because it is a property.
     """
     for holder in find_holders(name, *owners):
         try:

@@ -18,13 +18,13 @@ def load_saved_result(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
         key: the finder's ``state_key``.
 
     Returns:
-        The state; {} if the checkpoint has none or cannot be read; None if ``ckpt_path`` is not the path of a
-        checkpoint but None, "auto", "last" or "best".
+        The state, or {} if the checkpoint does not contain the state or cannot be read. None if ``ckpt_path`` is None,
+        "auto", "last" or "best", and thus not the path of a checkpoint.
     """
     if ckpt_path is None or ckpt_path in _CHOSEN:
         return None
     try:
         saved = load(ckpt_path).state()["callbacks"][key]["state"]
-    except (CheckpointError, KeyError, TypeError):  # the run reports what is wrong with the checkpoint
+    except (CheckpointError, KeyError, TypeError):  # The run reports what is wrong.
         return {}
     return saved if isinstance(saved, dict) else {}

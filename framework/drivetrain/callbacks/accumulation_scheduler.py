@@ -27,7 +27,7 @@ class GradientAccumulationScheduler(Callback):
             ``Fit(accumulate_grad_batches=...)`` is not 1 or the module uses manual optimization.
     """
 
-    priority = 100  # sets the window before other callbacks read it
+    priority = 100  # before callbacks that read the window
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
@@ -52,11 +52,11 @@ class GradientAccumulationScheduler(Callback):
         return f"{type(self).__qualname__}{self.scheduling!r}"
 
     def window(self, epoch: int) -> int:
-        """Return the micro-batches per window in ``epoch``."""
+        """Return the number of micro-batches per window in ``epoch``."""
         return next((self.scheduling[start] for start in reversed(self.scheduling) if start <= epoch), 1)
 
     def window_of(self, epoch: int) -> int:
-        """Return the micro-batches per window in ``epoch``, for the engine's estimate of the total steps."""
+        """Return the number of micro-batches per window in ``epoch``, for the engine's estimate of the total steps."""
         return self.window(epoch)
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
@@ -88,7 +88,7 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Restore the run's setting."""
+        """Restore the ``accumulate_grad_batches`` of the run."""
         if self._before is not None:
             trainer.accumulate_grad_batches = self._before
             self._before = None

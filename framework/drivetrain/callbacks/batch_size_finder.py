@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class BatchSizeFinder(Callback):
-    """Tries increasing batch sizes before a run, and sets the largest one that fits into the memory of every rank.
+    """Tries increasing batch sizes before a run, and sets the largest size that fits into the memory of every rank.
 
     The data module, or the module, must build its loaders with the attribute ``batch_arg_name``, which the search sets.
     Trials run on copies, so only that attribute changes. The result is in `optimal_batch_size`.
 
-    A run that resumes from the path of a checkpoint uses the size saved there and does not search. A run with
-    ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
+    A run that resumes from the path of a checkpoint uses the size that the checkpoint contains, and does not search. A
+    run with ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
 
     Args:
-        mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
+        mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two.
         steps_per_trial: optimizer steps per trial (micro-batches for validate, test and predict).
         init_val: the first size to try.
         max_trials: the maximum number of sizes to try.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _MODES = ("min", "max")
-_TIME_CHECK_INTERVAL = 16  # steps; each check broadcasts rank 0's clock
+_TIME_CHECK_INTERVAL = 16  # steps between two checks of the time, because a check broadcasts rank 0's clock
 
 
 class Checkpoint(Callback):
@@ -44,43 +44,44 @@ class Checkpoint(Callback):
 
     A checkpoint is written after all hooks of the event that triggers it, and only when no accumulation window is open,
     so that a run can resume from it exactly. An old checkpoint is removed only after a new one is complete. Only
-    checkpoints of this run are removed: folders directly in ``dirpath`` whose manifest has the expected identifier. If
-    a name belongs to a checkpoint that is kept, ``-v1``, ``-v2``, ... is appended. A small file ``latest`` names the
-    checkpoint written last.
+    checkpoints of this run are removed. They are recognised as folders directly in ``dirpath`` whose manifest has the
+    expected identifier. If a checkpoint that is kept already has the name of a new one, ``-v1``, ``-v2``, ... is
+    appended to the new name. A small file ``latest`` names the checkpoint written last.
 
-    Without ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval`` it saves once per epoch, or after
-    each validation if an epoch has several.
+    Without ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval``, the callback saves once per epoch,
+    or after each validation if an epoch has several validations.
 
     Args:
         dirpath: a folder or fsspec URL; by default ``checkpoints`` in the run's folder, ``trainer.log_dir``.
         filename: a template of counters and logged values, such as ``"{epoch:03d}-{val_loss:.3f}"``.
         monitor: the logged value that ranks checkpoints, or "epoch" or "step"; None keeps the newest.
-        mode: "min" if lower values are better, "max" if higher ones are.
+        mode: "min" if lower values are better, "max" if higher values are better.
         save_top_k: how many of the best checkpoints to keep; -1 for all, 0 for none.
-        save_last: whether to keep the newest checkpoint too, whatever its value; the same as ``keep_last=1``.
+        save_last: whether to also keep the newest checkpoint, whatever its monitored value. Same as ``keep_last=1``.
         every_n_train_steps: optimizer steps between checkpoints; 0 to not save by steps.
         every_n_epochs: epochs between checkpoints; 0 to not save by epochs.
         train_time_interval: time between checkpoints.
-        save_weights_only: whether to leave out the state that is needed to resume.
+        save_weights_only: whether to save only the weights, from which a run cannot resume.
         save_on_exception: whether to save the state after the last step if the run fails. For a single process only.
         save_async: whether to copy the state and write it in the background while training continues.
         keep_last: how many of the newest checkpoints to keep besides the best.
         trainable_only: whether to leave out parameters that were never trained, so that an adapter is saved without its
-            base model. The checkpoint contains checksums of the parameters left out; loading it needs the same base
-            model.
+            base model. The checkpoint contains checksums of the parameters left out, because it can be loaded only with
+            the same base model.
         digest: "sha256" stores each file's SHA-256 in the manifest, for `drivetrain.checkpoint.verify`, so that a
-            signature of the manifest covers all files; None stores checksums only.
+            signature of the manifest covers all files. None stores only checksums.
         verbose: whether to log each save on rank 0.
         auto_insert_metric_name: whether to put ``name=`` before each value in ``filename``.
-        save_on_train_epoch_end: save at the end of a training epoch (True) or of a validation (False). None chooses the
-            epoch's end if validation runs once per epoch or not at all, and the validation's end otherwise.
-        enable_version_counter: must be True: a checkpoint that is kept is never overwritten.
+        save_on_train_epoch_end: whether to save at the end of a training epoch (True) or at the end of a validation
+            (False). None chooses the epoch's end if validation runs once per epoch or not at all, and the validation's
+            end otherwise.
+        enable_version_counter: must be True, because a checkpoint that is kept is never overwritten.
 
     Raises:
         ConfigurationError: an argument is invalid, or arguments contradict each other.
     """
 
-    priority = -20  # after early stopping; the module has logged by then
+    priority = -20  # after early stopping and after the module's own hooks, which log values
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Checkpoint(Callback):
         check_digest("Checkpoint", digest)
         _check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
-        self._default_dirpath: str | None = None  # `dirpath`, if the run chose it
+        self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run = ""  # the run's id
         self._disabled = False
         self.filename = DEFAULT if filename is None else filename
@@ -150,11 +151,11 @@ class Checkpoint(Callback):
         self._interrupt_checkpoint: SavedCheckpoint | None = None  # written by `save_before_leaving`
         self._clock = time.monotonic()
         self._fitting = False
-        self._retention_before_rollback: dict[str, Any] = {}  # the retention's state before a rollback
-        self._claims: dict[str, Callable[[], None]] = {}  # names being written, with functions that release them
-        self._to_remove: list[SavedCheckpoint] = []  # to be removed once a later checkpoint is complete
+        self._retention_before_rollback: dict[str, Any] = {}
+        self._claims: dict[str, Callable[[], None]] = {}  # by name of a checkpoint being written: releases the name
+        self._to_remove: list[SavedCheckpoint] = []  # checkpoints to remove once a later one is complete
 
-    # Checkpoints that are kept
+    # Which checkpoints are kept, and under which names
 
     @property
     def best_model_path(self) -> str:
@@ -174,7 +175,7 @@ class Checkpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Path of the worst of the ``save_top_k`` best checkpoints, the next to be removed; "" if there are fewer."""
+        """Path of the worst of the ``save_top_k`` best checkpoints, which is removed next; "" if fewer are kept."""
         return self._path(self._retention.kth_best)
 
     @property
@@ -211,7 +212,7 @@ class Checkpoint(Callback):
         """Paths of all checkpoints that are kept, with their monitored values."""
         return {self._path(saved): saved.score for saved in self._retention.kept}
 
-    # State
+    # State of this callback in checkpoints
 
     @property
     def state_key(self) -> str:
@@ -220,7 +221,7 @@ class Checkpoint(Callback):
         return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the folder and the names and identifiers of the checkpoints of this run."""
+        """Return the folder of the checkpoints, and the names and identifiers of those that this run has written."""
         best = self._retention.best
         return {
             "dirpath": None if self.dirpath is None else resolve_folder(self.dirpath),
@@ -234,7 +235,7 @@ class Checkpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the list of checkpoints if it is of this run and folder. Otherwise those files are left alone."""
+        """Restore the list of checkpoints if this run has written them to this folder; otherwise leave them alone."""
         self._last_saved_step, self._last_considered_step = (
             _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
         )
@@ -255,7 +256,7 @@ class Checkpoint(Callback):
             )
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy rank 0's list of checkpoints, and its folder if the run chose it."""
+        """Copy rank 0's list of checkpoints, and rank 0's folder if the run chose the folder."""
         if self.dirpath is None or self.dirpath == self._default_dirpath:
             self.dirpath = self._default_dirpath = state_dict["dirpath"]
         else:
@@ -263,7 +264,7 @@ class Checkpoint(Callback):
         self._run = state_dict["run"]
         self.load_state_dict(state_dict)
 
-    # Engine queries
+    # Answers to the engine's queries
 
     @property
     def writes_to(self) -> Sequence[str]:
@@ -303,9 +304,9 @@ class Checkpoint(Callback):
         self._retention_before_rollback = self._retention.state_dict()
 
     def after_going_back(self, trainer: RunContext, module: TrainModule, path: str) -> None:
-        """Restore the list of checkpoints, and remove those later than the one that was loaded.
+        """Restore the list of checkpoints, and remove checkpoints later than the one that was loaded.
 
-        Otherwise a run that is restarted before it reaches them again would resume from the newest of them.
+        If they remained, a run that is restarted before it reaches their steps again would resume from the newest one.
         """
         self._retention.load_state_dict(self._retention_before_rollback)
         later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
@@ -319,7 +320,7 @@ class Checkpoint(Callback):
     # When to save
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Reset the state and determine the folder."""
+        """Reset this callback's state and determine the folder of the checkpoints."""
         if stage != "fit":
             return
         self._disabled = bool(trainer.fast_dev_run) or trainer.barebones
@@ -340,7 +341,7 @@ class Checkpoint(Callback):
             self._release_claim(name)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Determine when to save, and remove the checkpoints that the resumed run had not removed yet."""
+        """Determine when to save, and remove the checkpoints that the interrupted run had not yet removed."""
         once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         at_epoch_end = self.save_on_train_epoch_end
         self._at_epoch_end = once_per_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
@@ -351,7 +352,7 @@ class Checkpoint(Callback):
     def _after_micro_batch(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Save if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
+        """Save a checkpoint if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
         step = trainer.global_step
         if step == self._last_considered_step:
             return
@@ -366,7 +367,7 @@ class Checkpoint(Callback):
                 self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save, if checkpoints are saved at the end of validations."""
+        """Save a checkpoint if checkpoints are saved at the end of validations."""
         if not self._fitting or self._at_epoch_end or trainer.sanity_checking:
             return
         every = self.every_n_epochs if self.save_on_train_epoch_end is False else None
@@ -374,13 +375,13 @@ class Checkpoint(Callback):
             self._request_save(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save, if checkpoints are saved at the end of epochs and ``every_n_epochs`` is reached."""
+        """Save a checkpoint if checkpoints are saved at the end of epochs and ``every_n_epochs`` is reached."""
         every = self.every_n_epochs or int(self._uses_default_interval and self._at_epoch_end)
         if every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0:
             self._request_save(trainer)
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
-        """Save, with ``save_on_exception``."""
+        """Save a checkpoint if ``save_on_exception`` is set."""
         if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step == trainer.global_step:
             return  # `save_before_leaving` has saved this step already
         if self._fitting and self.save_on_exception and not self._disabled:
@@ -388,10 +389,11 @@ class Checkpoint(Callback):
             trainer.save_after_failure(path, self.digest, self.trainable_only)
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
-        """Save a checkpoint to resume from. Collective.
+        """Save a checkpoint to resume from. A collective operation.
 
-        If a run has several `Checkpoint` callbacks, only one saves: the first without ``save_weights_only``, if any.
-        The checkpoint does not count towards those that are kept, and is removed once a later one is complete.
+        If a run has several `Checkpoint` callbacks, only one saves: the first without ``save_weights_only``, or else
+        the first. The saved checkpoint does not count towards ``save_top_k`` and ``keep_last``, and is removed once a
+        later checkpoint is complete.
         """
         savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
         if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
@@ -421,7 +423,7 @@ class Checkpoint(Callback):
 
     @property
     def _name_needs_values(self) -> bool:
-        """Whether the name may contain logged values, which have to be copied from the device."""
+        """Whether the checkpoint's name may contain logged values, which have to be copied from the device."""
         return self.filename != DEFAULT
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
@@ -453,7 +455,7 @@ class Checkpoint(Callback):
         folder = self._folder()
 
         def may_overwrite(existing: str) -> bool:
-            with suppress(OSError):  # if the storage fails, choose another name
+            with suppress(OSError):  # If the storage fails, another name is chosen.
                 return any(
                     saved.name == existing and is_checkpoint_at(folder, existing, saved.identifier)
                     for saved in to_remove
@@ -466,7 +468,7 @@ class Checkpoint(Callback):
 
     def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
         is_rank_0 = trainer.strategy.control.rank == 0
-        removable = list(self._to_remove)  # entries added later are removed only after a later checkpoint is complete
+        removable = list(self._to_remove)  # entries added later wait for the next checkpoint
 
         def on_complete() -> None:
             if is_rank_0:
@@ -481,9 +483,10 @@ class Checkpoint(Callback):
         )
 
     def _clean_up(self, trainer: RunContext, removable: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
-        """Update ``latest`` and remove checkpoints that are no longer kept. On rank 0, once a later one is complete.
+        """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
 
-        Failures of the storage do not end the run, because no checkpoint is lost: removal is tried again next time.
+        Failures of the storage do not end the run, because they lose no checkpoint. The next call tries the removal
+        again. Only rank 0 calls this method.
         """
         folder = self._folder()
         try:

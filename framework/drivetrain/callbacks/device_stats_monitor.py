@@ -21,9 +21,10 @@ class DeviceStatsMonitor(Callback):
     """Logs the statistics of rank 0's device, before and after every ``log_every_n_steps``-th optimizer step.
 
     Keys are ``DeviceStatsMonitor.on_train_batch_start/<name>`` and ``DeviceStatsMonitor.on_train_batch_end/<name>``.
-    On CUDA the names are those of `torch.cuda.memory_stats`: ``allocated_bytes.all.current``, ``num_alloc_retries``
-    and so on; on MPS they are the allocated bytes. Host statistics need psutil: ``cpu_percent`` since the previous
-    reading, ``cpu_vm_percent`` (memory) and ``cpu_swap_percent``. Reading them never waits for the device.
+    On CUDA the names are those of `torch.cuda.memory_stats`, such as ``allocated_bytes.all.current`` and
+    ``num_alloc_retries``. On MPS the statistics are the allocated bytes. Host statistics, which need psutil, are
+    ``cpu_percent`` since the previous reading, ``cpu_vm_percent`` (memory) and ``cpu_swap_percent``. Reading statistics
+    never waits for the device.
 
     Args:
         cpu_stats: whether to log host statistics; None logs them if the module runs on the CPU.
@@ -35,7 +36,7 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
         self._log_interval = 0  # steps between logs; 0 logs nothing
-        self._open_step = 0  # the step whose start was logged and whose end was not
+        self._open_step = 0  # the step whose start was logged, but whose end was not logged yet
         self._logs_host_stats = False
 
     @property
@@ -44,7 +45,7 @@ class DeviceStatsMonitor(Callback):
         return f"{type(self).__qualname__}{{'cpu_stats': {self.cpu_stats!r}}}"
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Check that the statistics are available."""
+        """Check that the statistics to log are available."""
         device = trainer.strategy.device
         self._logs_host_stats = self.cpu_stats or (self.cpu_stats is None and device.type == "cpu")
         if self._logs_host_stats and not is_installed("psutil"):
@@ -63,17 +64,17 @@ class DeviceStatsMonitor(Callback):
             )
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Determine when to log."""
+        """Determine after how many steps to log."""
         self._log_interval = trainer.log_every_n_steps if trainer.is_global_zero else 0
         self._open_step = 0
         if self._log_interval and not trainer.loggers:
             self._log_interval = 0
             warnings.warn("DeviceStatsMonitor logs nothing: the run has no logger", stacklevel=2)
         if self._log_interval and self._logs_host_stats:
-            self.stats(trainer.strategy.device)  # psutil's cpu_percent is relative to the previous call
+            self.stats(trainer.strategy.device)  # psutil's cpu_percent is relative to the previous call.
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Log before the first micro-batch of a step that is due."""
+        """Log the statistics before the first micro-batch of a step that is due."""
         step = trainer.global_step + 1
         if self._log_interval and step % self._log_interval == 0 and step != self._open_step:
             self._open_step = step
@@ -82,7 +83,7 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Log after the step."""
+        """Log the statistics after a step that was due."""
         if self._open_step and trainer.global_step == self._open_step:
             self._open_step = 0
             self._log(trainer, "on_train_batch_end", trainer.global_step)
@@ -105,7 +106,7 @@ class DeviceStatsMonitor(Callback):
 
 
 def _reader(device: torch.device) -> Any:
-    """Return a function that returns the device's statistics by name; None if torch has none."""
+    """Return a function that returns the device's statistics by name; None if torch has no statistics."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)

@@ -26,28 +26,29 @@ def _is_count(value: Any) -> bool:
 class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` checks.
 
-    All ranks decide from the same number: a value that differs between ranks (logged with ``sync_dist=False``, or in a
-    step) is averaged over the ranks that logged it.
+    All ranks decide from the same number. A value that differs between ranks, because it was logged in a step or with
+    ``sync_dist=False``, is averaged over the ranks that logged it.
 
     Args:
         monitor: the name of a logged value.
-        min_delta: the minimum change that counts as an improvement (its sign is ignored).
+        min_delta: the minimum change that counts as an improvement. The sign of ``min_delta`` is ignored.
         patience: the number of checks without improvement after which to stop. A check is made per epoch or validation.
         verbose: whether to print each improvement and the reason for stopping.
-        mode: "min" if lower values are better, "max" if higher ones are.
-        strict: whether a missing value is an error; otherwise the check is skipped, with one warning.
+        mode: "min" if lower values are better, "max" if higher values are better.
+        strict: whether a missing value is an error. If False, the check is skipped, with one warning.
         check_finite: whether to stop at NaN or infinity.
-        stopping_threshold: stop as soon as the value is better than this.
-        divergence_threshold: stop as soon as the value is worse than this.
-        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). None chooses
-            the epoch's end if validation runs once per epoch or not at all, and the validation's end otherwise.
-        log_rank_zero_only: must be True: all ranks make the same decision, so only rank 0 prints.
+        stopping_threshold: a value; training stops as soon as the monitored value is better.
+        divergence_threshold: a value; training stops as soon as the monitored value is worse.
+        check_on_train_epoch_end: whether to check at the end of a training epoch (True) or at the end of a validation
+            (False). None chooses the epoch's end if validation runs once per epoch or not at all, and the validation's
+            end otherwise.
+        log_rank_zero_only: must be True, because all ranks make the same decision and only rank 0 prints.
 
     Attributes:
         wait_count: checks since the last improvement.
         best_score: the best value so far.
-        stopped_epoch: the epoch in which training was stopped, 0 if it was not.
-        stopping_reason: why training was stopped, None if it was not.
+        stopped_epoch: the epoch in which training was stopped; 0 if this callback did not stop training.
+        stopping_reason: why training was stopped; None if this callback did not stop training.
 
     Raises:
         ConfigurationError: ``monitor``, ``mode`` or ``patience`` is invalid; during the run, if ``monitor`` was not
@@ -96,7 +97,7 @@ class EarlyStopping(Callback):
             )
         self.monitor = monitor
         self.min_delta = abs(min_delta)
-        self.patience = int(patience)  # a NumPy integer would change `state_key`
+        self.patience = int(patience)  # An int, because a NumPy integer would change `state_key`.
         self.verbose = verbose
         self.mode = mode
         self.strict = strict
@@ -148,7 +149,7 @@ class EarlyStopping(Callback):
 
     @property
     def monitors(self) -> Mapping[str, str]:
-        """``monitor``, if ``strict``."""
+        """The value ``monitor``, which is required if ``strict`` is set."""
         return {self.monitor: f"{type(self).__name__}(monitor={self.monitor!r})"} if self.strict else {}
 
     def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
@@ -157,7 +158,7 @@ class EarlyStopping(Callback):
         return reason
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Reset the state for a fit; a checkpoint is loaded later."""
+        """Reset the state before a fit. The state of a checkpoint is loaded after this hook."""
         self._fitting = stage == "fit"
         if self._fitting:
             self._reset()
@@ -169,7 +170,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = None
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Determine when to check."""
+        """Determine whether to check at the end of epochs or of validations."""
         if self.check_on_train_epoch_end is not None:
             self._at_epoch_end = self.check_on_train_epoch_end
         else:
@@ -177,12 +178,12 @@ class EarlyStopping(Callback):
             self._at_epoch_end = once_per_epoch or not trainer.num_val_batches
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check, if checks are made at the end of epochs."""
+        """Check the monitored value, if checks are made at the end of epochs."""
         if self._at_epoch_end:
             self._check(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check, if checks are made at the end of validations."""
+        """Check the monitored value, if checks are made at the end of validations."""
         if self._fitting and not self._at_epoch_end and not trainer.sanity_checking:
             self._check(trainer)
 
@@ -193,7 +194,7 @@ class EarlyStopping(Callback):
             return
         reason = self._evaluate(value)
         if reason is None and not trainer.should_stop:
-            # min_epochs kept the run going after an earlier request to stop, and the value has improved since.
+            # After an earlier request to stop, min_epochs kept the run going, and the value has improved since then.
             self.stopping_reason = None
             self.stopped_epoch = 0
         if reason is not None:
@@ -206,7 +207,7 @@ class EarlyStopping(Callback):
             trainer.print(f"EarlyStopping: {self.monitor} improved to {value:.6g}")
 
     def _evaluate(self, value: float) -> str | None:
-        """Update the state with a value, and return the reason to stop, or None."""
+        """Update the state with a value, and return the reason to stop, or None to continue."""
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} is {value}, which is not finite"
         if self.stopping_threshold is not None and self._is_better(value, self.stopping_threshold):

@@ -28,23 +28,23 @@ class BaseFinetuning(Callback):
     should pass only parameters that require gradients: ``filter(lambda p: p.requires_grad, self.parameters())``.
     Parameters that are unfrozen later are added to an optimizer as a new group.
 
-    Checkpoints record which parameters are trainable and their groups, so a run can be resumed at any epoch. ZeRO
-    cannot add parameter groups during a run, and raises an error.
+    Checkpoints record which parameters are trainable and to which groups they belong, so a run can be resumed at any
+    epoch. ZeRO cannot add parameter groups during a run, and raises an error.
     """
 
     def freeze_before_training(self, module: Any) -> None:
-        """Freeze modules with `freeze`. Must be overridden. Called in `setup` of a fit, on every rank."""
+        """Freeze modules with `freeze`. Must be overridden. `setup` of a fit calls this method, on every rank."""
         raise NotImplementedError
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the modules that train from ``epoch`` on, with `unfreeze_and_add_param_group`. Must be overridden.
 
-        Called at the start of each epoch, for each optimizer, on every rank.
+        This method is called at the start of each epoch, for each optimizer, on every rank.
         """
         raise NotImplementedError
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Freeze modules before a fit. A checkpoint that is loaded later restores what is trainable."""
+        """Freeze modules before a fit. A checkpoint that is loaded later restores which parameters are trainable."""
         if stage == "fit":
             self.freeze_before_training(module)
 
@@ -70,7 +70,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[Tensor]:
-        """Yield the parameters with the given ``requires_grad``; those of batch normalization only if ``train_bn``."""
+        """Yield parameters with the given ``requires_grad``, without batch normalization if ``train_bn`` is False."""
         for layer in BaseFinetuning.flatten_modules(modules):
             if isinstance(layer, _BatchNorm) and not train_bn:
                 continue
@@ -86,12 +86,12 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze one layer without its children: its parameters, and running statistics of batch normalization."""
+        """Freeze the parameters and running statistics of one layer, but not those of its children."""
         _set_trainable(module, trains=False)
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze ``modules``, except for batch normalization if ``train_bn``."""
+        """Freeze ``modules``, except for batch normalization if ``train_bn`` is True."""
         for layer in BaseFinetuning.flatten_modules(modules):
             _set_trainable(layer, trains=train_bn and isinstance(layer, _BatchNorm))
 
@@ -123,15 +123,16 @@ class BaseFinetuning(Callback):
         Args:
             modules: the modules to unfreeze.
             optimizer: the optimizer to add the group to.
-            lr: the group's learning rate; None is the first group's divided by ``initial_denom_lr``.
-            initial_denom_lr: see ``lr``.
+            lr: the group's learning rate. None means the learning rate of the optimizer's first group, divided by
+                ``initial_denom_lr``.
+            initial_denom_lr: the divisor that is used if ``lr`` is None.
             train_bn: whether to unfreeze batch normalization too.
         """
         layers = BaseFinetuning.flatten_modules(modules)
         norms = [layer for layer in layers if isinstance(layer, _BatchNorm)]
         BaseFinetuning.make_trainable([layer for layer in layers if train_bn or layer not in norms])
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
-        # Batch normalization may have been trained from the start, and then stays in its group.
+        # Parameters of batch normalization that have been trained from the start stay in their group.
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         kept = {id(parameter) for norm in norms for parameter in norm.parameters() if id(parameter) in known}
         params = [
@@ -143,17 +144,18 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains the head alone at first, and ``module.backbone`` too after some epochs, with a growing learning rate.
+    """Trains the head alone at first, and after some epochs also ``module.backbone``, with a growing learning rate.
 
-    The backbone is added to the first optimizer.
+    The backbone's parameters are added to the first optimizer.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch in which the backbone is trained, counted from 0.
         lambda_func: returns the factor by which the backbone's learning rate is multiplied at the start of an epoch.
             It is called with the number of that epoch plus 1.
         backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the head's.
-        backbone_initial_lr: the backbone's initial learning rate; None uses the fraction.
-        should_align: whether the head's learning rate is the maximum of the backbone's.
+        backbone_initial_lr: the backbone's initial learning rate; None uses
+            ``backbone_initial_ratio_lr``.
+        should_align: whether the backbone's learning rate never exceeds the head's.
         initial_denom_lr: accepted for compatibility; not used, because the backbone's rate is always known.
         train_bn: whether the backbone's batch normalization is trained from the start; otherwise it is never trained.
         verbose: whether to log both learning rates at the start of each epoch.
@@ -227,11 +229,11 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone at ``unfreeze_backbone_at_epoch``, and increase its learning rate in later epochs."""
+        """Unfreeze the backbone at ``unfreeze_backbone_at_epoch``, and change its learning rate in later epochs."""
         head = float(optimizer.param_groups[0]["lr"])
         if epoch < self.unfreeze_backbone_at_epoch:
             return
-        if self.previous_backbone_lr is None:  # not necessarily at that epoch: a resumed run may be past it
+        if self.previous_backbone_lr is None:  # A resumed run may be past the epoch of unfreezing.
             initial = self.backbone_initial_lr
             rate = head * self.backbone_initial_ratio_lr if initial is None else initial
             self.unfreeze_and_add_param_group(

@@ -19,12 +19,13 @@ _YOUNG_GENERATION = 1
 class GarbageCollection(Callback):
     """Collects garbage every ``every_n_steps`` steps instead of at arbitrary moments, so that all ranks pause together.
 
-    Python's automatic collection starts at a different moment on each rank, and all ranks wait for the one that pauses
-    when they exchange gradients. This callback disables it during training, collects young objects every
-    ``every_n_steps`` steps and all objects at the end of an epoch. It helps if the data pipeline or `training_step`
-    creates many Python objects and there are many ranks. The engine itself creates few, see ``docs/decisions/``.
+    Python's automatic collection starts at a different moment on each rank. When the ranks exchange gradients, they
+    wait for the rank that pauses. This callback disables automatic collection during training, and collects young
+    objects every ``every_n_steps`` steps and all objects at the end of an epoch. The callback helps if the data
+    pipeline or `training_step` creates many Python objects and there are many ranks. The engine itself creates few
+    objects, as described in ``docs/decisions/``.
 
-    After the run, also after a failure, automatic collection is enabled again if it was before.
+    After the run, also after a failure, automatic collection is enabled again if it was enabled before.
 
     Args:
         every_n_steps: optimizer steps between two collections.
@@ -44,10 +45,10 @@ class GarbageCollection(Callback):
             )
         self.every_n_steps = every_n_steps
         self._has_disabled = False  # whether this callback has disabled automatic collection
-        self._collected_at = 0
+        self._collected_at = 0  # global_step of the last collection
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Collect everything that set-up left behind, and disable automatic collection."""
+        """Collect the garbage that set-up left behind, and disable automatic collection."""
         self._collected_at = trainer.global_step
         self._has_disabled = gc.isenabled()
         gc.collect()

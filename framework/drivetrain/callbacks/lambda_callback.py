@@ -16,7 +16,7 @@ class LambdaCallback(Callback):
     ``LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))``
 
     Args:
-        priority: see `Callback.priority`.
+        priority: the callback's position, as in `Callback.priority`.
         **hooks: functions by hook name, with the arguments of the `Callback` method of that name.
 
     Raises:

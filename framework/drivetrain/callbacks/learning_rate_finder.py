@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Trains with increasing learning rates before a fit, and sets the one at which the loss falls most steeply.
+    """Trains with increasing learning rates before a fit, and sets the rate at which the loss falls most steeply.
 
     The search trains a copy of the module and restores data, random generators and counters, so only the learning rate
     of the fit changes. The result is in `optimal_lr`.
 
-    A run that resumes from the path of a checkpoint uses the rate saved there and does not search. A run with
-    ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
+    A run that resumes from the path of a checkpoint uses the rate that the checkpoint contains, and does not search. A
+    run with ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
 
     Args:
         min_lr: the learning rate of the first step.
         max_lr: the learning rate of the last step.
         num_training_steps: optimizer steps of the search.
         mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops early.
+        early_stop_threshold: the multiple of the best smoothed loss above which the search stops; None never stops
+            early.
         update_attr: whether to set ``lr`` or ``learning_rate`` of the module or its hyper-parameters, before
             ``configure_optimizers`` is called.
-        attr_name: the attribute to set instead.
+        attr_name: the name of another attribute to set instead.
 
     Raises:
         ConfigurationError: an argument is invalid; at the start of a fit, also if the attribute does not exist, the
-            module has not exactly one optimizer, or it uses manual optimization.
+            module has not exactly one optimizer, or the module uses manual optimization.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LearningRateFinder(Callback):
         self._was_launched = False
         self._suggestion: float | None = None
         self.optimal_lr: LRFind | None = None
-        """The result of the search; None before it."""
+        """The result of the search; None before a search."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"suggestion": self._suggestion}
@@ -98,7 +99,7 @@ def check_was_launched(callback: Callback, was_launched: bool) -> None:
     """Raise an error for a finder that was added too late to search.
 
     Raises:
-        ConfigurationError: its `before_launch` was not called.
+        ConfigurationError: the callback's `before_launch` was not called.
     """
     if not was_launched:
         raise ConfigurationError(

@@ -27,7 +27,12 @@ _CAPACITY = 1024  # losses in the buffer, and thus the maximum number of micro-b
 
 
 class _MicroBatch(NamedTuple):
-    """A micro-batch: the `global_step` before its step, and the number of items over which its loss is a mean."""
+    """A micro-batch of training.
+
+    Attributes:
+        step: the `global_step` before the optimizer step to which the micro-batch belongs.
+        weight: the number of items over which the loss of the micro-batch is a mean.
+    """
 
     step: int
     weight: float
@@ -46,7 +51,7 @@ class _PendingLosses(NamedTuple):
         return {micro_batch.step: [0.0, 0.0] for micro_batch in self.micro_batches}
 
     def sums(self) -> dict[int, list[float]]:
-        """Return, by step, the sum of the losses of its micro-batches on this rank, and their number."""
+        """Return, for each step, the sum of the losses of its micro-batches on this rank, and the number of losses."""
         sums = self.zero_sums()
         for micro_batch, loss in (
             zip(self.micro_batches, self.losses.numbers(), strict=True) if self.losses is not None else ()
@@ -61,26 +66,26 @@ class LossSpikeGuard(Callback):
     """Watches the loss of every step (the mean over its micro-batches and all ranks) for sudden rises.
 
     A loss is a spike if it is more than ``threshold`` robust standard deviations above the median of the last
-    ``window`` steps, or if it is not finite. Losses are collected in a small buffer on the device. The host reads it,
-    and communicates with the other ranks, only every ``every_n_steps`` steps, before a validation and at the end of an
-    epoch. All ranks take the same decision.
+    ``window`` steps, or if it is not finite. Losses are collected in a small buffer on the device. The host reads
+    the buffer, and communicates with the other ranks, only every ``every_n_steps`` steps, before a validation and at
+    the end of an epoch. All ranks take the same decision.
 
     Actions:
-        "warn": log a warning. Within an epoch the host never waits for a GPU: losses that have not arrived are checked
-            the next time.
-        "skip": drop the gradients of a step with such a loss. The step still counts. For this, **every step** waits for
-            the device and the other ranks.
+        "warn": log a warning. Within an epoch the host never waits for a GPU. Losses that have not arrived are checked
+            at the next check.
+        "skip": drop the gradients of a step whose loss is a spike. The step still counts. With this action, **every
+            step** waits for the device and the other ranks.
         "rollback": load the newest checkpoint of this run's `Checkpoint` callbacks from before the spike and continue
             from there. When the run reaches the steps with the spike again, it computes their micro-batches but drops
-            the gradients, because the same spike would occur again otherwise. This happens at most ``max_rollbacks``
-            times. Each check waits for the device.
+            the gradients, because the same spike would occur again otherwise. A run rolls back at most
+            ``max_rollbacks`` times. Each check waits for the device.
 
     Set the intervals of `Checkpoint` to multiples of ``every_n_steps``. Otherwise checkpoints may be saved before the
-    losses up to them were checked.
+    losses of the steps before them were checked.
 
     Args:
         action: "warn", "skip" or "rollback".
-        threshold: robust standard deviations above the median beyond which a loss is a spike.
+        threshold: the number of robust standard deviations above the median beyond which a loss is a spike.
         window: the number of steps that define the normal loss.
         warmup: steps to observe before a finite loss can be a spike.
         every_n_steps: optimizer steps between two checks.
@@ -89,7 +94,8 @@ class LossSpikeGuard(Callback):
     Raises:
         ConfigurationError: an argument is invalid; at the start of the run, if "skip" or "rollback" is used where steps
             cannot be skipped (DeepSpeed, manual optimization), or "rollback" without a `Checkpoint`.
-        LossSpikeError: on every rank, at a spike after the last rollback or without a checkpoint from before it.
+        LossSpikeError: on every rank, at a spike after the last rollback, or at a spike without a checkpoint from
+            before it.
     """
 
     priority = 90  # after NonFiniteGuard, before callbacks that save or decide
@@ -126,7 +132,7 @@ class LossSpikeGuard(Callback):
         self.rollbacks = 0
         """Number of rollbacks so far."""
         self.passed_over: set[int] = set()
-        """Steps to skip after a rollback, each given as the `global_step` before it."""
+        """Steps to skip after a rollback. Each is given as the `global_step` before the step."""
         self._statistic = SpikeStatistic(threshold, window, warmup)
         self._losses: Tensor | None = None
         self._micro_batches: list[_MicroBatch] = []
@@ -202,7 +208,7 @@ class LossSpikeGuard(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_losses": None, "_micro_batches": [], "_pending": []}
 
-    # Checking losses
+    # Check the losses, and act on spikes
 
     def _check_losses(self, trainer: RunContext, wait: bool = True) -> None:
         if self._micro_batches:
@@ -215,7 +221,7 @@ class LossSpikeGuard(Callback):
         normal_range = ""
         for step, loss in means.items():
             if self._statistic.is_spike(loss) and step not in self.passed_over:
-                normal_range = normal_range or self._normal_range()  # before any of the spikes is added
+                normal_range = normal_range or self._normal_range()  # before the statistic contains any of the spikes
                 spikes[step] = loss
             self._statistic.add(loss)
         if not spikes or self.action == "skip":  # skipped steps have been logged already
@@ -238,9 +244,9 @@ class LossSpikeGuard(Callback):
         return losses
 
     def _means(self, trainer: RunContext, wait: bool) -> dict[int, float]:
-        """Return each step's mean loss over its micro-batches and all ranks, by the `global_step` before it.
+        """Return the mean loss of each step over its micro-batches and all ranks, by the `global_step` before the step.
 
-        Collective. Losses that have not arrived on some rank stay in the queue, unless ``wait``.
+        A collective operation. Losses that have not arrived on some rank stay in the queue, unless ``wait`` is set.
         """
         pending = self._pending
         arrived = len(pending)
@@ -258,7 +264,7 @@ class LossSpikeGuard(Callback):
         return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
 
     def _should_drop(self, trainer: RunContext) -> bool:
-        """Return whether to skip the next step, the same on every rank. Collective with action "skip"."""
+        """Return whether to skip the next step, the same on every rank; a collective operation with action "skip"."""
         if self.action == "rollback":
             return self._step in self.passed_over
         assert self._losses is not None

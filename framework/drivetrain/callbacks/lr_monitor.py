@@ -20,9 +20,10 @@ _INTERVALS = ("step", "epoch")
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, on rank 0.
 
-    The key is the ``"name"`` of the optimizer's scheduler or ``lr-<class>``, such as ``lr-AdamW``; a second optimizer
-    of the class is ``lr-AdamW-1``. A parameter group with a ``"name"`` appends ``/<name>``, and one without appends
-    ``/pg1``, ``/pg2``, ... if there are several. The value at step n is the learning rate used in step n.
+    The key is the ``"name"`` of the optimizer's scheduler or ``lr-<class>``, such as ``lr-AdamW``. The key of a second
+    optimizer of the class is ``lr-AdamW-1``. For a parameter group with a ``"name"``, ``/<name>`` is appended to the
+    key. For groups without a name, ``/pg1``, ``/pg2``, ... is appended if the optimizer has several groups. The value
+    at step n is the learning rate used in step n.
 
     Args:
         logging_interval: "step" logs every ``log_every_n_steps`` steps, "epoch" at the start of each epoch; None logs
@@ -31,7 +32,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: whether to log weight decay, as ``<key>-weight_decay``.
 
     Raises:
-        ConfigurationError: an unknown ``logging_interval``.
+        ConfigurationError: ``logging_interval`` is unknown.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class LearningRateMonitor(Callback):
         return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Determine when to log."""
+        """Determine whether to log by steps or by epochs."""
         self.lrs = {}
         self._by_step = self._by_epoch = False
         self._log_interval = trainer.log_every_n_steps
-        if not self._log_interval:  # nothing is logged in this run
+        if not self._log_interval:  # Nothing is logged in this run.
             return
         if not trainer.loggers:
             if trainer.is_global_zero:
@@ -79,12 +80,12 @@ class LearningRateMonitor(Callback):
         self._last_logged_step = -1
 
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Log the rates of the epoch."""
+        """Log the learning rates of the epoch."""
         if self._by_epoch:
             trainer.log_metrics(self._record_rates(trainer), step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        """Log the rates of the step, before its first micro-batch."""
+        """Log the learning rates of the step, before the step's first micro-batch."""
         if not self._by_step:
             return
         step = trainer.global_step + 1
@@ -100,7 +101,7 @@ class LearningRateMonitor(Callback):
         return rates
 
     def rates(self, trainer: RunContext) -> dict[str, float]:
-        """Return the current values by key."""
+        """Return the current learning rates, and momentum and weight decay if they are logged, by key."""
         names = {id(config.scheduler.optimizer): config.name for config in trainer.scheduler_configs if config.name}
         values: dict[str, float] = {}
         seen: dict[str, int] = {}

@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_WIDEST = 120  # columns; wider tables are hard to read
+_WIDEST = 120  # columns of the table, because wider tables are hard to read
 
 
 class ModelSummary(Callback):
     """Prints the module's children with their parameters and size, on rank 0 at the start of training.
 
     If the module has an `example_input_array`, the summary also has input and output shapes and the FLOPs of a forward
-    pass in eval mode, as counted by `torch.utils.flop_counter` (matrix products, convolutions and attention). They are
-    derived with fake tensors, so they are available for sharded modules and on the meta device too. If ``forward``
-    cannot run on fake tensors (it branches on values, or communicates with other ranks), the summary says why. This
-    takes one or two seconds, plus a few milliseconds per layer.
+    pass in eval mode, as counted by `torch.utils.flop_counter` (matrix products, convolutions and attention). The
+    shapes and FLOPs are derived with fake tensors, so they are also available for sharded modules and on the meta
+    device. If ``forward``
+    cannot run on fake tensors (it branches on values, or communicates with other ranks), the summary says why. The
+    derivation takes one or two seconds, plus a few milliseconds per layer.
 
     On a terminal with rich installed, the table is drawn by rich.
 
     Args:
-        max_depth: the number of levels to show: 1 shows the children, -1 everything, 0 only the totals.
+        max_depth: the number of levels to show. 1 shows the children, -1 all levels, and 0 only the totals.
 
     Raises:
         ConfigurationError: ``max_depth`` is not an integer of at least -1.
@@ -67,15 +68,15 @@ class ModelSummary(Callback):
 
 
 def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device | None = None) -> Summary:
-    """Return the summary of ``module``, with shapes and FLOPs if it has an `example_input_array`.
+    """Return the summary of ``module``, with shapes and FLOPs if the module has an `example_input_array`.
 
-    Sharded parameters count with their whole size, parameters on the meta device as if they were materialized. Lazy
+    Sharded parameters count with their whole size, and parameters on the meta device as if they were materialized. Lazy
     parameters count as zero until they have a shape.
 
     Args:
         module: any module.
-        max_depth: the number of levels to show: 1 shows the children, -1 everything, 0 only the totals.
-        device: where the module computes; None is the device of its first parameter.
+        max_depth: the number of levels to show. 1 shows the children, -1 all levels, and 0 only the totals.
+        device: the device on which the module computes; None is the device of the module's first parameter.
     """
     shared = _names_of_shared(module)
     rows = [
@@ -88,7 +89,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
     flops, missing = None, ""
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        from drivetrain.callbacks._forward_shapes import forward_shapes  # imported only if needed
+        from drivetrain.callbacks._forward_shapes import forward_shapes  # Imported only if there is an example.
 
         if device is None:
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -147,7 +148,7 @@ def _is_inside(name: str, module: str) -> bool:
 
 
 def _count(module: torch.nn.Module) -> tuple[int, int, int]:
-    """Return the numbers of parameters and of trainable ones, and the bytes of parameters and buffers."""
+    """Return the number of parameters, the number of trainable parameters, and the bytes of parameters and buffers."""
     parameters = list(module.parameters())
     total = sum(map(_numel, parameters))
     trainable = sum(_numel(p) for p in parameters if p.requires_grad)

@@ -29,23 +29,25 @@ class _MicroBatch(NamedTuple):
     step: int
     batch_idx: int
     weight: float
-    """Number of items over which its loss is a mean. If it is 0, the loss may be NaN and is ignored."""
+    """Number of items over which the micro-batch's loss is a mean. If it is 0, the loss may be NaN and is ignored."""
 
 
 class NonFiniteGuard(Callback):
     """Raises `NonFiniteError` when a loss is NaN or infinite, naming the step, the rank and the batch.
 
-    Losses are collected in a small buffer on the device. The host reads it, which waits for the device and communicates
-    with the other ranks, only every ``every_n_steps`` steps, before a validation and at the end of an epoch. The error
-    is therefore raised up to ``every_n_steps`` steps late, on every rank at once, but names the first bad micro-batch
-    exactly. With ``every_n_steps=1`` it is raised right after the step. The losses checked are those that
-    `training_step` returned or, in manual optimization, those passed to `manual_backward`.
+    Losses are collected in a small buffer on the device. The host reads the buffer, which waits for the device and
+    communicates with the other ranks, only every ``every_n_steps`` steps, before a validation and at the end of an
+    epoch. The error is therefore raised up to ``every_n_steps`` steps late, on every rank at once, but names exactly
+    the first micro-batch with a non-finite value. With ``every_n_steps=1`` the error is raised right after the step.
+    The guard checks the losses that `training_step` returned or, in manual optimization, the losses passed to
+    `manual_backward`.
 
     Args:
         every_n_steps: optimizer steps between two checks.
         check_gradients: whether to check the gradients of every step, before clipping. Not allowed with a loss scaler
-            (16-mixed), which expects overflows and skips those steps. Has no effect if the strategy has no ``.grad``.
-        check_parameters: whether to check the parameters too, every ``every_n_steps`` steps.
+            (16-mixed), which expects overflows and skips the steps with overflows. Has no effect if the strategy does
+            not store gradients in ``.grad``.
+        check_parameters: whether to also check the parameters, every ``every_n_steps`` steps.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is below 1; at the start of the run, if ``check_gradients`` is used with a
@@ -110,7 +112,7 @@ class NonFiniteGuard(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Record the micro-batch, and check the buffer if ``every_n_steps`` is reached or it is full."""
+        """Record the micro-batch, and check the buffer if ``every_n_steps`` is reached or the buffer is full."""
         self._micro_batches.append(
             _MicroBatch(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight)
         )
@@ -119,7 +121,7 @@ class NonFiniteGuard(Callback):
             self._check(trainer, module)
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check before validating, and possibly saving, weights that are not finite."""
+        """Check the buffer before weights that are not finite are validated and possibly saved."""
         if self._micro_batches:
             self._check(trainer, module)
 
@@ -191,7 +193,7 @@ def _raise_error(
 
 
 def _first_bad_parameter(module: torch.nn.Module) -> int | None:
-    """Return the index of the first non-finite parameter, or None, with one transfer to the host."""
+    """Return the index of the first non-finite parameter, or None. The search makes one transfer to the host."""
     flags = []
     for parameter in module.parameters():
         local: Any = parameter.detach()

@@ -22,11 +22,12 @@ _PART_BYTES = 32 * 2**20
 class BasePredictionWriter(Callback):
     """Base class of callbacks that write the outputs of ``predict_step``.
 
-    Subclasses override `write_on_batch_end`, `write_on_epoch_end` or both, matching ``write_interval``. Everything else
-    is done by this class.
+    Subclasses override `write_on_batch_end`, `write_on_epoch_end` or both, matching ``write_interval``. This class
+    calls these methods and keeps the outputs.
 
     Args:
-        write_interval: "batch" calls `write_on_batch_end`, "epoch" calls `write_on_epoch_end`, "batch_and_epoch" both.
+        write_interval: "batch" calls `write_on_batch_end`, "epoch" calls `write_on_epoch_end`, "batch_and_epoch" calls
+            both.
             With "epoch" and "batch_and_epoch" this rank's outputs are kept in host memory until the end of the epoch,
             even if ``return_predictions=False``.
 
@@ -61,8 +62,8 @@ class BasePredictionWriter(Callback):
             trainer: the run.
             module: the module that predicts.
             prediction: the output of ``predict_step``.
-            batch_indices: the dataset indices of this rank's samples in the batch; None if they have none, see
-                `RunContext.batch_indices`.
+            batch_indices: the dataset indices of this rank's samples in the batch; None if the samples have no
+                indices, as described at `RunContext.batch_indices`.
             batch: the batch as passed to ``predict_step``.
             batch_idx: the number of the micro-batch on this rank.
             dataloader_idx: the number of the loader.
@@ -82,22 +83,24 @@ class BasePredictionWriter(Callback):
         """
 
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
-        """Clear outputs of an earlier prediction."""
+        """Clear the outputs of an earlier prediction."""
         self._predictions = [[] for _ in trainer.evaluated_loaders]
         self._indices = [[] for _ in trainer.evaluated_loaders]
 
     def on_predict_batch_end(
         self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Write the output, or keep it until the end of the epoch."""
+        """Write the output, or keep the output until the end of the epoch."""
         indices = trainer.batch_indices
         if self.write_interval != "epoch":
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.write_interval != "batch":
-            from drivetrain._loops.outputs import on_host  # imported only if needed
+            from drivetrain._loops.outputs import on_host  # Imported only if outputs are kept.
 
             for stored, value in ((self._predictions, on_host(outputs, fresh_memory=False)), (self._indices, indices)):
-                stored.extend([] for _ in range(dataloader_idx + 1 - len(stored)))  # if on_predict_start is overridden
+                stored.extend(
+                    [] for _ in range(dataloader_idx + 1 - len(stored))
+                )  # needed if on_predict_start is overridden
                 stored[dataloader_idx].append(value)
 
     def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
@@ -110,17 +113,19 @@ class BasePredictionWriter(Callback):
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes the predictions of all ranks to one folder while predicting; read it with `data.read_predictions`.
+    """Writes the predictions of all ranks to one folder while predicting. `data.read_predictions` reads the folder.
 
     The predictions are published in one step once all of them are written. If the run is killed, calling ``predict``
-    with the same path, weights and data resumes it: batches that were written are not written again and, with
-    ``return_predictions=False``, not computed again. Memory use does not grow with the data. See docs/predictions.md.
+    with the same path, weights and data resumes the killed run. Batches that were written are not written again.
+    With ``return_predictions=False`` they are also not computed again. Memory use does not grow with the data. See
+    docs/predictions.md.
 
     Args:
         path: a folder or fsspec URL that all ranks can access.
         format: "safetensors" writes tensors as safetensors files and other values as JSON.
         part_bytes: bytes of outputs that a rank buffers before it writes a part. A part is also written a minute after
-            its first output. Outputs in the buffer are lost if the run is killed, and then predicted again.
+            its first output. Outputs in the buffer are lost if the run is killed. The resumed run predicts
+            them again.
 
     Raises:
         ConfigurationError: ``format`` or ``part_bytes`` is invalid.
@@ -153,7 +158,7 @@ class PredictionWriter(BasePredictionWriter):
         return f"{type(self).__qualname__}[{self.path}]"
 
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
-        """Start writing, or resume what a killed run has written. Collective."""
+        """Start to write predictions, or continue those of a killed run. A collective operation."""
         super().on_predict_start(trainer, module)
         from drivetrain.callbacks._predictions.prediction_run import PredictionRun  # imported only if needed
 
@@ -162,7 +167,7 @@ class PredictionWriter(BasePredictionWriter):
     def predicted_before(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
-        """Return the function that tells which batches a killed run has written, if this run resumes one."""
+        """Return the function that tells which batches a killed run has written, if this run resumes a killed run."""
         assert self._run is not None
         return self._run.check_written if self._run.resumes else None
 
@@ -181,7 +186,7 @@ class PredictionWriter(BasePredictionWriter):
             self._run.add(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: RunContext, module: Any) -> None:
-        """Publish the predictions of all ranks. Collective."""
+        """Publish the predictions of all ranks. A collective operation."""
         if self._run is not None:
             self._run.publish()
             self._release()

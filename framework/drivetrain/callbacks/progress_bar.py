@@ -32,20 +32,21 @@ _LINE_INTERVAL = 30.0
 class ProgressBar(Callback):
     """Shows progress, speed, the run's remaining time and the metrics logged with ``prog_bar=True``, on rank 0.
 
-    On a terminal, one line is redrawn ``refresh_rate`` times per second. Between two refreshes a step costs one
-    comparison, and metrics are copied from the device only for a refresh. Other output of this process appears above
-    the line. A validation has its own line, with the values logged in it so far (means over rank 0's batches).
+    On a terminal, one line is redrawn ``refresh_rate`` times per second. Between two refreshes, the bar costs each step
+    one comparison. Metrics are copied from the device only for a refresh. Other output of this process appears above
+    the line. A validation has its own line, with the values that were logged in the validation so far (means over rank
+    0's batches).
 
     If the output is not a terminal (a file, a pipe, a notebook), a line is printed every ``log_every_n_steps``
-    optimizer steps (in an evaluation: micro-batches), but at most every 30 seconds, and at the end of each epoch and
-    evaluation. It does not wait for metrics on a GPU: such a line is printed ``log_every_n_steps`` steps later, with
-    the values of the step that it names.
+    optimizer steps (in an evaluation, every ``log_every_n_steps`` micro-batches), but at most every 30 seconds. A line
+    is also printed at the end of each epoch and evaluation. The bar does not wait for metrics on a GPU. A line with
+    such metrics is printed ``log_every_n_steps`` steps later, with the values of the step that the line names.
 
     Subclasses change the drawing by overriding `draw`, `close` and `write`.
 
     Args:
         refresh_rate: refreshes per second, above 0 and at most 10.
-        stream: where to write; None is ``sys.stdout`` at the start of the run.
+        stream: the stream to write to; None is ``sys.stdout`` at the start of the run.
 
     Raises:
         ConfigurationError: ``refresh_rate`` is out of range.
@@ -91,7 +92,7 @@ class ProgressBar(Callback):
         return is_terminal(self.stream)
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
-        """Draw the progress of ``phase``. Called at each refresh.
+        """Draw the progress of ``phase``. This method is called at each refresh.
 
         Args:
             phase: the epoch or evaluation to show.
@@ -121,10 +122,10 @@ class ProgressBar(Callback):
         self.write(text)
         return True
 
-    # The run
+    # Hooks of training
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Determine whether this rank shows progress, and whether on a terminal."""
+        """Determine whether this rank shows progress, and whether its output is a terminal."""
         self._is_rank_zero = trainer.is_global_zero
         self._on_terminal = self._is_rank_zero and self.is_terminal()
         self._next_line = _now() + _LINE_INTERVAL
@@ -173,7 +174,7 @@ class ProgressBar(Callback):
         self._end_phase(trainer, self._training)
         self._training = None
 
-    # Evaluation and prediction
+    # Hooks of evaluation and prediction, and the metrics to show
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a validation."""
@@ -193,7 +194,7 @@ class ProgressBar(Callback):
         self._advance(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Return to the epoch, or print the final line of a validation outside of training."""
+        """Show the epoch again, or print the final line if the validation is not part of training."""
         phase, now = self._phase, _now()
         if trainer.sanity_checking or self._training is not None:
             if self._training is not None and phase is not None:
@@ -243,11 +244,11 @@ class ProgressBar(Callback):
         self._end_phase(trainer, self._phase)
 
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
-        """Return the values to show, by name. Override it to change them."""
+        """Return the values to show, by name. Override this method to show other values."""
         is_evaluation = self._phase is not None and self._phase is not self._training
         return dict(trainer.evaluation_so_far if is_evaluation else trainer.progress_bar_values)
 
-    # Drawing
+    # Draw the bar on a terminal
 
     def _start_phase(self, phase: Phase | None) -> None:
         self._phase = phase
@@ -274,10 +275,10 @@ class ProgressBar(Callback):
         seconds = self._time_left.seconds(trainer, now)
         return f"run {'?' if seconds is None else format_time(seconds)} left"
 
-    # Output that is not a terminal
+    # Print lines if the output is not a terminal
 
     def write_progress(self, trainer: RunContext, module: TrainModule, batches: int) -> None:
-        """Print a line if one is due and the output is not a terminal."""
+        """Print a line of progress if one is due and the output is not a terminal."""
         if self._on_terminal or not self._is_rank_zero:
             return
         if self._pending_line is not None and self._pending_line.has_arrived:
@@ -336,7 +337,7 @@ class _PendingLine:
         return self._readback.has_arrived
 
     def text(self) -> str:
-        """Return the whole line, waiting for metrics that have not arrived."""
+        """Return the line with its metrics, after waiting for metrics that have not arrived."""
         metrics = dict(zip(self._names, self._readback.numbers(), strict=True))
         return ", ".join([self._text, *format_metrics(metrics)])
 
@@ -357,7 +358,7 @@ def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: st
 
 
 def _epoch_batches(trainer: RunContext) -> int | float:
-    """Return the micro-batches of the epoch, up to ``max_steps``."""
+    """Return the number of micro-batches of the epoch, limited by ``max_steps``."""
     if trainer.max_steps < 0:
         return trainer.num_training_batches
     remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-# Layers whose running statistics differ between ranks until DDP broadcasts rank 0's at the start of a forward pass.
+# Layers whose running statistics differ between ranks until DDP broadcasts those of rank 0 at the start of a forward
+# pass.
 _LOCAL_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -34,21 +35,23 @@ class ReplicaCheck(Callback):
     """Compares checksums of all parameters and buffers between ranks, and raises an error if replicas differ.
 
     Replicas that start with the same weights and apply the same gradients stay bit-identical. If they diverge, every
-    rank trains a different model, and the loss does not show it. The check runs at the start of
+    rank trains a different model, although the loss looks normal. The check runs at the start of
     training, every ``every_n_steps`` steps and at the end of training. It costs one pass over the weights and one small
     collective.
 
     Sharded parameters are compared between ranks that hold the same shard. Running statistics of batch and instance
-    normalization are not compared, because they depend on each rank's data until the strategy broadcasts rank 0's.
+    normalization are not compared, because they depend on each rank's data until the strategy broadcasts those of
+    rank 0.
 
     Args:
         every_n_steps: optimizer steps between two checks.
-        buffers: whether to compare buffers too.
+        buffers: whether to also compare buffers.
         ignore: names of parameters and buffers that may differ, with ``*`` as a wildcard.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is below 1.
-        DistributedError: on every rank, naming the first parameter or buffer that differs and the ranks.
+        DistributedError: on every rank, if replicas differ. The message names the first parameter or buffer that
+            differs, and the ranks.
     """
 
     priority = 90  # before callbacks that save or decide
@@ -78,7 +81,7 @@ class ReplicaCheck(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Check every ``every_n_steps`` steps."""
+        """Check the weights every ``every_n_steps`` steps."""
         step = trainer.global_step
         if step % self.every_n_steps == 0 and step != self._last_checked_step:
             self._check(trainer, module)
@@ -112,11 +115,11 @@ class ReplicaCheck(Callback):
 
 
 def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: str) -> None:
-    """Compare ``tensors`` between all ranks, bit by bit. Collective.
+    """Compare ``tensors`` between all ranks, bit by bit. A collective operation.
 
     Args:
         control: the control plane.
-        tensors: tensors by a label for the error message. DTensors are compared between holders of the same shard.
+        tensors: tensors by a label for the error message. DTensors are compared between ranks with the same shard.
         when: text for the error message, such as "after step 3".
 
     Raises:
@@ -174,7 +177,7 @@ def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None
 
 
 def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's shard, and a number that identifies the shard: ranks with the same number hold the same."""
+    """Return this rank's shard, and a number that is the same on all ranks that hold the same shard."""
     # isinstance would need an import of DTensor, which is slow.
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
@@ -188,7 +191,7 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
-    """Return for each shard the ranks that hold it, grouped by their checksum."""
+    """Return for each shard the ranks that hold the shard, grouped by the checksum of what they hold."""
     by_shard = spread(shards.tolist())
     values = sums.tolist()
     return [

@@ -13,13 +13,13 @@ from drivetrain.errors import ConfigurationError
 
 
 class RichProgressBar(ProgressBar):
-    """A `ProgressBar` drawn with rich, in color, and with the bar of a validation below that of its epoch.
+    """A `ProgressBar` drawn with rich, in color, and with the bar of a validation below the bar of the epoch.
 
-    It uses no thread: the training loop draws it, as often as the plain bar.
+    The bar uses no thread. The training loop draws the bar, as often as a plain `ProgressBar`.
 
     Args:
         refresh_rate: refreshes per second, above 0 and at most 10.
-        stream: where to write; None is ``sys.stdout`` at the start of the run.
+        stream: the stream to write to; None is ``sys.stdout`` at the start of the run.
         leave: whether to keep the bar of a finished epoch above its final line.
 
     Raises:
@@ -40,7 +40,7 @@ class RichProgressBar(ProgressBar):
         self._last_lines: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
-        """Draw the bar of ``phase``; a validation's is below that of its epoch."""
+        """Draw the bar of ``phase``. The bar of a validation is drawn below the bar of its epoch."""
         if self._lines is None:
             return
         width = self._lines.width
@@ -53,7 +53,7 @@ class RichProgressBar(ProgressBar):
         self._lines.show(self._last_lines)
 
     def close(self) -> None:
-        """Clear the bar, or print it permanently with ``leave``."""
+        """Clear the bar or, with ``leave``, keep the bar of a finished epoch."""
         if self._leave and self._lines is not None and self._last_lines and self._phase is None:
             self._lines.print("\n".join(self._last_lines))
         self._last_lines = []
@@ -63,7 +63,7 @@ class RichProgressBar(ProgressBar):
         from rich.console import Console
         from rich.text import Text
 
-        # Not written to the stream directly: rich exits the process if the stream is closed.
+        # rich does not write to the stream directly, because it exits the process if the stream is closed.
         console = Console(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False)
         has_colors = console.color_system is not None
         styled_lines = []
@@ -82,5 +82,5 @@ class RichProgressBar(ProgressBar):
 
 
 def rich_is_installed() -> bool:
-    """Return whether rich is installed, without importing it."""
+    """Return whether rich is installed, without importing rich."""
     return is_installed("rich")

@@ -22,17 +22,19 @@ class StochasticWeightAveraging(WeightAveraging):
     """Averages the weights at the end of each of the last epochs, trained with the learning rates ``swa_lrs``.
 
     From epoch ``swa_epoch_start`` on, the learning rates are annealed per epoch from their current values to
-    ``swa_lrs``, as `torch.optim.swa_utils.SWALR` does; the module's schedulers are overridden. After the last epoch the
-    averages are loaded into the module. If it has batch normalization, its statistics are then recomputed in one pass
-    over the training data, on all ranks. Validation within `fit` uses the trained weights, not the averages, because
-    the statistics of the averages are not known yet. See `WeightAveraging` for how averages are stored.
+    ``swa_lrs``, as `torch.optim.swa_utils.SWALR` does. They override the rates of the module's schedulers. After the
+    last epoch the averages are loaded into the module. If the module has batch normalization, the running statistics
+    are then recomputed in one pass over the training data, on all ranks. Validation within `fit` uses the trained
+    weights, not the averages, because the statistics of the averages are not known yet. See `WeightAveraging` for how
+    averages are stored.
 
     Args:
-        swa_lrs: the final learning rate, or one for each parameter group of the optimizers.
+        swa_lrs: the final learning rate, or one learning rate for each parameter group of the optimizers.
         swa_epoch_start: the first epoch to average, counted from 1, or a float as a fraction of ``max_epochs``.
-        annealing_epochs: the number of epochs until ``swa_lrs`` is reached; 0 uses it immediately.
+        annealing_epochs: the number of epochs until ``swa_lrs`` is reached; 0 uses ``swa_lrs``
+            immediately.
         annealing_strategy: "cos" or "linear".
-        avg_fn: see `WeightAveraging`; None for the mean.
+        avg_fn: the function of `WeightAveraging` that computes new averages; None computes the mean.
 
     Raises:
         ConfigurationError: an argument is invalid; at the start of the run, if ``swa_epoch_start`` is a fraction
@@ -40,7 +42,7 @@ class StochasticWeightAveraging(WeightAveraging):
             batch normalization uses manual optimization.
     """
 
-    priority = 50  # sets learning rates before they are logged
+    priority = 50  # before callbacks that log the learning rates
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self.annealing_epochs = annealing_epochs
         self.annealing_strategy = annealing_strategy
         self._first_epoch = 0  # the first epoch to average, counted from 0
-        self._initial_rates: list[float] = []  # each group's learning rate at the start of that epoch
+        self._initial_rates: list[float] = []  # each group's learning rate at the start of the first epoch to average
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `WeightAveraging` and the learning rates at the start of annealing."""
@@ -153,10 +155,12 @@ class StochasticWeightAveraging(WeightAveraging):
     def _rate_of(self, group: int) -> float:
         if isinstance(self.swa_lrs, int | float):
             return float(self.swa_lrs)
-        return float(self.swa_lrs[min(group, len(self.swa_lrs) - 1)])  # a group added later uses the last rate
+        return float(
+            self.swa_lrs[min(group, len(self.swa_lrs) - 1)]
+        )  # A group that was added later uses the last rate.
 
     def _annealing_progress(self, epochs: int) -> float:
-        """Return the fraction of the annealing, between 0 and 1, that is done ``epochs`` epochs after its start."""
+        """Return the fraction of the annealing, between 0 and 1, that is done ``epochs`` epochs after the start."""
         progress = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
         return (1 - math.cos(math.pi * progress)) / 2 if self.annealing_strategy == "cos" else progress
 
@@ -171,9 +175,9 @@ def _batch_norm_layers(module: Any) -> list[_BatchNorm]:
 
 
 def _recompute_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> None:
-    """Recompute running statistics as the mean over the training micro-batches of all ranks. Collective.
+    """Recompute running statistics as the mean over the training micro-batches of all ranks.
 
-    A layer that is not called in train mode keeps its statistics.
+    A collective operation. A layer that is not called in train mode keeps its statistics.
     """
     before = [{name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers]
     momenta = [layer.momentum for layer in layers]

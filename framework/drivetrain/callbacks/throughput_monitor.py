@@ -38,20 +38,20 @@ class ThroughputMonitor(Callback):
     Keys:
         - ``throughput/samples_per_sec``, ``throughput/steps_per_sec`` and ``throughput/micro_batches_per_sec`` (global
           batches), over all ranks.
-        - ``throughput/tokens_per_sec``, over all ranks, if the module overrides `batch_weight`, which counts
-          them.
+        - ``throughput/tokens_per_sec``, over all ranks, if the module overrides `batch_weight` to count
+          tokens.
         - ``throughput/tflops``: TFLOP/s of the module on one device.
-        - ``throughput/mfu``: the same as a fraction of the device's peak, if the peak is known.
+        - ``throughput/mfu``: ``throughput/tflops`` as a fraction of the device's peak, if the peak is known.
 
     Time is measured on the host between logged steps, without validation, and without waiting for the device. The
     first step, a warm-up, is not counted. FLOPs are counted once, in the second micro-batch, by
-    `torch.utils.flop_counter`, which does not see inside compiled kernels; pass ``flops`` for compiled modules.
+    `torch.utils.flop_counter`, which does not see inside compiled kernels. Pass ``flops`` for compiled modules.
 
     Args:
         window: optimizer steps over which rates are averaged.
-        peak_flops: peak FLOP/s of one device; None looks it up by the device's name. FLOPs are not counted if it is
-            unknown.
-        flops: FLOPs of one micro-batch on one rank, forward and backward; None counts them.
+        peak_flops: peak FLOP/s of one device; None looks the peak up by the device's name. FLOPs are not counted if the
+            peak is unknown.
+        flops: FLOPs of the forward and backward of one micro-batch on one rank; None counts these FLOPs.
 
     Attributes:
         latest: the last logged values, by key.
@@ -93,7 +93,7 @@ class ThroughputMonitor(Callback):
         return {"latest": dict(self.latest)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the rates, which the next logged step replaces."""
+        """Restore the latest rates. The next logged step replaces them."""
         self.latest = dict(state_dict["latest"])
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
@@ -115,7 +115,7 @@ class ThroughputMonitor(Callback):
         """Add the micro-batch's weight, and start counting FLOPs in the second micro-batch."""
         self._micro_batches_started += 1
         if self._counts_tokens and not trainer.joining:
-            # A weight that is a tensor is added on its device, without waiting for it.
+            # A weight that is a tensor is added on its device, so the host does not wait for the device.
             self._weight = self._weight + (
                 module.batch_weight(batch) if self._calls_batch_weight else trainer.micro_batch_weight
             )
@@ -140,11 +140,11 @@ class ThroughputMonitor(Callback):
             self._log_rates(trainer)
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Pause the clock."""
+        """Pause the clock during the validation."""
         self._paused_since = time.monotonic()
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Resume the clock."""
+        """Resume the clock after the validation."""
         self._paused += time.monotonic() - self._paused_since
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
@@ -165,7 +165,7 @@ class ThroughputMonitor(Callback):
         point = _Counters(now, trainer.global_step, self._micro_batches_started, trainer.samples_seen, weight)
         points = self._history
         points.append(point)
-        # Keep one point that is at least a whole window old.
+        # One point that is at least a whole window old is kept.
         while len(points) > 2 and points[1].step <= point.step - self.window:
             points.popleft()
         first = points[0]

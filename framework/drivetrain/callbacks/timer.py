@@ -23,8 +23,8 @@ _DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
 class Timer(Callback):
     """Measures the time spent in training, validation and test, and stops training after ``duration``.
 
-    The time that earlier runs spent counts if they are resumed. When the time of any rank is up, all ranks stop after
-    the same step.
+    If a run is resumed, the time that was spent before counts too. When the time of any rank is up, all ranks stop
+    after the same step.
 
     Args:
         duration: a `timedelta`, its keyword arguments as a dict, a string ``"DD:HH:MM:SS"``, or None to only measure.
@@ -54,7 +54,7 @@ class Timer(Callback):
         self._spent = dict.fromkeys(_STAGES, 0.0)
         self._running_since: dict[str, float] = {}  # in seconds of `time.monotonic`, for stages that are running
         self._started: dict[str, float] = {}  # in seconds of `time.time`
-        self._ended: dict[str, float] = {}
+        self._ended: dict[str, float] = {}  # in seconds of `time.time`
         self._deadline = float("inf")
         self._fitting = False
 
@@ -64,7 +64,7 @@ class Timer(Callback):
         settings = {"duration": None if self.duration is None else self._limit, "interval": self.interval}
         return f"{type(self).__qualname__}{settings!r}"
 
-    # Results
+    # The measured times
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
@@ -73,34 +73,34 @@ class Timer(Callback):
         return self._spent[stage] + (time.monotonic() - since if since is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the remaining seconds, None without a duration."""
+        """Return the remaining seconds; None without a duration."""
         return None if self.duration is None else self._limit - self.time_elapsed(stage)
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when the stage started, in seconds of `time.time`; None if it has not."""
+        """Return when the stage started, in seconds of `time.time`; None if the stage has not started."""
         self._check_stage(stage)
         return self._started.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when the stage ended, in seconds of `time.time`; None if it has not."""
+        """Return when the stage ended, in seconds of `time.time`; None if the stage has not ended."""
         self._check_stage(stage)
         return self._ended.get(stage)
 
-    # The run
+    # Hooks and state
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Reset the times before a fit. Validations within `fit` count as training time too."""
+        """Reset the times before a fit. Time of validations within `fit` also counts as training time."""
         self._fitting = stage == "fit"
         if self._fitting:
-            self._spent = dict.fromkeys(self._spent, 0.0)  # a checkpoint is loaded after this
+            self._spent = dict.fromkeys(self._spent, 0.0)  # The times of a checkpoint are loaded after this hook.
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Stop clocks that are still running after a failure."""
+        """Stop the clocks that a failure has left running."""
         for running in list(self._running_since):
             self._stop(running)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start the clock of training, and stop immediately if a resumed run has no time left."""
+        """Start the clock of training, and stop training immediately if a resumed run has no time left."""
         self._start("train")
         self._deadline = self._running_since["train"] + self._limit - self._spent["train"]
         self._check(trainer)
@@ -108,12 +108,12 @@ class Timer(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Stop if the time is up, with ``interval="step"``."""
+        """With ``interval="step"``, stop training if the time is up."""
         if self.interval == "step" and time.monotonic() >= self._deadline:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Stop if the time is up."""
+        """Stop training if the time is up."""
         self._check(trainer)
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
@@ -138,11 +138,11 @@ class Timer(Callback):
         self._stop("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds spent by stage."""
+        """Return the seconds spent in each stage."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Add the time of the run that is resumed."""
+        """Restore the seconds that the resumed run has spent in each stage."""
         self._spent |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
 
     def _check(self, trainer: RunContext) -> None:

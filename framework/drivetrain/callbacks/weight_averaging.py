@@ -30,23 +30,25 @@ AverageFn = Callable[[Tensor, Tensor, int], Tensor]
 class WeightAveraging(Callback):
     """Keeps an average of the weights, validates with it, and leaves it in the module after `fit`.
 
-    Each rank averages its own part of the weights, in at least float32: its replica under DDP, its shards under FSDP,
-    its partition of the float32 master weights under ZeRO. Nothing is gathered. Only trainable parameters, and buffers
-    with ``use_buffers``, take additional memory. Checkpoints contain the averages in the same sharded form as the
-    weights, so a run can resume them under any strategy and world size.
+    Each rank averages its own part of the weights, in at least float32. This part is its replica under DDP, its
+    shards under FSDP, and its partition of the float32 master weights under ZeRO. Nothing is gathered. Only trainable
+    parameters, and buffers with ``use_buffers``, take additional memory. Checkpoints contain the averages in the same
+    sharded form as the weights, so a run can resume with them under any strategy and world size.
 
-    Within `fit`, validation uses the averages as soon as there are any; then the trained weights are restored bit for
-    bit. After `fit` the module contains the averages; checkpoints saved during `fit` contain both. Subclasses choose
-    when to update by overriding `should_update`, and how by overriding `average`.
+    Within `fit`, each validation after the first update uses the averages, and afterwards the trained weights are
+    restored bit for bit. After `fit` the module contains the averages. Checkpoints saved during `fit` contain the
+    averages and the trained weights. Subclasses override `should_update` to choose when to update the averages, and
+    `average` to choose how.
 
     Args:
-        avg_fn: returns the new average from ``(average, weight, updates so far)``, tensors of the same shape; None for
-            the mean over all updates. The first update copies the weights.
+        avg_fn: a function that returns the new average from ``(average, weight, updates so far)``, where the average
+            and the weight are tensors of the same shape. None computes the mean over all updates. The first update
+            copies the weights.
         use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
         evaluate: whether validation within `fit` uses the averages.
     """
 
-    priority = -5  # after the module's hooks, which may change weights; before callbacks that stop or save
+    priority = -5  # after the module's hooks, which may change weights, and before callbacks that stop or save
 
     def __init__(self, avg_fn: AverageFn | None = None, use_buffers: bool = True, evaluate: bool = True) -> None:
         if avg_fn is not None and not callable(avg_fn):
@@ -81,7 +83,7 @@ class WeightAveraging(Callback):
     def average(self, averages: list[Tensor], weights: list[Tensor], updates: int) -> None:
         """Update ``averages`` in place with ``weights``: lists of tensors of one dtype and device.
 
-        The default uses ``avg_fn``. It is not called for the first update, which copies the weights.
+        The default uses ``avg_fn``. This method is not called for the first update, which copies the weights.
         """
         if self.avg_fn is None:
             torch._foreach_lerp_(averages, weights, 1 / (updates + 1))
@@ -104,7 +106,7 @@ class WeightAveraging(Callback):
         return {} if self._averages is None or self.updates == 0 else self._averages.state()
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return the regions of this rank's weights, which are also those of its averages."""
+        """Return the regions of this rank's weights, which are also the regions of its averages."""
         return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
@@ -112,7 +114,7 @@ class WeightAveraging(Callback):
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
         self._averages.load(tensors)
 
-    # The run
+    # Hooks
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Check that no other callback averages weights, and reset the averages."""
@@ -154,12 +156,12 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Update the averages, if `should_update`."""
+        """Update the averages, if `should_update` returns True."""
         if self.should_update(epoch_idx=trainer.current_epoch):
             self._update()
 
     def on_validation_start(self, trainer: RunContext, module: Any) -> None:
-        """Load the averages into the module, with ``evaluate``."""
+        """Load the averages into the module, if ``evaluate`` is set."""
         if self.evaluate and self._averages is not None and self.updates:
             self._averages.swap_in()
 
@@ -181,7 +183,7 @@ class WeightAveraging(Callback):
             )
 
     def before_going_back(self, trainer: RunContext, module: Any) -> None:
-        """Reset the averages; those of the checkpoint are loaded next."""
+        """Reset the averages, because the checkpoint's averages are loaded next."""
         self.updates = 0
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
 
@@ -191,7 +193,7 @@ class WeightAveraging(Callback):
         self._weights_changed = True
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
-        """Restore the trained weights if a validation failed, because they may be saved."""
+        """Restore the trained weights if a validation failed, because the failed run may save them."""
         self._restore()
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
@@ -226,13 +228,13 @@ class WeightAveraging(Callback):
 class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weight``.
 
-    The first update copies the weights. Everything else is as in `WeightAveraging`.
+    The first update copies the weights. All else is as in `WeightAveraging`.
 
     Args:
         decay: the fraction of the average that is kept at each update.
-        update_every_n_steps: update after step 0 and every n-th step from there.
-        update_starting_at_step: the first step, counted from 0, after which to update.
-        update_starting_at_epoch: the first epoch, counted from 0, in which to update.
+        update_every_n_steps: n, to update the averages after step 0 and after every n-th step from step 0.
+        update_starting_at_step: the first step, counted from 0, after which to update the averages.
+        update_starting_at_epoch: the first epoch, counted from 0, in which to update the averages.
         use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
         evaluate: whether validation within `fit` uses the averages.
 

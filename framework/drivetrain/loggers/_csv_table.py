@@ -16,11 +16,12 @@ _SENTINEL = "end\n"
 
 
 def parse_table(text: str) -> tuple[list[str], list[Row]]:
-    """Return a table's columns and its rows without their empty cells.
+    """Return a table's columns, and the table's rows without empty cells.
 
     Text after the last line break, and a last row that ends within quotes, were truncated by a kill and are ignored.
     """
-    # The sentinel row is dropped below. If the row before it has an unclosed quote, both are parsed as one row.
+    # The sentinel row is dropped below. If the row before the sentinel has an unclosed quote, both are parsed as one
+    # row.
     text = text[: text.rfind("\n") + 1] + _SENTINEL
     *records, _ = csv.reader(io.StringIO(text))
     columns, *rows = records or [[]]
@@ -30,12 +31,12 @@ def parse_table(text: str) -> tuple[list[str], list[Row]]:
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return the text of a table with its header."""
+    """Return the text of a table with a header row."""
     return _format_row(columns) + format_rows(columns, rows)
 
 
 def format_rows(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return the text of rows without a header."""
+    """Return the text of rows without a header row."""
     return "".join(_format_row([row.get(column, "") for column in columns]) for row in rows)
 
 

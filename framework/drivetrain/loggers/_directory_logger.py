@@ -36,14 +36,14 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's number, or its directory's name if that is not ``version_<n>``. Reading it fixes the version."""
+        """The run's number, or its directory's name if that is not ``version_<n>``. Reading this fixes the version."""
         version = self._directory.version
         number = version.removeprefix("version_")
         return int(number) if number.isdecimal() and version == f"version_{int(number)}" else version
 
     @property
     def directory(self) -> RunDirectory:
-        """The directory to which it writes."""
+        """The directory to which this logger writes."""
         return self._directory
 
     def adopt(self, version: str) -> None:
@@ -57,5 +57,5 @@ class DirectoryLogger(Logger):
 
     @property
     def writes_to(self) -> str:
-        """``save_dir``. Reading it does not fix the version."""
+        """The same as ``save_dir``. Reading this property does not fix the version."""
         return self.save_dir

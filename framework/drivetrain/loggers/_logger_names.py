@@ -45,7 +45,7 @@ def logger_by_name(name: str, root: str) -> Logger:
     """Build the logger called ``name``.
 
     Args:
-        name: "csv", "tensorboard", "wandb", "mlflow", or one that a package has registered.
+        name: "csv", "tensorboard", "wandb", "mlflow", or a name that a package has registered.
         root: the run's ``default_root_dir``, a local path or an fsspec URL, which is passed to the factory.
 
     Raises:
@@ -55,9 +55,9 @@ def logger_by_name(name: str, root: str) -> Logger:
 
 
 def check_logger_name(name: str) -> None:
-    """Check that a logger has this name, without building it.
+    """Check that a logger has this name, without building the logger.
 
     Raises:
-        ConfigurationError: no logger has it; the error suggests the nearest name.
+        ConfigurationError: no logger has this name. The message suggests the nearest name.
     """
     _NAMES.check(name)

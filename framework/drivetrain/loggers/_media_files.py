@@ -23,10 +23,11 @@ class MediaFiles:
         self._directory = directory
 
     def write(self, key: str, step: int, kind: str, content: bytes) -> None:
-        """Write a file, replacing one of the same key and step.
+        """Write a file, replacing a file of the same key and step.
 
         Args:
-            key: the key; its slashes separate folders, and characters that are unsafe in file names become underscores.
+            key: the name of the media. Slashes separate folders, and characters that are unsafe in file names become
+                underscores.
             step: the optimizer step.
             kind: the file's extension, without a dot.
             content: the file's content.
@@ -45,7 +46,7 @@ class MediaFiles:
             stream.write(content)
 
     def rewind(self, step: int) -> None:
-        """Remove the files of later steps."""
+        """Remove the files of steps after ``step``."""
         filesystem = self._directory.filesystem
         filesystem.invalidate_cache()
         root = str(filesystem._strip_protocol(self._directory.file(_FOLDER)))

@@ -30,7 +30,7 @@ class NullLogger(Logger):
         del media
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look these up
+        if name.startswith("__"):  # Such names are looked up by copy and pickle.
             raise AttributeError(name)
         return _NullObject()
 

@@ -1,4 +1,4 @@
-"""Silence loggers on ranks above 0: they exist, but their methods do nothing."""
+"""Silence loggers on ranks above 0, where loggers exist but their writing methods do nothing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from drivetrain.loggers.logger import Logger
 def silence_loggers(loggers: Iterable[Logger], silent: bool) -> None:
     """Make the writing methods of loggers do nothing, or restore them.
 
-    A hook runs on every rank, but ``self.logger.log_image(...)`` in it must write only once. The objects keep their
-    names and folders and remain instances of their classes.
+    A hook runs on every rank, but ``self.logger.log_image(...)`` in it must write only once. The loggers keep their
+    names and folders, and remain instances of their classes.
 
     Args:
         loggers: the loggers of this process.
-        silent: whether to silence them, as on ranks above 0.
+        silent: whether to silence the loggers, as on ranks above 0.
     """
     for logger in loggers:
         cls = type(logger)
         if silent != (cls in _ORIGINAL_CLASS):
-            # Assigning the class fails for objects with `__slots__`, which are then left as they are.
+            # Assigning the class fails for objects with `__slots__`, which are therefore not silenced.
             with suppress(TypeError):
                 logger.__class__ = _silent_class(cls) if silent else _ORIGINAL_CLASS[cls]
 
@@ -53,7 +53,7 @@ def _do_nothing(self: Logger, *args: Any, **options: Any) -> None:
 
 
 class _NullObject:
-    """Replaces a library's object: its attributes, items and call results are the object itself."""
+    """Replaces a library's object. All attributes, items and call results are the `_NullObject` itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

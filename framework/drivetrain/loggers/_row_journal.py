@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from drivetrain.runs._directory import RunDirectory
 
-_FLUSH_EVERY = 100  # rows
+_FLUSH_EVERY = 100  # rows between two writes
 
 Row = tuple[int, dict[str, float]]
 
@@ -28,7 +28,7 @@ class RowJournal:
         self._pending: list[Row] = []
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
-        """Add a row; rows are written in groups.
+        """Add a row. Rows are written in groups.
 
         Raises:
             OSError: writing failed, as in `save`. The row is still added.
@@ -57,7 +57,7 @@ class RowJournal:
         self._pending = []
 
     def rewind(self, step: int) -> list[Row]:
-        """Remove the rows of steps after ``step``, and return the remaining ones."""
+        """Remove the rows of steps after ``step``, and return the remaining rows."""
         self._pending = []
         path = self._directory.file(self._file)
         try:

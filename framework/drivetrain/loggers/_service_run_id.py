@@ -46,5 +46,5 @@ class ServiceRunId:
         return run_id
 
     def write(self, run_id: str) -> None:
-        """Write ``run_id``."""
+        """Write ``run_id`` to the file."""
         self._directory.write_json(self._file, {"run_id": run_id})

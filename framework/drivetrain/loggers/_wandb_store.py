@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from typing import Any
 
 _MAGIC = b":W&B"
-_HEADER_BYTES = 7  # of a file and of a record's fragment
+_HEADER_BYTES = 7  # the size of a file's header, and of the header of a record's fragment
 _BLOCK_BYTES = 32768
-_FULL, _FIRST, _LAST = 1, 2, 4
+_FULL, _FIRST, _LAST = 1, 2, 4  # types of fragments
 
 
 class StoredRows:
-    """Summary of the rows of a run in all its local files.
+    """Summary of the rows of a run in all local files of the run.
 
     Args:
         folder: the folder that contains wandb's folder ``wandb``.
@@ -35,7 +35,7 @@ class StoredRows:
         self.latest: dict[str, int] = {}
         """The last optimizer step with a value, by metric."""
         self.next_row = 0
-        """The number (wandb's ``_step``) that follows that of the last row."""
+        """The number (wandb's ``_step``) of the row that follows the last row."""
         for path in sorted(glob.glob(os.path.join(glob.escape(folder), "wandb", "*run-*", f"run-{run_id}.wandb"))):
             for row in read_rows(path):
                 self.next_row = max(self.next_row, int(row.pop("_step", -1)) + 1)
@@ -46,7 +46,7 @@ class StoredRows:
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.wandb`` file: numbers by name, and a dict for each value with nested keys (media)."""
+    """Yield the rows of a ``.wandb`` file. A row has values by name; a value with nested keys (media) is a dict."""
     Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
 
     for content in read_records(path):
@@ -63,7 +63,7 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def read_records(path: str) -> Iterator[bytes]:
-    """Yield the complete records, up to where a kill truncated the file."""
+    """Yield the complete records of a file, up to where a kill truncated the file."""
     with open(path, "rb") as stream:
         content = stream.read()
     if not content.startswith(_MAGIC):

@@ -20,7 +20,7 @@ from drivetrain.loggers._media_files import MediaFiles
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
 
 _RETRY_DELAYS = (0.5, 1.0, 2.0)  # seconds between attempts to write to a remote store
-_PERMANENT_ERRORS = (PermissionError, ValueError, csv.Error)  # Retrying does not help.
+_PERMANENT_ERRORS = (PermissionError, ValueError, csv.Error)  # Retrying does not help against these errors.
 
 _log = logging.getLogger("drivetrain")
 
@@ -28,24 +28,24 @@ _log = logging.getLogger("drivetrain")
 class CSVLogger(DirectoryLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
-    The table's first column is ``step``, and a metric that appears later becomes a new column. Rows that are already in
-    the file, from before a resume, are kept, except for one that a kill truncated. A metric that is itself called
-    ``step`` gets the column ``step.1``.
+    The table's first column is ``step``, and a metric that appears later becomes a new column. When a run
+    resumes, the rows that are already in the file are kept, except for a row that a kill truncated. A metric that is
+    named ``step`` gets the column ``step.1``.
 
-    Media are files, ``media/<key>/step=<n>.<kind>``: PNG for images and figures (images need Pillow), plain text, CSV
-    for tables, and JSON with ``counts`` and ``edges`` for histograms.
+    Media are written to files ``media/<key>/step=<n>.<kind>``. Images and figures are PNG files (images need Pillow),
+    texts are plain text, tables are CSV files, and histograms are JSON files with ``counts`` and ``edges``.
 
-    At a URL, each write replaces the whole table and is retried for a few seconds. Rows that cannot be written, there
-    or on a full disk, are kept in memory and written with the next ones; the run continues with a warning. `save`,
-    `finalize` and `rewind` raise instead.
+    At a URL, each write replaces the whole table and is retried for a few seconds. Rows that cannot be written,
+    at a URL or on a full disk, are kept in memory and written with the next ones. The run continues with a warning.
+    `save`, `finalize` and `rewind` raise an error instead.
 
     Args:
         save_dir: a local path or an fsspec URL.
         name: the sub-directory of the experiment; empty for none.
         version: a number, a directory name, or ``None`` for the run's version.
         prefix: prepended to every metric's name, with a dash.
-        flush_logs_every_n_steps: write rows once this many steps have passed since the last write; `save` and
-            `finalize` write immediately.
+        flush_logs_every_n_steps: the number of steps after which pending rows are written. `save` and `finalize` write
+            them immediately.
 
     Raises:
         ConfigurationError: ``flush_logs_every_n_steps`` is below 1.
@@ -71,17 +71,18 @@ class CSVLogger(DirectoryLogger):
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []
         self._flushed_step: int | None = None
-        # An object store cannot append, so its rows are kept here and the whole file is written.
+        # An object store cannot append to a file. Its rows are kept here, and each write replaces the whole file.
         self._written: list[Row] = []
         self._size_before_append: int | None = None  # the local file's size in bytes before an append that failed
         self._write_failed = False
-        # After a rewind: its step, the number of older rows in the table, and the metrics logged again at that step.
+        # After a rewind: the step it went back to, the number of rows in the table from before the rewind, and the
+        # metrics that were logged again at that step.
         self._rewound_to: int | None = None
         self._rows_before_rewind = 0
         self._rewritten_metrics: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a row, or extend the last one if it has the same step and no value would be replaced."""
+        """Add a row, or extend the last row if it has the same step and no value would be replaced."""
         if not metrics:
             return
         row = {"step": str(step)} | {self._column(key): _format_number(value) for key, value in metrics.items()}
@@ -103,28 +104,28 @@ class CSVLogger(DirectoryLogger):
         self._directory.write_json("hparams.json", self._secret_filter.take_out(params)[0])
 
     def log_image(self, key: str, value: Any, step: int) -> None:
-        """Write a PNG file, if Pillow is installed."""
+        """Write an image as a PNG file, if Pillow is installed."""
         if not is_installed("PIL"):
             self._warn_unsupported("images without Pillow (pip install pillow)")
         else:
             self._write_file(key, step, "png", png_of(pixels_of(value)))
 
     def log_figure(self, key: str, value: Any, step: int) -> None:
-        """Write a PNG file."""
+        """Write a figure as a PNG file."""
         self._write_file(key, step, "png", png_of_figure(value))
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
-        """Write a JSON file with ``counts`` and ``edges``."""
+        """Write a histogram as a JSON file with ``counts`` and ``edges``."""
         histogram = Histogram.of(value)
         document = {"counts": histogram.counts, "edges": histogram.edges, "left_out": histogram.left_out}
         self._write_file(key, step, "json", f"{json.dumps(document)}\n".encode())
 
     def log_text(self, key: str, value: str, step: int) -> None:
-        """Write a text file."""
+        """Write a text as a text file."""
         self._write_file(key, step, "txt", text_of(value).encode())
 
     def log_table(self, key: str, value: Any, step: int) -> None:
-        """Write a CSV file."""
+        """Write a table as a CSV file."""
         table = Table.of(value)
         rows = [
             {column: "" if cell is None else str(cell) for column, cell in zip(table.columns, row, strict=True)}
@@ -145,7 +146,7 @@ class CSVLogger(DirectoryLogger):
             self._retry(self._write, _RETRY_DELAYS)
 
     def rewind(self, step: int) -> None:
-        """Remove the rows and media of later steps, and the columns that become empty.
+        """Remove the rows and media of steps after ``step``, and the columns that become empty.
 
         Args:
             step: the checkpoint's step; -1 removes all rows.
@@ -163,10 +164,10 @@ class CSVLogger(DirectoryLogger):
         self._retry(lambda: MediaFiles(self._directory).rewind(step), _RETRY_DELAYS)
 
     def _save_or_warn(self) -> None:
-        """Write during a run, with a warning instead of an error: a temporary failure must not end the training."""
+        """Write the pending rows, with a warning instead of an error, because a failure must not end the training."""
         failed_before = self._write_failed
         try:
-            # After a failure there are no retries, which would delay the run at each write.
+            # After a failure, a write is not retried, because retries would delay the run at each write.
             self._retry(self._write, () if failed_before else _RETRY_DELAYS)
         except DrivetrainError as error:
             if not failed_before:
@@ -176,7 +177,7 @@ class CSVLogger(DirectoryLogger):
                 )
 
     def _retry(self, action: Callable[[], None], delays: Sequence[float]) -> None:
-        """Call ``action``, and again after each delay if a remote store fails.
+        """Call ``action``, and call it again after each delay if a remote store fails.
 
         ``action`` must not change this object unless it succeeds.
         """
@@ -224,12 +225,13 @@ class CSVLogger(DirectoryLogger):
         self._rewritten_metrics, self._rows_before_rewind = set(), rows_before
 
     def _drop_rewritten(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Remove values at the rewind's step that the run has logged again since, from the rows before the rewind.
+        """Remove from the rows before the rewind the values that the run has logged again at the rewind's step.
 
-        The checkpoint was written between two calls of `log_metrics` of that step, so the later calls are repeated.
+        Such values exist if the checkpoint was written between two calls of `log_metrics` for that step, because the
+        resumed run repeats the later calls.
 
         Returns:
-            The rows, and how many of them are from before the rewind.
+            The remaining rows, and how many of them are from before the rewind.
         """
         if not self._rewritten_metrics:
             return rows, self._rows_before_rewind
@@ -251,8 +253,8 @@ class CSVLogger(DirectoryLogger):
         columns_read, rows = parse_table(text)
         columns = list(dict.fromkeys(["step", *columns_read]))
         if self._directory.is_local:
-            if text and (whole := format_table(columns, rows)) != text:
-                self._replace(whole)  # This drops a truncated last line and normalises the format.
+            if text and (normalised_text := format_table(columns, rows)) != text:
+                self._replace(normalised_text)  # drops a truncated last line
         else:
             self._written = rows
         self._columns = columns
@@ -280,7 +282,7 @@ class CSVLogger(DirectoryLogger):
             if not self._directory.is_local:
                 self._written = kept
 
-    # The file
+    # Read and write the file
 
     @property
     def _path(self) -> str:
@@ -290,7 +292,8 @@ class CSVLogger(DirectoryLogger):
     def _read(self) -> str | None:
         """Return the file's text; None if there is no file.
 
-        fsspec's ``exists`` is not used, because it returns False on an error, and the store's rows would be lost.
+        fsspec's ``exists`` is not used, because that method returns False on an error, and the store's
+        rows would then be lost.
         """
         try:
             if self._directory.is_local:
@@ -324,7 +327,7 @@ class CSVLogger(DirectoryLogger):
         self._size_before_append = None
 
     def _append(self, text: str) -> bool:
-        """Append to the local file; return False if it no longer exists."""
+        """Append ``text`` to the local file; return False if the file no longer exists."""
         try:
             self._truncate_partial_append()
             size = os.path.getsize(self._path)
@@ -341,7 +344,7 @@ class CSVLogger(DirectoryLogger):
         return True
 
     def _truncate_partial_append(self) -> None:
-        """Remove the partial rows of an append that failed; they are written again."""
+        """Remove the partial rows of an append that failed. The next write repeats all rows of that append."""
         if self._size_before_append is not None:
             if os.path.getsize(self._path) > self._size_before_append:
                 os.truncate(self._path, self._size_before_append)

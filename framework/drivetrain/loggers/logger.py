@@ -19,17 +19,18 @@ class Logger(ABC):
     """Base class of loggers.
 
     A subclass must implement `name`, `version` and `log_metrics`. It may implement `log_hyperparams`, `log_graph`,
-    `rewind`, `save` and `finalize`, which do nothing by default; `writes_to` and `log_dir` if it writes files; and
-    `adopt` if its version is not known before the run. The methods for media, `log_image` to `log_table`, warn once
-    by default that they are not supported. `drivetrain.loggers.media` converts users' values to pixels, counts and
-    rows.
+    `rewind`, `save` and `finalize`, which do nothing by default. A logger that writes files implements `writes_to` and
+    `log_dir`, and a logger whose version is not known before the run implements `adopt`. The methods for media,
+    `log_image` to `log_table`, warn once by default that they are not supported. `drivetrain.loggers.media` converts
+    users' values to pixels, counts and rows.
 
-    Only rank 0 writes: on other ranks, the methods of a run's loggers do nothing. The constructor must not touch the
+    Only rank 0 writes. On other ranks, the methods of a run's loggers do nothing. The constructor must not touch the
     disk, the network or other state, so that building a `Fit` has no side effects. Directories, files and connections
     are created at the first write.
 
-    Pass one or several to ``Fit(logger=...)``. To select one by name, register a callable in the entry-point group
-    ``drivetrain.loggers`` that takes the run's ``default_root_dir`` (a path or URL) and returns a logger.
+    Pass one or several loggers to ``Fit(logger=...)``. To select a logger by name, register a callable in the
+    entry-point group ``drivetrain.loggers`` that takes the run's ``default_root_dir`` (a path or URL) and returns a
+    logger.
     """
 
     @property
@@ -44,16 +45,16 @@ class Logger(ABC):
 
     @property
     def directory(self) -> RunDirectory | None:
-        """The directory that a run claims for the files of this logger, and of others that share it; None if none."""
+        """The directory that a run claims for this logger's files, shared with other loggers; None without files."""
         return None
 
     @property
     def version_name(self) -> str:
-        """`version` as text, in the form that `adopt` takes: the directory's name, if there is a directory."""
+        """`version` as text, in the form that `adopt` takes. If there is a directory, this is its name."""
         return str(self.version) if self.directory is None else self.directory.version
 
     def adopt(self, version: str) -> None:
-        """Use the run's version, which is the same on every rank. Called when a run begins, before any write."""
+        """Use the run's version, which is the same on every rank. A run calls this method before any write."""
         del version
 
     @property
@@ -63,7 +64,7 @@ class Logger(ABC):
 
     @property
     def experiment(self) -> Any:
-        """The underlying library's object, for features without a method in this interface; None if there is none."""
+        """The underlying library's object, for features that this interface lacks; None if there is no object."""
         return None
 
     @property
@@ -73,9 +74,9 @@ class Logger(ABC):
 
     @property
     def writes_to(self) -> str | None:
-        """The folder or URL below which this logger writes; None if it writes no files.
+        """The folder or URL below which this logger writes; None if the logger writes no files.
 
-        A run checks before its first step that it can write there.
+        A run checks before its first step that this folder is writable.
         """
         return None
 
@@ -99,7 +100,7 @@ class Logger(ABC):
         Args:
             key: the image's name.
             value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image.
-                Its numbers are bytes (uint8), or between 0 and 1.
+                The image's numbers are bytes (uint8), or between 0 and 1.
             step: the optimizer step.
         """
         self._warn_unsupported("images")
@@ -138,8 +139,8 @@ class Logger(ABC):
     def rewind(self, step: int) -> None:
         """Remove what was logged after optimizer step ``step``, because the run resumes from a checkpoint of that step.
 
-        It is called when a run resumes in the folder of an earlier one, possibly in another process, before anything
-        is logged, including hyper-parameters. Afterwards, each step should be shown only once.
+        This method is called when a run resumes in the folder of an earlier run, possibly in another process. The call
+        precedes all logging, also of hyper-parameters. Afterwards, each step should be shown only once.
 
         Args:
             step: the checkpoint's step. 0 keeps only what was logged before the first step, and -1 keeps nothing.

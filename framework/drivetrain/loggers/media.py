@@ -1,4 +1,4 @@
-"""Convert users' values to pixels, counts and rows, for drivetrain's loggers and for custom ones."""
+"""Convert users' values to pixels, counts and rows, for drivetrain's loggers and for custom loggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 
-_CHUNK = 1 << 22  # elements that are counted at once; finding their bins takes 8 bytes for each
+_CHUNK = 1 << 22  # elements that are counted at once; finding the bin of an element takes 8 bytes
 
 
 # Images
@@ -68,7 +68,7 @@ def png_of_figure(figure: Any) -> bytes:
         figure: a matplotlib figure, or another object with ``savefig(file, format="png")``.
 
     Raises:
-        ConfigurationError: it has no ``savefig``.
+        ConfigurationError: the figure has no method ``savefig``.
     """
     if not callable(getattr(figure, "savefig", None)):
         raise ConfigurationError(
@@ -82,7 +82,7 @@ def png_of_figure(figure: Any) -> bytes:
 
 
 def pixels_of_figure(figure: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return a figure, as in `png_of_figure`, as a uint8 array of shape (H, W, C). Requires Pillow."""
+    """Return a figure, in a form that `png_of_figure` accepts, as a uint8 array of shape (H, W, C). Requires Pillow."""
     from PIL import Image
 
     with Image.open(io.BytesIO(png_of_figure(figure))) as picture:
@@ -98,9 +98,9 @@ class Histogram:
 
     Attributes:
         counts: the count of each bin.
-        edges: the edges of the bins, one more than there are bins; the last bin includes its right edge.
+        edges: the edges of the bins, one more than there are bins. Only the last bin includes its right edge.
         sum: the sum of the counted numbers.
-        sum_of_squares: the sum of their squares.
+        sum_of_squares: the sum of the squares of the counted numbers.
         left_out: how many numbers were not counted because they are infinite or NaN.
     """
 
@@ -112,11 +112,11 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many numbers were counted."""
+        """The number of numbers that were counted."""
         return sum(self.counts)
 
     def with_at_most(self, bins: int) -> Histogram:
-        """Return the histogram with at most ``bins`` bins, merging neighbouring ones if necessary."""
+        """Return the histogram with at most ``bins`` bins, merging neighbouring bins if necessary."""
         width = -(-len(self.counts) // bins)
         if width <= 1:
             return self
@@ -148,7 +148,7 @@ class Histogram:
 
     @classmethod
     def joined(cls, parts: Sequence[BinCounts], edges: Edges, left_out: int) -> Histogram:
-        """Return the sum of the parts' counts, which were counted with the same edges."""
+        """Return the histogram of all parts, whose numbers were counted with the same edges."""
         return cls(
             tuple(map(sum, zip(*(part.counts for part in parts), strict=True))),
             tuple(map(float, edges.tolist())),
@@ -188,10 +188,10 @@ class ValueRange:
         return self.low > self.high
 
     def edges(self, bins: int) -> Edges:
-        """Return the edges of ``bins`` bins, equal to those of ``numpy.histogram`` if it accepts the range.
+        """Return the edges of ``bins`` bins, equal to those of ``numpy.histogram`` if NumPy accepts the range.
 
-        It does not if the numbers are almost equal, like a norm's initial weights, or too far apart for float32. Then
-        the edges are computed in float64 or for a slightly larger range.
+        NumPy refuses a range of numbers that are almost equal, like a norm's initial weights, or too far apart for
+        float32. In such cases the edges are computed in float64 or for a slightly larger range.
         """
         for dtype in (np.float32, np.float64) if self.is_float32 else (np.float64,):
             try:
@@ -236,7 +236,7 @@ class FlatValues:
     """The finite numbers of a tensor as a flat tensor on its device.
 
     Args:
-        tensor: a tensor of any shape; a complex one contributes its real and imaginary parts.
+        tensor: a tensor of any shape; a complex tensor contributes its real and imaginary parts.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -254,7 +254,7 @@ class FlatValues:
         self.reach = ValueRange(low, high, left_out, is_float32)
 
     def counted(self, edges: Edges) -> BinCounts:
-        """Return the counts of the bins with these edges, which must be the same for all parts."""
+        """Return the counts of the bins with these edges, which must be the same for all parts of a histogram."""
         flat = self._flat
         inner = torch.as_tensor(edges[1:-1].copy(), device=flat.device)
         counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=flat.device)
@@ -276,7 +276,7 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of JSON-serializable values; other values are converted to text."""
+    """A table of numbers, booleans, None and text; `of` converts other values to text."""
 
     columns: list[str]
     rows: list[list[Any]]

@@ -25,7 +25,7 @@ _log = logging.getLogger("drivetrain")
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
-_MAX_METRICS = 1000  # per request
+_MAX_METRICS = 1000  # that MLflow accepts in one request
 _MAX_PARAMS = 100
 _MAX_NAME_LENGTH = 250
 # Servers truncate a parameter's value at 250, 500 or 6000 characters, depending on their release.
@@ -42,10 +42,11 @@ class MLFlowLogger(DirectoryLogger):
     """Logs to an MLflow server, or to a local store, ``<save_dir>/mlflow.db``.
 
     The run's folder, ``<save_dir>/<experiment_name>/version_<n>``, contains ``mlflow.json`` with the id of the MLflow
-    run. A run that resumes in the folder continues this MLflow run, and does not log stored steps again.
+    run. A run that resumes in the folder continues this MLflow run, and does not log steps again that MLflow has
+    stored.
 
-    If the server fails, metrics are kept in memory and sent with the next ones; the run continues with a warning.
-    `save` and `finalize` raise instead.
+    If the server fails, metrics are kept in memory and sent with the next ones. The run continues with a warning.
+    `save` and `finalize` raise an error instead.
 
     Args:
         experiment_name: the name of the MLflow experiment, which is created if necessary, and of the folder for its
@@ -54,9 +55,9 @@ class MLFlowLogger(DirectoryLogger):
         tracking_uri: the URI of a server or database; None means the environment's ``MLFLOW_TRACKING_URI``, else the
             local store.
         tags: the run's tags.
-        save_dir: a local path; may be an fsspec URL if there is a ``tracking_uri``.
-        log_model: must be False: checkpoints are not uploaded.
-        checkpoint_path_prefix: not supported: checkpoints are not uploaded.
+        save_dir: a local path; or an fsspec URL if there is a ``tracking_uri``.
+        log_model: must be False, because checkpoints are not uploaded.
+        checkpoint_path_prefix: not supported, because checkpoints are not uploaded.
         prefix: prepended to every metric's name, with a dash.
         artifact_location: the location for the media of a new experiment; None lets the server choose, or means
             ``<save_dir>/<experiment_name>/mlflow-artifacts`` with the local store.
@@ -104,8 +105,8 @@ class MLFlowLogger(DirectoryLogger):
         self._last_opened: tuple[str, str] | None = None  # the folder and the id of the last opened run
         self._is_open = False
         self._resume_directory: str | None = None  # the folder in which a run resumes
-        self._stored: dict[str, int] = {}  # after a rewind: the last stored step, by metric
-        self._stored_images: dict[str, int] = {}
+        self._stored: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by metric
+        self._stored_images: dict[str, int] = {}  # the same for images
         self._latest: dict[str, tuple[int, float]] = {}  # the last logged step and value, by metric
         self._pending: list[Any] = []
         self._in_flight: list[Any] = []
@@ -114,14 +115,17 @@ class MLFlowLogger(DirectoryLogger):
 
     @property
     def experiment(self) -> Any:
-        """The ``MlflowClient``, whose methods take `run_id`, for features without a method here. Use it on rank 0."""
+        """The ``MlflowClient``, for features that have no method in this class. Only for rank 0.
+
+        The client's methods take `run_id`.
+        """
         if self._client is None:
             self._client = _mlflow("mlflow.tracking").MlflowClient(self._tracking_uri)
         return self._client
 
     @property
     def run_id(self) -> str:
-        """The id of the MLflow run, which is started if necessary. Use it on rank 0."""
+        """The id of the MLflow run, which is started if necessary. Only for rank 0."""
         if not self._is_open or self._last_opened is None:
             self._open(self._directory.make())
         assert self._last_opened is not None
@@ -129,7 +133,7 @@ class MLFlowLogger(DirectoryLogger):
 
     @property
     def experiment_id(self) -> str:
-        """The id of the MLflow experiment. The run is started if necessary. Use it on rank 0."""
+        """The id of the MLflow experiment. The run is started if necessary. Only for rank 0."""
         return str(self.experiment.get_run(self.run_id).info.experiment_id)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -158,9 +162,10 @@ class MLFlowLogger(DirectoryLogger):
                 )
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Log ``params``, without secrets, as the run's parameters, with nested ones as ``outer/inner``.
+        """Log ``params``, without secrets, as the run's parameters, with nested values as ``outer/inner``.
 
-        MLflow cannot change a parameter. If a resumed run has another value, the first one stays, with a warning.
+        MLflow cannot change a parameter. If a resumed run has another value, MLflow keeps the first value, and the
+        logger warns.
         """
         entities = _mlflow("mlflow.entities")
         new_params = {
@@ -203,7 +208,7 @@ class MLFlowLogger(DirectoryLogger):
         self.experiment.log_dict(self.run_id, document, self._artifact_path("tables", key, step, "json"))
 
     def rewind(self, step: int) -> None:
-        """Continue the MLflow run, and skip metrics of repeated steps that it already has."""
+        """Continue the MLflow run, and do not send metrics of repeated steps that the run already has."""
         del step  # MLflow cannot remove metrics.
         self._is_open = False
         self._resume_directory = self._directory.path
@@ -230,7 +235,7 @@ class MLFlowLogger(DirectoryLogger):
             ) from error
 
     def finalize(self, status: str) -> None:
-        """Send pending metrics and end the MLflow run with the status; a later write continues it."""
+        """Send pending metrics and end the MLflow run with ``status``; a later write continues the run."""
         if not self._is_open or self._last_opened is None:
             return
         try:
@@ -242,7 +247,7 @@ class MLFlowLogger(DirectoryLogger):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process opens its own connection.
 
-    # The run
+    # Start or continue the MLflow run, and send to it
 
     def _open(self, path: str) -> None:
         resumes = self._resume_directory == path
@@ -272,7 +277,7 @@ class MLFlowLogger(DirectoryLogger):
         if experiment is None:
             try:
                 return client.create_experiment(self.name, artifact_location=self._artifact_location)
-            except Exception:  # Another run may have created it meanwhile.
+            except Exception:  # Another run may have created the experiment meanwhile.
                 experiment = client.get_experiment_by_name(self.name)
                 if experiment is None:
                     raise
@@ -306,7 +311,7 @@ class MLFlowLogger(DirectoryLogger):
             self._warn_unsupported("images without Pillow (pip install pillow)")
             return
         name, run_id = self._valid_name(f"{self._prefix}{key}"), self.run_id
-        name = name.replace(":", "_")  # MLflow accepts colons in names of metrics, but not of images.
+        name = name.replace(":", "_")  # MLflow accepts colons in names of metrics, but not in names of images.
         if step > self._stored_images.get(name.replace("/", "~"), -1):
             self.experiment.log_image(run_id, pixels(), key=name, step=step)
 
@@ -324,7 +329,7 @@ class MLFlowLogger(DirectoryLogger):
 def _to_valid_name(name: str) -> str:
     """Return a valid MLflow name, because an invalid one would block all later metrics."""
     parts = _INVALID_CHARACTERS.sub("_", name).split("/")
-    # MLflow treats names as paths, and refuses those that are not normalised.
+    # MLflow treats names as paths, and refuses paths that are not normalised.
     valid = "/".join("_" * max(1, len(part)) if not part.strip(".") else part for part in parts)
     valid = f"__{valid[2:]}" if valid.startswith("..") else valid
     if len(valid) > _MAX_NAME_LENGTH:

@@ -20,8 +20,8 @@ from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figu
 _log = logging.getLogger("drivetrain")
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)\.[^/]*$")
-_RETRY_AFTER = 30.0  # seconds after a failed write
-_MAX_WAIT = 5  # seconds to wait for a time later than that in the newest event file's name
+_RETRY_AFTER = 30.0  # seconds from a failed write to the next attempt
+_MAX_WAIT = 5  # seconds to wait until the clock passes the time in the newest event file's name
 
 
 class TensorBoardLogger(DirectoryLogger):
@@ -31,7 +31,7 @@ class TensorBoardLogger(DirectoryLogger):
         save_dir: a local path, or a URL that the installed TensorBoard writes to.
         name: the sub-directory of the experiment; empty for none.
         version: a number, a directory name, or ``None`` for the run's version.
-        default_hp_metric: write ``hp_metric`` with hyper-parameters, so that the HParams tab shows the run.
+        default_hp_metric: whether to write ``hp_metric`` with hyper-parameters, so that the HParams tab shows the run.
         prefix: prepended to every metric's name, with a dash.
         **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step``
             applies to the first event file that this object writes.
@@ -68,9 +68,9 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def experiment(self) -> Any:
-        """The ``SummaryWriter``, for features without a method here (audio, meshes).
+        """The ``SummaryWriter``, for features that have no method in this class (audio, meshes).
 
-        Use it on rank 0 only: the first use creates the run's directory.
+        Only for rank 0, because the first use creates the run's directory.
         """
         if self._writer is None:
             self._writer = self._open(self._directory.make())
@@ -83,8 +83,8 @@ class TensorBoardLogger(DirectoryLogger):
         try:
             for key, value in metrics.items():
                 self.experiment.add_scalar(f"{self._prefix}{key}", value, step)
-        except OSError as error:  # A disk that is full temporarily must not end the training.
-            self._writer = None  # Its thread has ended, so the next write opens another event file.
+        except OSError as error:  # A temporarily full disk must not end the training.
+            self._writer = None  # The writer's thread has ended, so the next write opens another event file.
             self._retry_at = time.monotonic() + _RETRY_AFTER
             if not self._write_failed:
                 self._write_failed = True
@@ -99,7 +99,7 @@ class TensorBoardLogger(DirectoryLogger):
         """Write ``params``, without secrets, to ``hparams.json`` and to the HParams tab.
 
         Args:
-            params: values by name. Nested mappings become ``outer/inner``; values other than numbers, strings and
+            params: values by name. Nested mappings become ``outer/inner``. Values other than numbers, strings and
                 booleans are converted to text.
             metrics: initial values of the metrics that the HParams tab should list.
         """
@@ -111,10 +111,10 @@ class TensorBoardLogger(DirectoryLogger):
         writer = self.experiment
         for summary in _hparams_summaries(_flatten(params), initial_metrics):
             writer.file_writer.add_summary(summary)
-        if self._initial_values_directory != self._directory.path:  # An earlier run may have written them already.
+        if self._initial_values_directory != self._directory.path:  # The initial values were not written already.
             for key, value in initial_metrics.items():
                 writer.add_scalar(key, value, 0)
-        writer.flush()  # They must survive a kill, because a resumed run does not write them again.
+        writer.flush()  # The values must survive a kill, because a resumed run does not write them again.
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Write an image."""
@@ -154,16 +154,17 @@ class TensorBoardLogger(DirectoryLogger):
             self.experiment.add_image(f"{self._prefix}{key}", pixels(value), step, dataformats="HWC")
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
-        """Trace ``module`` with ``example`` and write its graph; without an example, do nothing."""
+        """Trace ``module`` with ``example`` and write the module's graph; without an example, do nothing."""
         if example is not None:
             self.experiment.add_graph(module, example)
 
     def rewind(self, step: int) -> None:
         """Hide what was logged after ``step``, by a ``purge_step`` in the next event file.
 
-        Event files cannot be shortened. TensorBoard reads them in the order of their names and skips hidden events. Its
-        fast loader does so for each metric separately, once the run logs that metric again at the same or an earlier
-        step. Initial values of metrics, such as ``hp_metric``, are not written again unless ``step`` is -1.
+        Event files cannot be shortened. TensorBoard reads them in the order of their names and skips hidden events. The
+        fast loader of TensorBoard skips the hidden events of each metric separately, once the run logs that metric
+        again at the same or an earlier step. Initial values of metrics, such as ``hp_metric``, are not written again
+        unless ``step`` is -1.
 
         Args:
             step: the checkpoint's step; -1 hides everything.
@@ -194,26 +195,27 @@ class TensorBoardLogger(DirectoryLogger):
             self._close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The writer has a thread and a queue; another process opens its own event file.
+        # The writer has a thread and a queue, so another process has to open another event file.
         return self.__dict__ | {"_writer": None}
 
     def _open(self, path: str) -> Any:
         purge_steps = self._purge_steps(path)
         options = self._options | ({"purge_step": min(purge_steps)} if purge_steps else {})
         # The time in a file's name has a resolution of one second. tensorboardX overwrites a file of the same second,
-        # and a file with a purge step must sort after those that it hides.
+        # and a file with a purge step must sort after the files whose events it hides.
         if purge_steps or self._purged_directory == path or not _has_tensorboard():
             self._wait_for_later_name(path)
         writer = _summary_writer(path, options)
         if purge_steps:
             self._purged_directory = path
-            # TensorBoard's server treats the first session start in a folder as the run's and does not purge at it.
+            # TensorBoard's server treats the first session start in a folder as the start of the run, and does not
+            # purge at this event.
             writer.file_writer.add_event(_session_start(min(purge_steps)))
         self._pending_purge = self._purge_step = None
         return writer
 
     def _purge_steps(self, path: str) -> list[int]:
-        """Return the purge steps for the next event file: that of a rewind and the user's, if they exist."""
+        """Return the purge steps for the next event file, which a rewind or the user may have set."""
         rewound = self._pending_purge[1] if self._pending_purge is not None and self._pending_purge[0] == path else None
         return [step for step in (rewound, self._purge_step) if step is not None]
 

@@ -26,7 +26,7 @@ from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figu
 _log = logging.getLogger("drivetrain")
 
 STEP = "trainer/global_step"
-"""The key of the optimizer step in each row, which is the axis of all charts, as in Lightning."""
+"""The key of the optimizer step in each row, which is the horizontal axis of all charts, as in Lightning."""
 
 _EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}  # wandb uses 255 for Ctrl-C and shows "killed"
 
@@ -44,23 +44,23 @@ class WandbLogger(DirectoryLogger):
     """Logs to Weights & Biases, or to local files that ``wandb sync`` uploads.
 
     wandb's files are in the run's folder, ``<save_dir>/<project>/version_<n>/wandb``. A run that resumes in the folder
-    continues the same wandb run, and does not log the rows in these files again.
+    continues the same wandb run, and does not log rows again that are in these files.
 
     Args:
         name: the name that wandb shows; None lets wandb choose.
         save_dir: a local path.
-        version: the run's folder: a number, a directory name, or ``None`` for the run's version. Text is also wandb's
-            id of the run, unless ``id`` is passed.
-        offline: only write local files. If False, the environment's ``WANDB_MODE`` decides.
+        version: the run's folder: a number, a directory name, or ``None`` for the run's version. A directory name is
+            also wandb's id of the run, unless ``id`` is passed.
+        offline: if True, only write local files. If False, the environment's ``WANDB_MODE`` decides.
         dir: the same as ``save_dir``.
         id: the id of a wandb run to continue; None for a new one, which is stored in ``wandb.json``.
-        anonymous: not supported: wandb has removed anonymous runs.
+        anonymous: not supported, because wandb has removed anonymous runs.
         project: wandb's project, and the name of the folder for its runs; None means the environment's
             ``WANDB_PROJECT``, else "drivetrain_logs".
-        log_model: must be False: checkpoints are not uploaded.
-        experiment: a run that the caller has started with ``wandb.init`` and finishes.
+        log_model: must be False, because checkpoints are not uploaded.
+        experiment: a run that the caller has started with ``wandb.init``, and that the caller finishes.
         prefix: prepended to every metric's name, with a dash.
-        checkpoint_name: not supported: checkpoints are not uploaded.
+        checkpoint_name: not supported, because checkpoints are not uploaded.
         **options: further arguments of ``wandb.init``: ``group``, ``tags``, ``entity``, ``notes``, ``job_type``,
             ``config``, ``settings``.
 
@@ -110,17 +110,17 @@ class WandbLogger(DirectoryLogger):
         self._is_foreign_run = False  # whether other code in this process started the run with wandb.init
         self._last_opened: tuple[str, str] | None = None  # the folder and the id of the last opened run
         self._resume_point: tuple[str, int] | None = None  # the folder and the step from which a run resumes
-        self._next_row: int | None = None  # wandb's number for the next row, if wandb would restart at 0
-        self._stored: dict[str, int] = {}  # after a rewind: the last stored step, by metric
+        self._next_row: int | None = None  # the number to give the next row, where wandb would restart at 0
+        self._stored: dict[str, int] = {}  # after a rewind, the last step that wandb has stored, by metric
         self._last_sent: dict[str, int] = {}  # the last step that this object sent, by metric
         self._journal_failed = False
         self._journal = RowJournal(self._directory, "wandb-rows.jsonl")
 
     @property
     def experiment(self) -> Any:
-        """The wandb ``Run``, for features without a method here (artifacts, ``watch``).
+        """The wandb ``Run``, for features that have no method in this class (artifacts, ``watch``).
 
-        Use it on rank 0 only: the first use creates the run's directory and, if wandb is online, connects.
+        Only for rank 0, because the first use creates the run's directory and, if wandb is online, connects.
         """
         if self._user_run is not None:
             return self._user_run
@@ -150,7 +150,7 @@ class WandbLogger(DirectoryLogger):
         self._log_object(key, lambda: _wandb().Image(_drop_single_channel(pixels_of_figure(value))), step)
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
-        """Send a histogram; neighbouring bins are merged if there are more than 512."""
+        """Send a histogram, in which neighbouring bins are merged if there are more than 512 bins."""
         histogram = Histogram.of(value).with_at_most(_MAX_BINS)
         self._log_object(
             key, lambda: _wandb().Histogram(np_histogram=(list(histogram.counts), list(histogram.edges))), step
@@ -169,7 +169,7 @@ class WandbLogger(DirectoryLogger):
         """Do nothing. ``logger.experiment.watch(module)`` lets wandb show a module's graph."""
 
     def rewind(self, step: int) -> None:
-        """Continue the wandb run, and skip values of repeated steps that it already has.
+        """Continue the wandb run, and do not send values of repeated steps that the run already has.
 
         Rows up to ``step`` that were passed to wandb, but did not reach its files, are sent again.
         """
@@ -182,7 +182,7 @@ class WandbLogger(DirectoryLogger):
             self._journal.save()
 
     def finalize(self, status: str) -> None:
-        """Finish the wandb run with the status; a later write continues it."""
+        """Finish the wandb run with ``status``; a later write continues the run."""
         try:
             self.save()
         finally:
@@ -191,7 +191,7 @@ class WandbLogger(DirectoryLogger):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_run": None, "_user_run": None}  # Another process has no connection.
 
-    # The run
+    # Start, continue and finish the wandb run
 
     def _open(self, path: str) -> Any:
         wandb = _wandb()
@@ -222,12 +222,12 @@ class WandbLogger(DirectoryLogger):
                 run, path, run_id, self._resume_point[1] if resumes and self._resume_point is not None else None
             )
         elif not resumes:
-            self._journal.rewind(-2)  # It belongs to another wandb run in a folder that the user chose.
+            self._journal.rewind(-2)  # An earlier wandb run in the user's folder wrote the journal.
         self._resume_point = None
         return run
 
     def _load_stored(self, run: Any, path: str, run_id: str, step: int | None) -> None:
-        """Determine what the run has stored, so that nothing is sent twice after going back to ``step``."""
+        """Determine what the run has stored, so that no value is sent twice after a resume at ``step``."""
         try:
             stored_rows = StoredRows(path, run_id, STEP)
         except Exception as error:  # wandb may change its file format in any release.
@@ -260,10 +260,10 @@ class WandbLogger(DirectoryLogger):
             run.finish(exit_code=exit_code)
         self._is_foreign_run = False
 
-    # Rows
+    # Send rows
 
     def _journal_row(self, step: int, row: Mapping[str, float]) -> None:
-        """Add a row to the journal, with a warning if that fails: a full disk must not end the training."""
+        """Add a row to the journal, with a warning if that fails, because a full disk must not end the training."""
         try:
             self._journal.add(step, row)
         except OSError as error:
@@ -278,7 +278,7 @@ class WandbLogger(DirectoryLogger):
 
     def _without_stored(self, row: dict[str, Any], step: int) -> dict[str, Any]:
         """Return the values of a row that are not stored yet."""
-        self.experiment  # noqa: B018 - opening the run determines what is stored
+        self.experiment  # noqa: B018 - Reading this property opens the run, which sets `_stored`.
         stored, epoch = self._stored, f"{self._prefix}epoch"
         if not stored or all(step > stored.get(name, -1) for name in row):
             return row

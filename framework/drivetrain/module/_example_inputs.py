@@ -1,4 +1,4 @@
-"""Example inputs of a module, with which it is called when there is no batch."""
+"""Example inputs, with which a module is called when there is no batch."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` implements ``forward``; that of `torch.nn.Module` only raises."""
+    """Return whether ``module`` implements ``forward``, since the method of `torch.nn.Module` only raises an error."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

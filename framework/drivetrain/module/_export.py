@@ -70,7 +70,7 @@ def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str
 def _validate_path(file_path: Any) -> str:
     """Return the path as text.
 
-    This is checked before the export, which may take minutes.
+    The path is checked before the export, because an export may take minutes.
 
     Raises:
         ConfigurationError: the path is a folder, or not the name of a file.
@@ -88,7 +88,7 @@ def _validate_path(file_path: Any) -> str:
 
 
 def _check_dynamic_sizes(program: ONNXProgram, dimensions: dict[str, Any]) -> None:
-    """Check that every size named in ``dynamic_shapes`` is dynamic; the exporter fixes one that cannot be, silently."""
+    """Check that all sizes named in ``dynamic_shapes`` are dynamic, since the exporter may silently fix a size."""
     dynamic = {str(size) for value in program.model.graph.inputs for size in value.shape or ()}
     fixed = [name for name in dimensions if name not in dynamic]
     if fixed:
@@ -109,7 +109,7 @@ def export_program(module: Any, input_sample: Any, kwargs: dict[str, Any]) -> Ex
 
 @contextmanager
 def _tracing(module: Any, method: str, sample: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context manager that yields the arguments to trace with, in eval mode; restores modes and generators."""
+    """Context manager in eval mode that yields the arguments to trace with, and then restores modes and generators."""
     name = type(module).__name__
     if not has_forward(module):
         raise ConfigurationError(
@@ -138,7 +138,7 @@ def _check_weights(module: nn.Module, method: str) -> None:
     """Check that this process holds all weights of the module.
 
     Raises:
-        ConfigurationError: some are sharded, on the meta device or not initialised.
+        ConfigurationError: some weights are sharded, on the meta device or not initialised.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     shards = [name for name, tensor in tensors if hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")]
@@ -162,7 +162,7 @@ def _check_weights(module: nn.Module, method: str) -> None:
 
 
 def _resolve_dynamic_shapes(shapes: Any, dimensions: dict[str, Any] | None = None) -> Any:
-    """Replace names of sizes by torch.export's dimensions, equal names by the same dimension."""
+    """Replace each name of a size by a dimension of torch.export. Equal names are replaced by the same dimension."""
     dimensions = {} if dimensions is None else dimensions
     if isinstance(shapes, str):
         if shapes not in dimensions:
@@ -178,7 +178,7 @@ def _resolve_dynamic_shapes(shapes: Any, dimensions: dict[str, Any] | None = Non
 def _write_atomically(program: ONNXProgram, path: str, external_data: bool | None) -> None:
     """Write the program to a temporary folder next to ``path``, then move its files into place.
 
-    The file with external weights is moved before the one that refers to it.
+    The file with external weights is moved before the program's file, which refers to it.
     """
     filesystem, root = filesystem_of(path)
     folder, _, name = root.replace(os.sep, "/").rpartition("/")

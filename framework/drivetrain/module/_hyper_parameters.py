@@ -41,16 +41,17 @@ class HyperParametersMixin:
         return deepcopy(hyper_parameters)
 
     def save_hyperparameters(self, *names: Any, ignore: str | Iterable[str] = (), logger: bool = True) -> None:
-        """Save the arguments of ``__init__`` in `hparams`; every checkpoint contains them.
+        """Save the arguments of ``__init__`` in `hparams`, which every checkpoint contains.
 
         Args:
-            names: the arguments to save; none means all. Or a single mapping or `argparse.Namespace` whose values are
-                saved; if it is an argument of ``__init__``, ``load_from_checkpoint`` passes it as that argument again.
+            names: the arguments to save; no names mean all arguments. Alternatively a single mapping or
+                `argparse.Namespace` whose values are saved. If this object is an argument of ``__init__``,
+                ``load_from_checkpoint`` passes the saved values as that argument.
             ignore: the names to omit.
-            logger: pass them to the run's loggers.
+            logger: whether to pass the hyper-parameters to the run's loggers.
 
         Raises:
-            ConfigurationError: a value cannot be represented in JSON; the error names it.
+            ConfigurationError: a value cannot be represented in JSON. The message names the argument.
         """
         if len(names) == 1 and _is_mapping_or_namespace(names[0]):
             values: Any = names[0]
@@ -65,7 +66,7 @@ class HyperParametersMixin:
 
 
 def _is_mapping_or_namespace(value: Any) -> bool:
-    # `argparse.Namespace` is recognised by its name to avoid the import.
+    # `argparse.Namespace` is recognised by its name, so that argparse need not be imported.
     return isinstance(value, Mapping) or any(base.__name__.endswith("Namespace") for base in type(value).__mro__)
 
 
@@ -81,17 +82,17 @@ def _validate_names(names: Sequence[Any]) -> list[str]:
 
 
 def hyper_parameters_argument(owner: HyperParametersMixin) -> str:
-    """Return the argument of ``__init__`` that holds all hyper-parameters; "" if each is an argument."""
+    """Return the argument of ``__init__`` that holds all hyper-parameters; "" if each of them is an argument."""
     return str(owner.__dict__.get("_hyper_parameters_argument", ""))
 
 
 def logged_hyper_parameters(owner: HyperParametersMixin) -> Mapping[str, Any]:
-    """Return the hyper-parameters for loggers: none after ``save_hyperparameters(logger=False)``."""
+    """Return the hyper-parameters for loggers, which are none after ``save_hyperparameters(logger=False)``."""
     return owner.hparams if owner.__dict__.get("_logs_hyper_parameters", True) else {}
 
 
 def collect_init_arguments(owner: object, names: Sequence[str], ignore: str | Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of ``owner``'s active ``__init__`` calls; those of subclasses take precedence.
+    """Return the arguments of ``owner``'s active ``__init__`` calls, where arguments of subclasses take precedence.
 
     Raises:
         ConfigurationError: there is no active ``__init__``, a name is unknown, or JSON cannot represent a value.

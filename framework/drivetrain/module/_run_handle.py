@@ -19,14 +19,14 @@ class RunHandle:
     """The trainer of the current run."""
 
     _last_trainer: RunContext | None = None
-    """The trainer of the last run, or the one that the user set."""
+    """The trainer of the last run, or the trainer that the user set."""
 
     @property
     def trainer(self) -> RunContext:
         """The `Fit` that is running or ran last, as a `RunContext`. It may be set before a run.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: there is no current or last run.
         """
         trainer = self._trainer or self._last_trainer
         if trainer is None:
@@ -51,7 +51,7 @@ class RunHandle:
         """Return the trainer of the current run.
 
         Args:
-            operation: the operation that needs it, for the error.
+            operation: the operation that needs a run, for the error message.
 
         Raises:
             ConfigurationError: there is no current run.

@@ -33,7 +33,8 @@ class SavedArguments:
         hyper_parameters: the saved hyper-parameters.
         secrets: the names of the hyper-parameters that were not saved because they are secrets; nested names are joined
             by dots.
-        argument: the single argument that holds all of them; "" if each is an argument.
+        argument: the name of the single argument that holds all hyper-parameters; "" if each hyper-parameter is an
+            argument.
     """
 
     path: str
@@ -44,16 +45,17 @@ class SavedArguments:
     def build(self, owner: type[T], overrides: Mapping[str, Any], ignore: str | Iterable[str] = ()) -> T:
         """Return an instance of ``owner`` built from the saved arguments.
 
-        A saved argument that only a base class takes must be passed on by ``owner`` with the saved value.
+        If only a base class takes a saved argument, the ``__init__`` of ``owner`` must pass the saved value to this
+        class.
 
         Args:
             owner: the class to build.
-            overrides: arguments that replace the saved ones or are added to them.
+            overrides: arguments that replace saved arguments or are added to them.
             ignore: the names of saved arguments to omit.
 
         Raises:
-            CheckpointError: ``__init__`` needs an argument that was not saved, or does not take one that was; the error
-                names it.
+            CheckpointError: ``__init__`` needs an argument that was not saved, or does not take an argument that was
+                saved. The message names the argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         if self.argument and self.argument in inspect.signature(owner).parameters:
@@ -157,7 +159,7 @@ class SavedArguments:
         )
 
     def _explain_base_error(self, owner: type, message: str, arguments: Mapping[str, Any]) -> CheckpointError | None:
-        """Return the error for a `TypeError` from a base class's ``__init__``; None if it has another cause."""
+        """Return the error for a `TypeError` from a base class's ``__init__``; None for another cause."""
         match = _SIGNATURE_ERROR.match(message)
         if match is None or match["owner"] not in {base.__name__ for base in owner.__mro__}:
             return None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     """A model together with its training code.
 
-    Implement `training_step` and `configure_optimizers`; everything else is optional. A TrainModule is an ordinary
+    Implement `training_step` and `configure_optimizers`; all other methods are optional. A TrainModule is an ordinary
     `torch.nn.Module` before and after a run.
     """
 
@@ -36,7 +36,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     example_input_array: Any = None
     """An example input of ``forward``: a tensor, a tuple of arguments, or a dict of arguments by name.
 
-    `to_onnx` and `export` trace with it, and `ModelSummary` computes shapes and FLOPs with it.
+    `to_onnx` and `export` trace ``forward`` with this input, and `ModelSummary` computes shapes and FLOPs with it.
     """
 
     strict_loading: bool = True
@@ -44,18 +44,18 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
     _held = False
 
-    # Methods that users implement. A step takes `batch` and optionally `batch_idx` and `dataloader_idx`. The signatures
-    # here accept any further arguments, so that type checkers accept each form.
+    # Methods that users implement. A step method takes `batch` and optionally `batch_idx` and `dataloader_idx`. The
+    # signatures here accept any further arguments, so that type checkers accept each form.
 
     def training_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch (one process only).
 
-        Like the other steps, it may take ``batch`` and ``batch_idx``, or only ``batch``.
+        Like the other step methods, `training_step` may take ``batch`` and ``batch_idx``, or only ``batch``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
     def validation_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate one validation micro-batch. With several loaders, it also gets ``dataloader_idx``."""
+        """Evaluate one validation micro-batch. With several loaders, the method also gets ``dataloader_idx``."""
         raise NotImplementedError(f"{type(self).__name__} has no validation_step")
 
     def test_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -67,16 +67,16 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, several, or None, optionally with schedulers; the guide lists every form."""
+        """Return an optimizer, several optimizers, or None, optionally with schedulers; the guide lists every form."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers")
 
     def batch_weight(self, batch: Any) -> int | float | torch.Tensor:
-        """Return the number of items over which the micro-batch's loss is a mean; by default its samples.
+        """Return the number of items over which the micro-batch's loss is a mean; by default its number of samples.
 
-        The batch is the loader's, before transfer to the device. A window's gradient is the mean of its micro-batches'
-        gradients over all ranks, weighted by this number.
+        ``batch`` is what the loader returned, before its transfer to the device. A window's gradient is the mean of its
+        micro-batches' gradients over all ranks, weighted by the returned numbers.
         """
-        raise NotImplementedError  # The engine calls this only if it is overridden.
+        raise NotImplementedError  # The engine calls this method only if it is overridden.
 
     def train_dataloader(self) -> Any:
         """Return the training loader or loaders, if none are passed to the run."""
@@ -94,7 +94,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         """Return the prediction loader or loaders, if none are passed to the run."""
         raise NotImplementedError
 
-    # Parts of a step that can be overridden
+    # Parts of an optimizer step and of the batch transfer that can be overridden
 
     def configure_gradient_clipping(
         self,
@@ -119,7 +119,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step one scheduler, with the monitored metric if it has one."""
+        """Step one scheduler, with the value of its monitored metric if it monitors one."""
         if metric is None:
             scheduler.step()
         else:
@@ -129,7 +129,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         """Move a batch to the device."""
         return self.trainer.strategy.to_device(batch)
 
-    # The current or last run
+    # The module's device and dtype, and properties of the current or last run
 
     @property
     def device(self) -> torch.device:
@@ -147,13 +147,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """The number of completed epochs of the current or last run; 0 before the first."""
+        """The number of completed epochs of the current or last run; 0 before the first run."""
         trainer = self._trainer or self._last_trainer
         return 0 if trainer is None else trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """The number of optimizer steps of the current or last run; 0 before the first."""
+        """The number of optimizer steps of the current or last run; 0 before the first run."""
         trainer = self._trainer or self._last_trainer
         return 0 if trainer is None else trainer.global_step
 
@@ -179,7 +179,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         """The run's `torch.distributed.device_mesh.DeviceMesh`, with named dimensions.
 
         Raises:
-            ConfigurationError: the strategy has none.
+            ConfigurationError: the strategy has no device mesh.
         """
         mesh = self.trainer.strategy.device_mesh
         if mesh is None:
@@ -192,13 +192,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
     @property
     def logger(self) -> Any:
-        """The run's first logger; None if it has none, and before a run."""
+        """The run's first logger; None if the run has no loggers, and before a run."""
         trainer = self._trainer or self._last_trainer
         return None if trainer is None else trainer.logger
 
     @property
     def loggers(self) -> list[Any]:
-        """The run's loggers; none before a run."""
+        """The run's loggers; an empty list before a run."""
         trainer = self._trainer or self._last_trainer
         return [] if trainer is None else trainer.loggers
 
@@ -229,20 +229,21 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             value: a number (Python's or NumPy's), a tensor or array of one element, or a `torchmetrics.Metric`.
             on_step: log each step's value. Default: in `training_step`.
             on_epoch: log the epoch's value, reduced over all ranks. Default: everywhere else.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers.
+            prog_bar: show the value in the progress bar.
+            logger: send the value to the loggers.
             reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch, or torch's or Python's
                 function of that name.
-            batch_size: the weight of this value in a mean; by default the micro-batch's samples.
-            sync_dist: False keeps an epoch's value local to the rank; True reduces a step's value when it is flushed.
-            add_dataloader_idx: append ``/dataloader_idx_i`` if there are several loaders.
-            metric_attribute: the metric's attribute on the module, if it cannot be determined.
+            batch_size: the weight of this value in a mean; by default the micro-batch's number of samples.
+            sync_dist: False does not reduce the epoch's value over ranks. True also reduces each step's value, when it
+                is flushed.
+            add_dataloader_idx: append ``/dataloader_idx_i`` to the name if there are several loaders.
+            metric_attribute: the name of the module's attribute that holds the metric, if it cannot be determined.
             rank_zero_only: log only rank 0's value; equal to ``sync_dist=False``.
-            enable_graph: not supported: logged values keep no graph alive.
-            sync_dist_group: not supported: values are reduced over all ranks that read data.
+            enable_graph: not supported, because logged values keep no graph alive.
+            sync_dist_group: not supported, because values are reduced over all ranks that read data.
 
         Raises:
-            ConfigurationError: it is called outside of a run, or an option is not supported.
+            ConfigurationError: `log` is called outside of a run, or an option is not supported.
         """
         if enable_graph or sync_dist_group is not None:
             raise _cannot_log(name, enable_graph)
@@ -272,7 +273,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         self.trainer.print(*args, **options)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather the tensors or numbers of a nested collection: each of shape (*S) becomes (W, *S), in rank order.
+        """Gather the tensors or numbers of a nested collection: one of shape (*S) becomes (W, *S), in rank order.
 
         With ``sync_grads``, the backward sums gradients over the ranks, so that a loss over the gathered batch has the
         gradient that one process would compute.
@@ -282,28 +283,29 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     # Manual optimization
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them, as handles whose ``step`` applies the precision and the strategy.
+        """Return the optimizer or the list of optimizers, as handles whose ``step`` applies precision and strategy.
 
         Args:
-            use_pl_optimizer: if False, return the plain optimizers. Only read them: their ``step`` bypasses the
-                precision.
+            use_pl_optimizer: if False, return the plain optimizers, whose ``step`` bypasses the precision. They may be
+                read, but not stepped.
         """
         handles = self.trainer.optimizer_handles if use_pl_optimizer else self.trainer.optimizers
         return handles[0] if len(handles) == 1 else handles
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, the list of them, or None."""
+        """Return the scheduler, the list of schedulers if there are several, or None."""
         schedulers = self.trainer.lr_schedulers
         if not schedulers:
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Run backward of a loss, which the precision scales; gradients are averaged over ranks.
+        """Run backward of a loss, which the precision scales, and average gradients over ranks.
 
         Args:
             loss: a tensor of shape ().
-            options: torch's options, such as ``retain_graph``. Not supported: some strategies cannot keep a graph.
+            options: torch's options, such as ``retain_graph``. Not supported, because some strategies cannot keep a
+                graph.
         """
         if options:
             raise ConfigurationError(
@@ -322,12 +324,12 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only ``optimizer``'s parameters require gradients, until `untoggle_optimizer`.
 
-        Both calls must be in the same `training_step`; prefer the context manager `toggled_optimizer`.
+        Both methods must be called in the same `training_step`. The context manager `toggled_optimizer` is preferable.
         """
         self.trainer.manual_step("toggle_optimizer", "steps all optimizers on").toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Restore which parameters require gradients to the state before `toggle_optimizer`."""
+        """Let the parameters require gradients that required them before `toggle_optimizer`."""
         self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle(optimizer)
 
     def clip_gradients(
@@ -340,7 +342,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         if gradient_clip_val is not None:
             self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
-    # Weights
+    # Load and freeze weights
 
     @classmethod
     def load_from_checkpoint(
@@ -360,18 +362,18 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             path: the checkpoint's path or URL.
             checkpoint_path: Lightning's name for ``path``.
             map_location: the device for the weights.
-            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the checkpoint's.
-            strict: raise if names are missing or unexpected; otherwise they are skipped with a warning. None means
-                `strict_loading`.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of those in the checkpoint.
+            strict: whether to raise an error if names of weights are missing or unexpected, instead of skipping these
+                weights with a warning. None means `strict_loading`.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
             overrides: hyper-parameters that replace the saved ones, or secrets, which checkpoints do not contain.
 
         Raises:
             CheckpointError: there is no complete checkpoint, its hyper-parameters do not match the arguments of
-                ``__init__``, or its weights do not fit. Also if it contains only the trained weights, and the module's
-                other weights differ from those that they were trained with.
+                ``__init__``, or its weights do not fit. Also raised if the checkpoint contains only the trained
+                weights, and the module's other weights differ from those of the run that saved it.
         """
-        from drivetrain.checkpoint._format import load  # imported only here: most runs do not need it
+        from drivetrain.checkpoint._format import load  # Imported only here, because most runs do not need it.
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
@@ -412,7 +414,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         self.requires_grad_(True)
         return self.train()
 
-    # Export
+    # Export the module
 
     def to_onnx(
         self, file_path: str | os.PathLike[str] | IO[bytes] | None = None, input_sample: Any = None, **kwargs: Any
@@ -422,8 +424,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         The file is written atomically. Weights above 2 GB are stored in a second file, ``<file_path>.data``.
 
         Args:
-            file_path: a path, an fsspec URL, or a file that is open for bytes (`io.BytesIO`); None writes nothing.
-            input_sample: the input to trace with, in a form of `example_input_array`, which is the default.
+            file_path: a path, an fsspec URL, or a binary file object such as `io.BytesIO`. None writes nothing.
+            input_sample: the input to trace with, in a form of `example_input_array`, whose value is the default.
             kwargs: arguments of `torch.onnx.export`, such as ``dynamic_shapes``, ``input_names``, ``output_names`` or
                 ``opset_version``. In ``dynamic_shapes``, a name such as ``"batch"`` makes a size dynamic.
                 ``external_data=True`` always writes the second file.
@@ -436,24 +438,24 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
                 a named size cannot be dynamic, or ``file_path`` is not a file.
             CheckpointError: the file cannot be written.
         """
-        from drivetrain.module._export import export_onnx  # imported only here: it is slow to import
+        from drivetrain.module._export import export_onnx  # Imported only here, because it is slow to import.
 
         return export_onnx(self, file_path, input_sample, kwargs)
 
     def export(self, input_sample: Any = None, **kwargs: Any) -> ExportedProgram:
         """Capture ``forward`` in eval mode as a graph with its weights, by `torch.export.export`.
 
-        Write it with `torch.export.save`. `torch.export.load` reads it without the module's code.
+        `torch.export.save` writes the result, and `torch.export.load` reads it without the module's code.
 
         Args:
-            input_sample: the input to trace with, in a form of `example_input_array`, which is the default.
+            input_sample: the input to trace with, in a form of `example_input_array`, whose value is the default.
             kwargs: arguments of `torch.export.export`, such as ``dynamic_shapes`` or ``strict``. In ``dynamic_shapes``,
                 a name such as ``"batch"`` makes a size dynamic.
 
         Raises:
             ConfigurationError: ``forward`` or the sample is missing, or this process does not hold all weights.
         """
-        from drivetrain.module._export import export_program  # imported only here: it is slow to import
+        from drivetrain.module._export import export_program  # Imported only here, because it is slow to import.
 
         return export_program(self, input_sample, kwargs)
 
@@ -461,7 +463,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         """Raise an error, because TorchScript is deprecated.
 
         Raises:
-            ConfigurationError: always; it names the alternatives.
+            ConfigurationError: always. The message names the alternatives.
         """
         raise ConfigurationError(
             f"{type(self).__name__}.to_torchscript was called.",
@@ -470,7 +472,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             "torch.jit.trace(module.eval(), example) works as far as torch still supports it.",
         )
 
-    # A strategy sets `_held` on the module during a run.
+    # Protection against moving the module during a run: the strategy sets `_held`
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if self._held:

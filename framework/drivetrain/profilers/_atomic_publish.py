@@ -12,7 +12,7 @@ from drivetrain.runs._directory import make_directory
 
 
 def publish(folder: str, name: str, content: bytes | Path) -> str:
-    """Write a file, replacing one of the same name, and return its path or URL.
+    """Write a file, replacing a file of the same name, and return its path or URL.
 
     Args:
         folder: a path or URL, which is created if necessary.

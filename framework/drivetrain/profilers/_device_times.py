@@ -8,14 +8,14 @@ import torch
 
 from drivetrain.profilers._phase_times import Phase
 
-_MAX_PENDING = 256  # pairs of events; above that, completed ones are read
+_MAX_PENDING = 256  # the number of pairs of events above which completed pairs are read
 
 
 class DeviceTimes:
     """Records an event when a phase begins and another when it ends, and reads their times once both are complete.
 
-    The time between the two events is that of the phase's device work and of gaps in which the device waited for the
-    host. It includes the children of the phase.
+    The time between the two events is the time of the phase's device work and of gaps in which the device waited for
+    the host. This time includes the children of the phase.
 
     Args:
         device: the CUDA device of this rank.
@@ -40,7 +40,7 @@ class DeviceTimes:
             self.read()
 
     def read(self, wait: bool = False) -> None:
-        """Add the times of completed events to their phases. If ``wait``, wait for all events."""
+        """Add the times of completed events to their phases. If ``wait`` is True, wait for all events."""
         pending = self._pending
         if wait and pending:
             torch.cuda.synchronize(self._device)

@@ -23,13 +23,13 @@ class Phase:
     """A phase within its parent phase. Times are in nanoseconds of the host's clock.
 
     Attributes:
-        name: the name with which it was started.
+        name: the name with which the phase was started.
         parent: the enclosing phase; None for the run.
-        children: the phases within it, by name, in the order of their first start.
-        calls: how often it was started.
-        self_ns: the time without that of its children.
+        children: the phases within this phase, by name, in the order of their first start.
+        calls: how often the phase was started.
+        self_ns: the time without the time of the children.
         longest_ns: the time of the longest call, including children.
-        device_ns: the device time between its marks; -1 if nothing was marked.
+        device_ns: the device time between the marks of the phase's beginning and end; -1 without marks.
     """
 
     __slots__ = ("began", "calls", "children", "device_ns", "longest_ns", "mark", "name", "parent", "self_ns")
@@ -47,7 +47,7 @@ class Phase:
 
     @property
     def total_ns(self) -> int:
-        """The time including that of its children."""
+        """The time including the time of the children."""
         return self.self_ns + sum(child.total_ns for child in self.children.values())
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Phase]]:
@@ -57,10 +57,10 @@ class Phase:
             yield from child.walk((*path, child.name))
 
     def time_in(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
-        """Return the total time of the outermost descendants with one of these names.
+        """Return the total time of the outermost descendants that have one of the given names.
 
         Args:
-            names: the names.
+            names: the names of phases to add up.
             excluded: the names of phases that are skipped with all their descendants.
         """
         total = 0
@@ -75,18 +75,18 @@ class Phase:
 class PhaseTimes:
     """Adds elapsed time to the innermost open phase, and the profiler's own time to `overhead_ns`.
 
-    The sum over all phases and `overhead_ns` is exactly the time from the beginning to the end.
+    The sum of the times of all phases and `overhead_ns` is exactly the time from the beginning to the end of the run.
 
     Args:
-        name: the name of the root phase, the run.
-        markers: records phases on a device; None for none.
+        name: the name of the root phase, which is the run.
+        markers: an object that records phases on a device, or None.
     """
 
     def __init__(self, name: str, markers: Markers | None = None) -> None:
         self.root = Phase(name, None)
         self.overhead_ns = 0
         self.overlapping: dict[str, list[int]] = {}
-        """The calls and nanoseconds of phases that ended after their parent phase, and thus overlap others."""
+        """The calls and nanoseconds, by name, of phases that ended after their parent phase and thus overlap others."""
         self.began = self._last = perf_counter_ns()
         self.ended: int | None = None
         self._top: Phase | None = self.root
@@ -103,7 +103,7 @@ class PhaseTimes:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this is the run's thread; phases of other threads are ignored."""
+        """Whether the caller is in the run's thread. Phases of other threads are ignored."""
         return get_ident() == self._thread
 
     @property
@@ -125,7 +125,7 @@ class PhaseTimes:
         return depth
 
     def start(self, name: str) -> None:
-        """Begin a phase within the innermost open one. Calls from other threads are ignored."""
+        """Begin a phase within the innermost open phase. Calls from other threads are ignored."""
         now = perf_counter_ns()
         top = self._top
         if top is None or get_ident() != self._thread:

@@ -11,14 +11,14 @@ MAX_LINES = 3
 """The maximum number of recommendations."""
 
 LOOPS = ("training", "validation", "test", "predict")
-"""The names of the phases that are a run's main loop; shares are fractions of its time."""
+"""The names of phases that are the main loop of a run. Shares are fractions of the main loop's time."""
 
 _LOGGING = ("logging", "loggers")
 _COMPUTE = ("forward", "backward", "optimizer")
 _ENGINE_PHASES = frozenset({*LOOPS, *_COMPUTE, "data", "transfer", "windows", "checkpoint", *_LOGGING})
 
 SHORT_US = 20.0
-"""Operations below this many microseconds are short: it is about the time to launch a kernel."""
+"""Operations below this many microseconds are short, because launching a kernel takes about as long."""
 
 
 class SmallOperations(NamedTuple):
@@ -28,8 +28,8 @@ class SmallOperations(NamedTuple):
         kind: "kernels" of a GPU, or "operations" of the CPU.
         per_step: the number of operations per micro-batch.
         median_us: the median duration in microseconds.
-        share: on a CPU, the share of operation time that is spent in operators whose median is below `SHORT_US`; on a
-            GPU, the share of the steps' time in which no kernel ran.
+        share: on a CPU, the share of operation time that is spent in operators whose median duration is below
+            `SHORT_US`. On a GPU, the share of the steps' time in which no kernel ran.
     """
 
     kind: str
@@ -39,7 +39,13 @@ class SmallOperations(NamedTuple):
 
 
 class _Advice(NamedTuple):
-    """A share of the time, the threshold from which it is reported, and the text that follows the percentage."""
+    """A possible recommendation.
+
+    Attributes:
+        share: the share of the time that the recommendation concerns.
+        threshold: the share from which the recommendation is reported.
+        text: the text that follows the share as a percentage.
+    """
 
     share: float
     threshold: float
@@ -47,7 +53,7 @@ class _Advice(NamedTuple):
 
 
 def loop_of(root: Phase) -> Phase | None:
-    """Return the phase of the run's main loop; None if the run did not reach it."""
+    """Return the phase of the run's main loop; None if the run did not reach this loop."""
     return next((root.children[name] for name in LOOPS if name in root.children), None)
 
 
@@ -158,5 +164,7 @@ def _add_hooks(phase: Phase, excluded: tuple[str, ...], candidates: dict[str, in
         if child.name in _ENGINE_PHASES:
             _add_hooks(child, excluded, candidates)
         else:
-            time = child.total_ns - child.time_in(("checkpoint", *_LOGGING))  # These are reported separately.
+            time = child.total_ns - child.time_in(
+                ("checkpoint", *_LOGGING)
+            )  # Checkpoints and logging are reported separately.
             candidates[child.name] = candidates.get(child.name, 0) + time

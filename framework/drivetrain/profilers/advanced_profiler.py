@@ -19,19 +19,20 @@ from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
 _MAX_PHASES = 8
-"""The number of phases whose functions are printed; the file contains all phases."""
+"""The number of phases whose functions are printed. The file contains the functions of all phases."""
 
 
 class AdvancedProfiler(Profiler):
-    """Profiles every Python function by phase. It can more than double the time of a short step.
+    """Profiles every Python function by phase. The profiler can more than double the time of a short step.
 
-    A function's time counts for the innermost open phase, so that nothing is counted twice.
+    A function's time counts for the innermost open phase, so that no time is counted twice.
 
     Args:
-        dirpath: a folder or fsspec URL for its files; None for ``profile/`` in the run's folder.
-        filename: the prefix of their names; None for ``<stage>-advanced``.
-        line_count_restriction: how many of each phase's functions are shown: an int is a count, a float a fraction.
-        dump_stats: also write each phase's statistics, for `pstats.Stats` and viewers such as snakeviz.
+        dirpath: a folder or fsspec URL for the profiler's files; None for ``profile/`` in the run's folder.
+        filename: the prefix of the files' names; None for ``<stage>-advanced``.
+        line_count_restriction: how many of each phase's functions are shown. An int is a count, and a float is a
+            fraction.
+        dump_stats: whether to also write each phase's statistics, for `pstats.Stats` and viewers such as snakeviz.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class AdvancedProfiler(Profiler):
         self._stats: dict[str, pstats.Stats] = {}
 
     def begin(self, run: ProfiledRun) -> None:
-        """Discard earlier measurements and start.
+        """Discard earlier measurements and start to profile a run.
 
         Raises:
             ConfigurationError: another profiler is active in this thread.
@@ -68,7 +69,7 @@ class AdvancedProfiler(Profiler):
         self._enter()
 
     def start(self, phase: str) -> None:
-        """Begin a phase; time in functions counts for it from now on."""
+        """Begin a phase. From now on, time in functions counts for this phase."""
         if self._times is None or not self._open or not self._times.is_own_thread:
             return
         self._open[-1].disable()

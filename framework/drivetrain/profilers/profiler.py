@@ -14,19 +14,19 @@ import torch
 
 @dataclass(slots=True)
 class ProfiledRun:
-    """Describes a run to a profiler. The engine sets the attributes with defaults once it knows them.
+    """Describes a run to a profiler. The engine sets each attribute with a default once its value is known.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
         rank: this process's rank.
         world_size: the number of processes.
         device: the device of this rank.
-        log_every_n_steps: the value in `Fit`.
+        log_every_n_steps: the value of ``Fit(log_every_n_steps=...)``.
         compiles: whether `Fit(compile=...)` is enabled.
         num_workers: the number of the loader's worker processes; None if unknown.
         pin_memory: whether the loader's batches are in pinned memory; None if unknown.
         folder: the path or URL for files, which may not exist yet; None to write none, as with ``fast_dev_run``.
-        name: the prefix of file names, which differs between ranks: ``fit-simple-rank-0``.
+        name: the prefix of file names, which differs between ranks, such as ``fit-simple-rank-0``.
     """
 
     stage: str
@@ -46,18 +46,18 @@ class Profiler(ABC):
 
     A subclass must implement `start`, `stop` and `summary`. It may implement `begin` and `end` of a run, `step` after
     each micro-batch, `write` for files, and `measured` and `take_ranks` to exchange results between ranks. Every rank
-    has a profiler and calls it from the run's thread. The engine's phases nest and are stopped in the reverse order of
-    their starts, also after an error.
+    has a profiler, whose methods are called from the run's thread. The engine's phases nest and are stopped in the
+    reverse order of their starts, also after an error.
 
     The constructor must not touch the disk or start measuring. A profiler that is not in a run must be picklable,
     because launchers send it to the processes that they start.
 
-    Pass one to ``Fit(profiler=...)``. To select it by name, register a callable without arguments that returns one in
-    the entry-point group ``drivetrain.profilers``.
+    Pass a profiler to ``Fit(profiler=...)``. To select a profiler by name, register a callable without arguments that
+    returns a profiler in the entry-point group ``drivetrain.profilers``.
 
     Args:
-        dirpath: a folder or fsspec URL for its files; None for ``profile/`` in the run's folder.
-        filename: the prefix of their names; None for the stage and the kind of profiler: ``fit-simple``.
+        dirpath: a folder or fsspec URL for the profiler's files; None for ``profile/`` in the run's folder.
+        filename: the prefix of the files' names; None for the stage and the kind of profiler, as in ``fit-simple``.
     """
 
     dirpath: str | None = None  # The defaults serve subclasses that do not call this `__init__`.
@@ -69,7 +69,7 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self, phase: str) -> None:
-        """Begin a phase: one of the engine's ("data", "forward", "Net.on_train_start") or of the user's."""
+        """Begin a phase of the engine, such as "data", "forward" or "Net.on_train_start", or a phase of the user."""
 
     @abstractmethod
     def stop(self, phase: str) -> None:
@@ -92,7 +92,7 @@ class Profiler(ABC):
             self.stop(phase)
 
     def begin(self, run: ProfiledRun) -> None:
-        """Called when a run begins; it may discard the measurements of an earlier run.
+        """Called when a run begins. The method may discard the measurements of an earlier run.
 
         Raises:
             ConfigurationError: the profiler does not support such a run.
@@ -105,16 +105,16 @@ class Profiler(ABC):
         """Called when the run ends, also if it failed, before `summary` and `write`."""
 
     def write(self, folder: str, name: str) -> list[str]:
-        """Write files and return their paths; by default, one with the summary. Called on every rank.
+        """Write files and return their paths. The default writes one file with the summary. Called on every rank.
 
         Args:
             folder: a path or URL, which may not exist yet.
-            name: the prefix of file names, which differs between ranks: ``fit-simple-rank-0``.
+            name: the prefix of file names, which differs between ranks, such as ``fit-simple-rank-0``.
 
         Raises:
-            OSError: writing failed; the run continues with a warning.
+            OSError: writing failed. The run continues with a warning.
         """
-        from drivetrain.profilers._atomic_publish import publish  # imported only by runs that write files
+        from drivetrain.profilers._atomic_publish import publish  # Imported only by runs that write files.
 
         text = self.summary()
         return [publish(folder, f"{name}.txt", text.encode())] if text else []
@@ -136,7 +136,7 @@ _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing; ``trainer.profiler`` of a `Fit` without a profiler."""
+    """Measures nothing. It is the ``trainer.profiler`` of a `Fit` without a profiler."""
 
     def __init__(self) -> None:
         super().__init__()

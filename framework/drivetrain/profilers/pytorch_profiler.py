@@ -23,7 +23,7 @@ from drivetrain.profilers.profiler import ProfiledRun, Profiler
 logger = logging.getLogger("drivetrain")
 
 _RECORDING_ACTIONS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-_MAX_SNAPSHOT_ENTRIES = 100_000  # the newest allocations and frees; a snapshot of about 100 MB
+_MAX_SNAPSHOT_ENTRIES = 100_000  # The newest allocations and frees are kept, which make a snapshot of about 100 MB.
 
 _SORT_KEYS = (
     *("count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"),
@@ -43,19 +43,22 @@ class PyTorchProfiler(Profiler):
     of the run's main loop, including those of a validation within `fit`. The sanity check is not traced.
 
     Args:
-        dirpath: a folder or fsspec URL for its files; None for ``profile/`` in the run's folder.
-        filename: the prefix of their names; None for ``<stage>-pytorch``.
+        dirpath: a folder or fsspec URL for the profiler's files; None for ``profile/`` in the run's folder.
+        filename: the prefix of the files' names; None for ``<stage>-pytorch``.
         schedule: a function from the number of a micro-batch to an action, as made by `torch.profiler.schedule`; None
             traces three micro-batches after the first two, so that the trace does not grow with the run.
         activities: the activities to trace; None for the CPU, and CUDA if the run uses it.
-        record_shapes: record the shapes of operations' inputs.
-        profile_memory: record each allocation.
-        with_stack: record the source location of each operation.
-        group_by_input_shapes: also group operations by the shapes of their inputs; sets ``record_shapes``.
-        sort_by_key: the column by which the table of operations is sorted; None for their own time on the device.
-        row_limit: the number of rows in that table.
-        export_to_chrome: write traces; if False, only the table is made.
-        memory_snapshot: on CUDA, write a snapshot of the allocator when the run ends, for pytorch.org/memory_viz.
+        record_shapes: whether to record the shapes of operations' inputs.
+        profile_memory: whether to record each allocation.
+        with_stack: whether to record the source location of each operation.
+        group_by_input_shapes: whether to also group operations by the shapes of their inputs; implies
+            ``record_shapes``.
+        sort_by_key: the column by which the table of operations is sorted; None for the operations' own time on the
+            device.
+        row_limit: the number of rows in the table of operations.
+        export_to_chrome: whether to write traces. If False, only the table of operations is made.
+        memory_snapshot: whether to write a snapshot of the CUDA allocator when the run ends, for
+            pytorch.org/memory_viz.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class PyTorchProfiler(Profiler):
         self._small_stats: SmallOperations | None = None
 
     def begin(self, run: ProfiledRun) -> None:
-        """Discard earlier measurements and start.
+        """Discard earlier measurements and start to measure a run.
 
         Raises:
             ConfigurationError: ``memory_snapshot`` is set for another device than CUDA.
@@ -153,7 +156,7 @@ class PyTorchProfiler(Profiler):
                 self._stop_torch()
 
     def step(self) -> None:
-        """End the span of a micro-batch and begin that of the next one."""
+        """End the span of a micro-batch and begin the span of the next micro-batch."""
         if self._torch_profiler is None or self._times is None:
             return
         self._steps += 1
@@ -188,10 +191,10 @@ class PyTorchProfiler(Profiler):
         return "\n".join(lines)
 
     def write(self, folder: str, name: str) -> list[str]:
-        """Write the summary and return its path with those of the traces, which were written during the run."""
+        """Write the summary. Return the paths of the traces, which were written during the run, and of the summary."""
         return [*self._written, *super().write(folder, name)]
 
-    # torch.profiler
+    # Start and stop torch.profiler, and write its traces
 
     def _start_torch(self) -> None:
         activities = self.activities
@@ -273,7 +276,7 @@ class PyTorchProfiler(Profiler):
 
 
 def _find_small_operations(events: Iterable[Any]) -> SmallOperations | None:
-    """Return the statistics of short operations in a trace; None if it contains no whole step."""
+    """Return the statistics of short operations in a trace; None if the trace contains no whole step."""
     all_events = list(events)
     steps = [
         event for event in all_events if event.name.startswith("ProfilerStep") and event.device_type == DeviceType.CPU

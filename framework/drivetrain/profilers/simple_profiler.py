@@ -1,4 +1,4 @@
-"""SimpleProfiler: a table of a run's time by phase, whose sum is the run's time."""
+"""SimpleProfiler: a table of the time of each phase of a run, whose sum is the run's time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PhaseRow(NamedTuple):
     """A row of the table. Times are in nanoseconds.
 
     Attributes:
-        path: the names of the enclosing phases and the phase: ``("training", "validation", "forward")``.
-        calls: how often it was started.
-        self_ns: the time without that of nested phases. The sum over all rows is the run's time.
+        path: the names of the enclosing phases and of the phase, such as ``("training", "validation", "forward")``.
+        calls: how often the phase was started.
+        self_ns: the time without the time of nested phases. The sum over all rows is the run's time.
         total_ns: the time including nested phases.
-        longest_ns: the time of the longest call; 0 if the row is not a phase.
+        longest_ns: the time of the longest call; 0 for the other rows, such as "profiler".
         device_ns: the time on a CUDA device, measured by events; None if it was not measured.
     """
 
@@ -43,11 +43,12 @@ class SimpleProfiler(Profiler):
     "other" is the time outside of phases, and the row "profiler" is the profiler's own time.
 
     Args:
-        dirpath: a folder or fsspec URL for its file; None for ``profile/`` in the run's folder.
-        filename: the prefix of its name; None for ``<stage>-simple``.
-        extended: show calls, means and longest calls and, with several ranks, the times of the quickest and the slowest
-            rank.
-        device_times: on CUDA, also measure the device time of phases by events, without synchronising.
+        dirpath: a folder or fsspec URL for the profiler's file; None for ``profile/`` in the run's folder.
+        filename: the prefix of the file's name; None for ``<stage>-simple``.
+        extended: whether to show the number of calls, their mean time and the longest call and, with several ranks, the
+            times of the quickest and the slowest rank.
+        device_times: whether to also measure the device time of phases on CUDA. CUDA events measure it without
+            synchronisation.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class SimpleProfiler(Profiler):
         self._times = PhaseTimes(run.stage, self._device)
 
     def start(self, phase: str) -> None:
-        """Begin a phase; do nothing before the first run."""
+        """Begin a phase. Before the first run, this method does nothing."""
         if self._times is not None:
             self._times.start(phase)
 
@@ -95,7 +96,7 @@ class SimpleProfiler(Profiler):
             self._device.read(wait=True)
             self._device = None
 
-    # Results
+    # The results of a run
 
     @property
     def total_ns(self) -> int:
@@ -122,7 +123,7 @@ class SimpleProfiler(Profiler):
         return [*rows[1:], rows[0], PhaseRow((PROFILER_ROW,), spans, times.overhead_ns, times.overhead_ns, 0)]
 
     def measured(self) -> Mapping[str, int]:
-        """Return the time of each phase without nested phases, by its path."""
+        """Return the time of each phase without nested phases, by the path of the phase."""
         return {" > ".join(row.path): row.self_ns for row in self.rows()}
 
     def take_ranks(self, measured: Sequence[Any]) -> None:
@@ -130,7 +131,7 @@ class SimpleProfiler(Profiler):
         self._ranks = list(measured)
 
     def next_steps(self) -> list[str]:
-        """Return at most three recommendations, each with its share of the time."""
+        """Return at most three recommendations, each with the share of the time that it concerns."""
         return [] if self._times is None else next_steps(self._times.root, self._run)
 
     def summary(self) -> str:
@@ -163,7 +164,7 @@ class SimpleProfiler(Profiler):
 
 
 def _uncounted_ns(rounds: int = 300) -> float:
-    """Measure and return the overhead of a phase in nanoseconds that is not counted as the profiler's own time."""
+    """Measure the part of a phase's overhead that is not counted as the profiler's own time; return nanoseconds."""
     profiler = SimpleProfiler()
     times = profiler._times = PhaseTimes("calibration")
     start, stop = profiler.start, profiler.stop
@@ -244,7 +245,7 @@ def _format_table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[st
 def _rank_extremes(row: PhaseRow, ranks: Sequence[Mapping[str, int]], rank: int) -> list[str]:
     """Return the cells with the times of the quickest and the slowest rank.
 
-    The times of other ranks are those when they reported them.
+    The times of other ranks are those that the ranks reported.
     """
     if row.path == ("total",):
         times = [sum(times_of_rank.values()) for times_of_rank in ranks]

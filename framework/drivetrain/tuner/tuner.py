@@ -20,11 +20,12 @@ _STAGES = ("fit", "validate", "test", "predict")
 class Tuner:
     """Finds a learning rate or a batch size by trial runs that change only the attribute for the result.
 
-    A trial runs a copy of the module with the strategy, precision and devices of the `Fit`, but without its callbacks,
-    loggers and checkpoints. All ranks get the same result. Like `Fit.fit`, the methods must be called on every rank.
+    A trial runs a copy of the module with the strategy, precision and devices of the `Fit`, but without the callbacks,
+    loggers and checkpoints of the `Fit`. All ranks get the same result. Like `Fit.fit`, the methods must be called on
+    every rank.
 
     Args:
-        fit: provides the settings of the trials.
+        fit: the `Fit` whose settings the trials use.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -53,21 +54,22 @@ class Tuner:
             module: the module to train.
             train_dataloaders: the training loader, as for `Fit.fit`.
             val_dataloaders: not used, because trials do not validate.
-            datamodule: provides the loader instead.
+            datamodule: a data module that provides the training loader instead.
             min_lr: the learning rate of the first step.
             max_lr: the learning rate of the last step.
             num_training: optimizer steps of the search.
             mode: how the rate grows: "exponential" or "linear".
-            early_stop_threshold: stop when the smoothed loss exceeds this multiple of the best one; None never stops
+            early_stop_threshold: the multiple of the best smoothed loss above which the search stops; None never stops
                 early.
             update_attr: whether to set ``lr`` or ``learning_rate`` of the module or its hyper-parameters.
-            attr_name: the attribute to set instead.
+            attr_name: the name of another attribute to set instead.
 
         Returns:
             The rates and losses, with ``suggestion()`` and ``plot()``.
 
         Raises:
-            ConfigurationError: there is no attribute to update, or not exactly one optimizer that the engine steps.
+            ConfigurationError: there is no attribute to update, or the module does not have exactly one optimizer that
+                the engine steps.
             Exception: an exception of a trial, after everything was restored.
         """
         if isinstance(train_dataloaders, DataModule):
@@ -92,24 +94,26 @@ class Tuner:
     ) -> int:
         """Find the largest batch size per rank that fits into the memory of every rank.
 
-        Sets ``batch_arg_name`` of the module, the data module and their hyper-parameters, where it exists. A loader
+        The method sets the attribute ``batch_arg_name`` wherever it exists among the module, the data module and their
+        hyper-parameters. A loader
         that is passed in is not changed.
 
         Args:
             module: the module to run.
             train_dataloaders: a `DataLoader` to train on.
             val_dataloaders: not used, because trials do not validate.
-            dataloaders: a `DataLoader` for the other methods.
-            datamodule: provides the loader instead, and builds it with the attribute.
+            dataloaders: a `DataLoader` for the methods other than "fit".
+            datamodule: a data module that provides the loader instead, and builds the loader with the attribute.
             method: "fit", "validate", "test" or "predict".
-            mode: "power" doubles the size until one does not fit; "binsearch" then searches between the last two.
-            steps_per_trial: optimizer steps per trial (micro-batches for the other methods).
+            mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two.
+            steps_per_trial: optimizer steps per trial (micro-batches for methods other than "fit").
             init_val: the first size to try.
             max_trials: the maximum number of sizes to try.
             batch_arg_name: the attribute of the module, the data module or their hyper-parameters to set.
 
         Returns:
-            The largest size that was tried and fits, or the number of samples that a rank has, if that is smaller.
+            The largest size that was tried and fits, or the number of samples that a rank has, if this number is
+            smaller.
 
         Raises:
             ConfigurationError: the batch size cannot be changed, or not even size 1 fits.

@@ -12,7 +12,7 @@ class CompletedPredictions:
     """Index of the samples whose predictions an earlier run has written.
 
     Args:
-        entries: the outputs that it has written.
+        entries: the outputs that the earlier run has written.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -33,7 +33,7 @@ class CompletedPredictions:
         return all(self._has(loader, index) for index in indices)
 
     def samples(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> int:
-        """Return the number of samples of a batch that was written."""
+        """Return the number of samples of a batch, all of which were written."""
         return self._batches[loader, batch, rank] if indices is None else len(indices)
 
     def missing(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None, samples: int) -> Sequence[int]:

@@ -36,17 +36,17 @@ from drivetrain.errors import CheckpointError
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
-_MAX_BUFFER_SECONDS = 60.0  # maximum age of a buffered output, checked when the next one is added
+_MAX_BUFFER_SECONDS = 60.0  # maximum age of a buffered output, checked when another output is added
 
 
 class PredictionRun:
-    """Writes the predictions of one run to one path. Collective.
+    """Writes the predictions of one run to one path. Construction is a collective operation.
 
     Args:
         path: a folder or fsspec URL.
         trainer: the run.
         module: the module that predicts.
-        part_bytes: bytes of outputs to buffer before a part is written.
+        part_bytes: the number of bytes of outputs that are buffered before a part is written.
     """
 
     def __init__(self, path: str, trainer: RunContext, module: Any, part_bytes: int) -> None:
@@ -93,7 +93,7 @@ class PredictionRun:
         self._write_failed = False
 
     def check_written(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
-        """Return whether an earlier run has written all of a batch, and if so count its samples."""
+        """Return whether an earlier run has written all samples of a batch. If so, count these samples."""
         integer_indices = as_integer_indices(indices)
         is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, integer_indices)
         if is_written:
@@ -107,7 +107,7 @@ class PredictionRun:
     def add(
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Buffer the samples of an output that were not written before, and write the buffer if it is large enough."""
+        """Buffer the samples of an output that no earlier run wrote, and write the buffer if it is large enough."""
         integer_indices = as_integer_indices(indices)
         count = len(indices) if indices is not None else samples or 1
         self._count_samples(dataloader_idx, batch_idx, count)
@@ -137,7 +137,7 @@ class PredictionRun:
             self._flush()
 
     def publish(self) -> None:
-        """Write the buffer, and publish the predictions of all ranks. Collective."""
+        """Write the buffer, and publish the predictions of all ranks. A collective operation."""
         run_collectively(self._control, self._failure_message, self._flush)
         index_documents = [(part.stem, encode_part_index(part).decode()) for part in self._parts]
         written_by_rank = gather_or_raise(
@@ -169,15 +169,16 @@ class PredictionRun:
         run_collectively(self._control, self._failure_message, commit)
 
     def flush_after_failure(self) -> None:
-        """Write the buffer after a failure, if possible. Not collective."""
+        """Write the buffer after a failure, if possible. Not a collective operation."""
         if not self._write_failed:
             try:
                 self._flush()
             except Exception:
-                return  # the original failure is reported, not this one
+                return  # Only the original failure is reported.
 
     def _count_samples(self, loader: int, batch_idx: int, samples: int) -> None:
-        # A batch may be counted twice: the loop asks `check_written` before and after reading it.
+        # A batch must not be counted twice, although the loop calls `check_written` before and after it reads the
+        # batch.
         if batch_idx > self._last_batch.get(loader, -1):
             self._last_batch[loader] = batch_idx
             self._sample_count += samples
@@ -222,14 +223,14 @@ class PredictionRun:
 def _broadcast(
     control: ControlPlane, entries: Sequence[Entry], resumes: bool
 ) -> tuple[CompletedPredictions, str, bool]:
-    """Broadcast rank 0's entries, whether it resumes, and the token in this run's file names. Collective."""
+    """Broadcast rank 0's entries, whether it resumes, and the token of this run's file names; collective."""
     message = json.dumps([entries_to_json(entries), secrets.token_hex(8), resumes]).encode()
     written, token, resumes = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
     return CompletedPredictions(list(entries_from_json(written))), token, resumes
 
 
 def _unstorable(value: Any, where: str) -> str | None:
-    """Return which part of a value cannot be stored, and why; None if all of it can."""
+    """Return which part of a value cannot be stored, and why; None if the whole value can be stored."""
     if isinstance(value, Tensor):
         try:
             check_storable(where, value)

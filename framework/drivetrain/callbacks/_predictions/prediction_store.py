@@ -41,7 +41,7 @@ from drivetrain.errors import CheckpointError, listed
 Content = bytes | memoryview
 
 _LABELS = {"dealing": "ranks or batch sizes"}
-"""Descriptions of keys of the identity, for errors."""
+"""How errors describe keys of the identity, where the key itself is not clear."""
 
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to upload a file
 
@@ -60,18 +60,18 @@ class PredictionStore:
         self._lock: int | None = None
         self._existing_names: list[str] = []
         self.earlier_parts: dict[str, tuple[Part, FileRecord]] = {}
-        """The parts of an earlier run by the names of their index files, with the records of these. On rank 0."""
+        """The parts of an earlier run and the records of their index files, by the names of these files. On rank 0."""
 
-    # Start. Rank 0 only.
+    # Start a run, on rank 0 only
 
     def begin(self, identity: Mapping[str, Any]) -> bool:
         """Prepare the folder for writing, or find the parts of a killed run.
 
         Args:
-            identity: describes the weights, module and data. It must equal the killed run's.
+            identity: a description of the weights, module and data. It must equal the identity of the killed run.
 
         Returns:
-            Whether there was a killed run.
+            Whether the folder contains parts of a killed run.
 
         Raises:
             CheckpointError: the folder has other contents, or another run is writing to it.
@@ -114,7 +114,7 @@ class PredictionStore:
         )
         for stem in part_stems(names):
             content = folder.read_all(f"{stem}.index.json", MAX_DOCUMENT_BYTES)
-            with suppress(CheckpointError):  # an incomplete index: the part was not committed
+            with suppress(CheckpointError):  # An incomplete index means that the part was not committed.
                 part = decode_part_index(stem, content, self.path)
                 if all(self._size(name) == record.size for name, record in part.files.items()):
                     self.earlier_parts[part.index] = part, _record([content])
@@ -143,14 +143,14 @@ class PredictionStore:
                 "delete the folder to start again, or write to another path.",
             )
 
-    # Parts. Any rank.
+    # Write parts, on any rank
 
     def write(self, stem: str, entries: Sequence[Entry], tensors: Sequence[Content], values: bytes) -> Part:
-        """Write a part. Its index file is written last and commits it.
+        """Write a part. The index file of the part is written last and commits the part.
 
         Args:
-            stem: the unique stem of its file names.
-            entries: identify the outputs.
+            stem: the unique stem of the part's file names.
+            entries: identifiers of the outputs.
             tensors: the contents of a safetensors file in pieces; empty if there are no tensors.
             values: all other values, as JSON.
         """
@@ -164,7 +164,7 @@ class PredictionStore:
         self._write_file(part.index, [encode_part_index(part)])
         return part
 
-    # Publishing. Rank 0 only.
+    # Publish all parts, on rank 0 only
 
     def publish(self, identity: Mapping[str, Any], parts: Sequence[Part]) -> None:
         """Publish all parts in one step, by writing the manifest.
@@ -197,13 +197,13 @@ class PredictionStore:
         self._remove(START_DOCUMENT)
 
     def release(self) -> None:
-        """Release the lock, so that other runs can write here."""
+        """Release the lock, so that other runs can write to the folder."""
         if self._lock is not None:
             self._remove(LOCK)
             os.close(self._lock)  # releases the lock
             self._lock = None
 
-    # Files
+    # The folder, its lock and its files
 
     def _make_folder(self) -> None:
         if self._filesystem is not None:
@@ -259,7 +259,7 @@ class PredictionStore:
             return None
 
     def _write_file(self, name: str, contents: Sequence[Content]) -> None:
-        """Write a new file. If this fails, the part's index is not written, so the part does not count."""
+        """Write a new file. After a failure, the part's index is not written, so the part does not count."""
         if self._filesystem is None:
             with EagerFile(Path(self._root, name)) as file:
                 file.writelines(contents)
@@ -275,7 +275,7 @@ class PredictionStore:
             time.sleep(pause)
 
     def _write_atomically(self, name: str, content: bytes) -> None:
-        """Write a document atomically."""
+        """Write a document so that other processes see either all of it or nothing."""
         if self._filesystem is None:
             temporary = Path(self._root, f".{name}-{secrets.token_hex(4)}")
             with EagerFile(temporary) as file:
@@ -300,7 +300,7 @@ class PredictionStore:
 
 
 def _difference(then: Any, now: Any) -> str:
-    """Describe how two values differ; for lists of dicts, which fields differ."""
+    """Describe how two values differ. For lists of dicts, the text names the fields that differ."""
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         fields = [(name, old[name], new.get(name)) for old, new in zip(then, now, strict=True) for name in old]
         differing = [f"{name} {old!r:.100} then, {new!r:.100} now" for name, old, new in fields if old != new]

@@ -9,9 +9,10 @@ from drivetrain.strategies.strategy import Strategy
 
 
 def weights_digest(strategy: Strategy) -> str:
-    """Return a digest of the exact values of all parameters and persistent buffers. Collective.
+    """Return a digest of the exact values of all parameters and persistent buffers.
 
-    Each rank computes position-dependent checksums of its shards. Only one number per tensor is gathered.
+    A collective operation. Each rank computes position-dependent checksums of its shards. Only one number per tensor is
+    gathered.
 
     Args:
         strategy: the strategy that has set up the module.
