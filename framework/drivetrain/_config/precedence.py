@@ -33,7 +33,8 @@ class Setting:
 
     Attributes:
         value: the value.
-        source: where the value comes from: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or ``"default"``.
+        source: where the value comes from: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or
+            ``"default"``.
     """
 
     value: Any

@@ -35,7 +35,8 @@ class RayLauncher(Launcher):
     worker hosts the store on a free port. Signals to the caller are not forwarded; Ctrl-C ends the run.
 
     Args:
-        resources_per_worker: what Ray reserves for each worker. None reserves one CPU, and also one GPU for a run on GPUs.
+        resources_per_worker: what Ray reserves for each worker. None reserves one CPU, and also one GPU for a run on
+            GPUs.
         address: the address of the cluster, as for ``ray.init``.
         patience: seconds to wait for the cluster to have room for all workers.
         grace: seconds that the other ranks get to stop after the first failure.
@@ -217,7 +218,8 @@ def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     except ray.exceptions.RayTaskError as error:  # an error outside the user's function
         return Failure.of_exception(rank, error.cause or error)
     except ray.exceptions.RayError as error:
-        # The actor was killed, ran out of memory or was lost with its machine. Ray's text gives the actor and the reason.
+        # The actor was killed, ran out of memory or was lost with its machine. Ray's text gives the actor and the
+        # reason.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = [line for line in lines if not line.startswith(_IDENTITY_LINES)]
         where = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))

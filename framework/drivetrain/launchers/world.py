@@ -35,8 +35,8 @@ class World:
     """The processes that a launcher started, as seen from one of these processes.
 
     Attributes:
-        kind: "subprocess" if all processes run the caller's script and the caller is one of the ranks; "function" if the
-            processes run a function for a caller that is not a rank.
+        kind: "subprocess" if all processes run the caller's script and the caller is one of the ranks; "function" if
+            the processes run a function for a caller that is not a rank.
         placement: this process's placement.
         address: the host of the store.
         port: the port of the store.

@@ -38,8 +38,8 @@ class World:
 
     The first call starts the processes, which import torch and your modules; later calls take milliseconds. Each call
     begins with the same random generators, defaults, environment and process groups. If a call changes one of them, or
-    leaves threads or child processes behind, an error is raised. After a call that failed or timed out, all processes are
-    ended and the next call starts new ones.
+    leaves threads or child processes behind, an error is raised. After a call that failed or timed out, all processes
+    are ended and the next call starts new ones.
 
     Changes that cannot be undone, such as to class attributes or module globals, remain for later calls: run such
     functions in separate processes, with `run_distributed`.
@@ -84,9 +84,9 @@ class World:
         Args:
             fn: a function at the top level of a module, so that ranks can import it.
             args: the arguments of ``fn``. The arguments and the return values are pickled, so tensors are copied.
-            process_group: the backend of a default process group that is created before ``fn`` runs and destroyed afterwards.
-                With None, the ranks get torchrun's variables and a store hosted by the caller instead, and ``fn`` (or a
-                `Fit` in it) creates its own group.
+            process_group: the backend of a default process group that is created before ``fn`` runs and destroyed
+                afterwards. With None, the ranks get torchrun's variables and a store hosted by the caller instead, and
+                ``fn`` (or a `Fit` in it) creates its own group.
             timeout: seconds for the call, counted once all ranks have started.
             env: additional environment variables for the ranks.
 
