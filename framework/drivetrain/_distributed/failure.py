@@ -67,7 +67,13 @@ class Failure:
 
     @classmethod
     def of_exit(cls, rank: int, exit_code: int, stacks: str = "") -> Self:
-        """Create the report of a process that ended without an exception. ``stacks`` are those that it dumped, or ""."""
+        """Create the report of a process that ended without an exception.
+
+        Args:
+            rank: the global rank.
+            exit_code: the exit code of the process.
+            stacks: the stacks that the process dumped, or "".
+        """
         name = signal_name(exit_code)
         message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
         return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message, traceback=stacks)
@@ -110,7 +116,10 @@ class Failure:
         return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
 
     def encode(self) -> str:
-        """Return the failure as text for a store. Any process that can reach the port of a store can write to the store."""
+        """Return the failure as text for a store, without the pickled exception.
+
+        Any process that can reach the port of a store can write to the store, so a store must not hold pickles.
+        """
         return json.dumps(asdict(replace(self, pickled_error=None)))
 
     @classmethod

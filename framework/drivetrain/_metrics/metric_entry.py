@@ -136,7 +136,7 @@ class Entry:
         return self.resumed and self.total is None and not self.waiting
 
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
-        """Add one value to the epoch. Only a mean multiplies the value by ``weight``; every operation sums the weights."""
+        """Add one value to the epoch. Every operation sums the weights, but only a mean uses them as factors."""
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight

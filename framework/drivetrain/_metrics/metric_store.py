@@ -41,7 +41,7 @@ class MetricStore:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
         self.speaks = True
-        """Whether the values of this rank count. Of several ranks that read the same data, only one rank's values count."""
+        """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
@@ -55,7 +55,7 @@ class MetricStore:
         """The number of samples in the current micro-batch; None if the sampler does not know this number."""
         self.dataloader_idx: int | None = None
         self.had_data = False
-        """Whether this rank got samples in the stage's epoch. If the stage has several loaders: samples from each of them."""
+        """Whether this rank got samples in the stage's epoch, from each loader if the stage has several loaders."""
         self._had_data: dict[str | None, bool] = {}
         # True if this rank was added during the epoch. Such a rank may lack keys that other ranks have logged.
         self._joined_late = False
@@ -335,7 +335,7 @@ class MetricStore:
         return self._select("logger")
 
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """Return the latest values with ``prog_bar=True``. A conversion of these values to numbers waits for the device."""
+        """Return the latest values with ``prog_bar=True``. Converting these values to numbers waits for the device."""
         return self._select("prog_bar")
 
     def evaluation_so_far(self) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class FaultyStore:
         self._lock = threading.Lock()
 
     def fail(self, operation: str, pattern: str = "*", **options: Any) -> StoreFault:
-        """Add a fault with the attributes of `StoreFault`. If several faults match, the fault that was added first applies."""
+        """Add a fault with the attributes of `StoreFault`. If several faults match, the first one added applies."""
         fault = StoreFault(operation, pattern, **options)
         self._faults.append(fault)
         return fault

@@ -36,7 +36,7 @@ class EmulatedCuda:
 
     @property
     def races(self) -> list[Race]:
-        """Pairs of operations on the same bytes that no event, stream or wait orders. At least one of the two writes."""
+        """Pairs of operations on the same bytes that no event, stream or wait orders. One or both of the two write."""
         self._collect()
         return self._races
 
