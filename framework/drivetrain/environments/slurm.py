@@ -41,7 +41,7 @@ class SlurmEnvironment(Environment):
         return tasks != "1" and not is_the_shell
 
     def placement(self) -> Placement:
-        """Return the placement from SLURM's variables. Variables of the step take precedence over variables of the job."""
+        """Return the placement from SLURM's variables. Those of the step take precedence over those of the job."""
         read = self.variables
         node_rank = read.integer("SLURM_NODEID")
         world_size = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -111,7 +111,7 @@ class SubprocessLauncher(Launcher):
         return Processes.of_script(placement.rank + 1, command, variables)
 
     def _finish(self, world: World, processes: Processes) -> None:
-        """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with the code of a failed rank."""
+        """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with the code of a failure."""
         if not world.is_current_process:
             return
         error = getattr(sys, "last_value", None)
