@@ -9,7 +9,7 @@ from typing import Any
 _log = logging.getLogger("drivetrain")
 
 # The texts of the errors about which a warning was logged.
-_WARNED_ERRORS: set[str] = set()
+_WARNED: set[str] = set()
 
 
 def is_terminal(stream: Any) -> bool:
@@ -41,6 +41,6 @@ def write_output(stream: Any, text: str) -> None:
         if hasattr(stream, "flush"):
             stream.flush()
     except (OSError, ValueError) as error:
-        if str(error) not in _WARNED_ERRORS:
-            _WARNED_ERRORS.add(str(error))
+        if str(error) not in _WARNED:
+            _WARNED.add(str(error))
             _log.warning("Progress cannot be shown: writing to the output failed (%s). The run continues.", error)

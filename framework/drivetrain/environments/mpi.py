@@ -32,7 +32,7 @@ class MPIEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the rank and size of an MPI implementation are set, except variables of PMI that `srun` set."""
+        """Return True if the rank and size of an MPI implementation are set. PMI's do not count if `srun` set them."""
         in_slurm_step = "SLURM_STEP_ID" in variables
         return any(
             bool(variables.get(rank) and variables.get(size)) and not (rank == "PMI_RANK" and in_slurm_step)

@@ -1,4 +1,4 @@
-"""A process that the user started. It is the only process, or the first process of its node, which starts the others."""
+"""A process that the user started: the only process, or the first of its node, which starts the other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects programs that run the code of others, such as pytest. Running such a program again repeats all of that code."""
+"""Detects programs that run other code, such as pytest. Running such a program again repeats all of its work."""
 
 from __future__ import annotations
 
