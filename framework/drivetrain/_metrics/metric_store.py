@@ -373,8 +373,8 @@ class MetricStore:
     def capture(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
         """Save the present state of training, and return a function that completes it to a `state_dict` later.
 
-        The returned function adds the state of evaluations at the time of its call. This method computes no sums, so
-        it does not wait for the device.
+        The returned function adds the state of evaluations at the time of its call. This method computes
+        no sums.
 
         Args:
             attributes: the attribute names of the metric objects to save.

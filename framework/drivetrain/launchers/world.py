@@ -168,8 +168,8 @@ class World:
 def identify_new_job(placement: Placement) -> Job:
     """Return the identity of the job whose processes this process is about to start.
 
-    On one node the identity is new. On several nodes it comes from the environment, because each node starts processes
-    before the nodes can agree on a name.
+    On one node the identity is new. On several nodes it consists of properties that all nodes share, because each node
+    starts processes before the nodes can agree on a name.
     """
     if placement.num_nodes == 1:
         return Job.new()

@@ -74,8 +74,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
     while True:
         try:
             call: Call = pipe.recv()
-            # The state includes the threads of the pool for backward passes. These threads stay, and count as started
-            # by the first call.
+            # Includes threads of the pool for backward passes: they stay and count as the first call's.
             with ProcessState(generators=True):
                 _apply_process_state(call)
                 leftovers = _run_call(call, rank, world_size, pipe)
