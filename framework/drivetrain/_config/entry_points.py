@@ -1,4 +1,4 @@
-"""Registries of names for settings: built-in ones, and those that other packages register as entry points."""
+"""Registries of names for settings: built-in names, and names that other packages register as entry points."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DISTRIBUTION = "drivetrain"
-"""The name of drivetrain's own distribution."""
+"""The name of the distribution that contains drivetrain."""
 
 
 class EntryPointRegistry(Generic[T]):
-    """The names that one setting of `Fit` accepts, and the factories of their objects.
+    """The names that one setting of `Fit` accepts, and the factories of the objects that they stand for.
 
-    Built-in names do not need the metadata of installed packages: reading it takes 8 ms, and that of an editable
-    install may be outdated. Other packages cannot override them.
+    Built-in names do not need the metadata of installed packages. Reading the metadata takes 8 ms, and the metadata of
+    an editable install may be outdated. Other packages cannot override built-in names.
 
     Args:
-        setting: the argument of `Fit`: "launcher".
-        group: the entry-point group, which is also the package of the interface: "drivetrain.launchers".
+        setting: the argument of `Fit`, such as "launcher".
+        group: the entry-point group, which is also the package of the interface, such as "drivetrain.launchers".
         interface: the class of the objects.
         ours: the factories of the built-in names.
-        words: other accepted values that are not names of objects: "auto".
+        words: other accepted values that are not names of objects, such as "auto".
         why: what the setting means, for errors about unknown names.
-        instead: what can be passed instead of a name, for the same errors.
+        instead: what can be passed instead of a name, for errors about unknown names.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class EntryPointRegistry(Generic[T]):
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """The built-in names, including words."""
+        """The built-in names, including ``words``."""
         return (*self._words, *self._ours)
 
     def registered(self) -> dict[str, EntryPoint]:
-        """Return the group's entry points by name, without names in `ours`."""
+        """Return the entry points of the group by name, without the built-in names."""
         points = _registered(self._group, tuple(sys.path))
         return {name: point for name, point in points.items() if name not in self.ours}
 
@@ -64,10 +64,10 @@ class EntryPointRegistry(Generic[T]):
 
         Args:
             name: the name as the user wrote it.
-            spelling: the spelling to compare with known names, if different.
+            spelling: the spelling to compare with known names, if it differs from ``name``.
 
         Raises:
-            ConfigurationError: lists the known names and suggests the closest.
+            ConfigurationError: the name is unknown. The message lists the known names and suggests the closest one.
         """
         if isinstance(name, str) and (name in self.ours or self._point(name) is not None):
             return
@@ -83,7 +83,7 @@ class EntryPointRegistry(Generic[T]):
         """Return the object that ``name`` stands for.
 
         Args:
-            name: a name; not a word.
+            name: a name that is not one of ``words``.
             arguments: arguments for the factory, as documented for the group.
 
         Raises:
@@ -114,13 +114,13 @@ class EntryPointRegistry(Generic[T]):
 
     def _point(self, name: str) -> EntryPoint | None:
         if name not in _registered(self._group, tuple(sys.path)):
-            _registered.cache_clear()  # the package may have been installed since
+            _registered.cache_clear()  # the package may have been installed since the names were cached
         return _registered(self._group, tuple(sys.path)).get(name)
 
 
 @cache
 def _registered(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Return the installed entry points of a group; cached per ``path``, the current ``sys.path``."""
+    """Return the installed entry points of a group. ``path`` is the current ``sys.path``, a key of the cache."""
     from importlib.metadata import entry_points
 
     points: dict[str, EntryPoint] = {}

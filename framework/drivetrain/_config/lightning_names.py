@@ -1,4 +1,4 @@
-"""Lightning's attributes of trainers and strategies that drivetrain lacks, each with a replacement."""
+"""Attributes of Lightning's trainers and strategies that drivetrain lacks, each with the text of a replacement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _LOOPS = (
     "read trainer.current_epoch, .global_step, .batch_idx, .is_last_batch and .should_stop; to control the steps, set "
     "self.automatic_optimization = False in the module"
 )
-_TRAINERS = {
+_TRAINER_REPLACEMENTS = {
     **dict.fromkeys(("fit_loop", "validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "logger_connector": "read trainer.callback_metrics, .logged_metrics and .progress_bar_metrics",
     "checkpoint_connector": "use trainer.save_checkpoint(path), and fit(ckpt_path=...)",
@@ -48,7 +48,7 @@ _TRAINERS = {
     "amp_backend": "read trainer.precision.name",
     "prediction_writer_callbacks": "look in trainer.callbacks for BasePredictionWriter",
 }
-_STRATEGIES = {
+_STRATEGY_REPLACEMENTS = {
     "model": "read trainer.model, or strategy.module, which strategies do not wrap",
     "lightning_module": "read trainer.lightning_module",
     "precision_plugin": "read strategy.precision",
@@ -67,12 +67,12 @@ _STRATEGIES = {
 
 def trainer_attribute_error(kind: str, name: str) -> str:
     """Return the message of the AttributeError for ``trainer.<name>``."""
-    return _text(kind, name, _TRAINERS)
+    return _text(kind, name, _TRAINER_REPLACEMENTS)
 
 
 def strategy_attribute_error(kind: str, name: str) -> str:
     """Return the message of the AttributeError for ``trainer.strategy.<name>``."""
-    return _text(kind, name, _STRATEGIES)
+    return _text(kind, name, _STRATEGY_REPLACEMENTS)
 
 
 def _text(kind: str, name: str, known: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Arguments of other trainers that have another name or place here, each with its replacement."""
+"""Arguments of other trainers that have another name or place in drivetrain, each with the text of a replacement."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ REPLACEMENTS: dict[str, str] = {
     "auto_scale_batch_size": "call drivetrain.tuner.Tuner(fit).scale_batch_size(...), or pass BatchSizeFinder()",
     **dict.fromkeys(("model", "module", "train_dataloaders", "datamodule"), "pass it to the run: fit(module, loader)"),
 }
-"""The replacement for each name."""
+"""Maps the name of an argument of another trainer to the replacement in drivetrain."""
 
 
 def find_replacement(name: str) -> str | None:
-    """Return the replacement for an argument that `Fit` lacks, as the text of a fix; None if there is none."""
+    """Return the replacement for an argument that `Fit` lacks as the text of a fix, or None if none is known."""
     return REPLACEMENTS.get(name.lower())

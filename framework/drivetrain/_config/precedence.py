@@ -1,4 +1,4 @@
-"""Resolves settings: code takes precedence over the environment, the environment over the file.
+"""Resolves settings. Code takes precedence over the environment, and the environment over the file.
 
 The signature that `resolved_settings` decorates is the only place that defines arguments, their types and defaults.
 Reading settings has no side effects.
@@ -33,7 +33,8 @@ class Setting:
 
     Attributes:
         value: the value.
-        source: its source: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or ``"default"``.
+        source: where the value comes from: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or
+            ``"default"``.
     """
 
     value: Any
@@ -44,7 +45,7 @@ class Setting:
 
 
 class Settings(Mapping[str, Setting]):
-    """All arguments by name, with their values and sources; ``str()`` formats a table."""
+    """All arguments by name, with their values and sources. ``str()`` formats them as a table."""
 
     __slots__ = ("_settings",)
 
@@ -76,9 +77,10 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
     The decorated ``__init__`` sets ``self.settings`` to the `Settings` and then calls ``init`` with the resolved
     values. An argument that the caller passes counts as set, even if it equals the default.
 
-    The environment sets an argument with ``DRIVETRAIN_<NAME>``, the file (``drivetrain.toml`` in the working directory,
-    or the one that ``DRIVETRAIN_CONFIG`` names) with a top-level key. Values are TOML (``4``, ``0.5``, ``true``, ``[0,
-    1]``); in the environment, other text is taken literally. ``none`` means None.
+    The environment sets an argument with the variable ``DRIVETRAIN_<NAME>``. The file sets an argument with a top-level
+    key; the file is the one that ``DRIVETRAIN_CONFIG`` names, or ``drivetrain.toml`` in the working directory. Values
+    are TOML (``4``, ``0.5``, ``true``, ``[0, 1]``). In the environment, text that is not TOML is taken literally.
+    ``none`` means None.
 
     Raises:
         ConfigurationError: an argument, variable or key is unknown; a value does not have the annotated type; an
@@ -137,10 +139,11 @@ def resolve(
     Raises:
         ConfigurationError: see `resolved_settings`.
     """
-    # Errors in the environment or the file are raised even if code overrides the value, so everything is checked.
+    # All values of the environment and the file are checked, because an error in them is raised even if code
+    # overrides the value.
     configured: dict[str, Setting] = {}
     sources = (_from_file(variables, directory, parameters), _from_environment(variables, parameters))
-    for source in sources:  # the later one wins
+    for source in sources:  # the environment comes last and overrides the file
         for name, (value, where, is_text) in source.items():
             accepted = accepted_values(parameters[name].annotation, init.__globals__)
             configured[name] = Setting(_validated(name, value, where, is_text, accepted), where)
@@ -188,7 +191,7 @@ def _from_file(
     path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
     try:
         path = directory() / path
-        # A missing default file is not an error; a missing file that the user named is.
+        # A missing default file is not an error. A missing file that the user named is an error.
         if named is None and not path.exists():
             return {}
         text = path.read_text(encoding="utf-8")
@@ -253,7 +256,7 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
 
 
 def _format_argument(name: str, value: Any, sign: str = "=") -> str:
-    """Format a name with its value for an error message; the value of a secret is not shown."""
+    """Format a name with its value for an error message. The value of a secret is replaced by ``...``."""
     return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
 
 

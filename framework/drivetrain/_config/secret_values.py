@@ -13,12 +13,14 @@ from drivetrain.errors import listed
 logger = logging.getLogger("drivetrain")
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_SECRETS = frozenset(
+# Words that make a name the name of a secret.
+_SECRET_WORDS = frozenset(
     (
         *("password", "passwords", "passwd", "secret", "secrets", "passphrase", "passphrases"),
         *("apikey", "apikeys", "accesskey", "accesskeys"),
     )
 )
+# Words before "key" or "keys" in the name of a secret.
 _KEY_PREFIXES = frozenset(("api", "access"))
 
 # Words before "token" that denote a token of a tokenizer.
@@ -30,16 +32,16 @@ _TOKENIZER_WORDS = frozenset(
         *("register", "query", "next", "first", "last"),
     )
 )
-# Words after "token" in the name of a secret; other words, as in ``token_mixer``, denote something else.
+# Words that may follow "token" in the name of a secret. With other words, as in ``token_mixer``, the name is no secret.
 _SECRET_SUFFIXES = frozenset(("", "value", "string", "str", "text", "secret", "key", "file", "path"))
 
 _NAME_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
-_MAX_DEPTH = 100  # levels of nesting to search
+_MAX_DEPTH = 100  # the number of nested levels that are searched
 _REDACTED = "..."
 
 
 def names_a_secret(name: str) -> bool:
-    """Return True if text under this name is a secret.
+    """Return True if text with this name is a secret.
 
     One of the name's words (``apiToken``, ``API_TOKEN`` and ``api-token`` have two) must be token, password, passwd,
     secret or passphrase, or two successive words must be api key or access key. A tokenizer's tokens are not secrets:
@@ -47,7 +49,7 @@ def names_a_secret(name: str) -> bool:
     """
     words = [word.lower() for word in _WORD.findall(name)]
     for word, before, after in zip(words, ["", *words], [*words[1:], ""], strict=False):
-        if word in _SECRETS or (word in ("key", "keys") and before in _KEY_PREFIXES):
+        if word in _SECRET_WORDS or (word in ("key", "keys") and before in _KEY_PREFIXES):
             return True
         if word == "token" and before not in _TOKENIZER_WORDS and after in _SECRET_SUFFIXES:
             return True
@@ -55,10 +57,10 @@ def names_a_secret(name: str) -> bool:
 
 
 def without_secrets(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
-    """Return ``values`` without secrets, and the names of the removed ones, joined by dots if nested.
+    """Return ``values`` without secrets, and the names of the removed secrets. A nested name is joined by dots.
 
-    Only text can be a secret, or a container with text. Mappings, lists, tuples and dataclasses are searched;
-    dataclasses and named tuples with secrets become dicts. ``values`` does not change.
+    Only text, or a container with text, can be a secret. Mappings, lists, tuples and dataclasses are searched.
+    Dataclasses and named tuples with secrets become dicts. ``values`` does not change.
     """
     left_out: list[str] = []
     return dict(_without(values, (), left_out)), left_out
@@ -71,7 +73,7 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     """
     kept: list[str] = []
     left_out: list[str] = []
-    option = ""  # the preceding option, if its value may follow
+    option = ""  # the preceding option if the current argument may be its value, else ""
     for argument in arguments:
         name, has_value, value = argument.partition("=")
         if option and not argument.startswith("-"):
@@ -89,7 +91,7 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
 
 
 class SecretFilter:
-    """Removes secrets from what a run stores, and warns once about each."""
+    """Removes secrets from values that a run stores, and warns once about each secret."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
@@ -99,7 +101,7 @@ class SecretFilter:
 
         Args:
             values: the values by name.
-            tell: whether to warn about secrets that were not reported yet; False on all ranks but one.
+            tell: whether to warn about secrets that were not reported yet. Only one rank passes True.
         """
         kept, left_out = without_secrets(values)
         if tell:
@@ -119,7 +121,7 @@ class SecretFilter:
 
 
 def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancestors: tuple[int, ...] = ()) -> Any:
-    """Return ``value`` without secrets; the object itself if it contains none."""
+    """Return ``value`` without secrets, or ``value`` itself if it contains no secrets."""
     if len(location) > _MAX_DEPTH or id(value) in ancestors:
         return value
     ancestors = (*ancestors, id(value))
@@ -142,7 +144,7 @@ def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancesto
 
 
 def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the parts of a value that names them; None for other values."""
+    """Return the names and parts of a mapping, dataclass or named tuple, and None for other values."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Derives the values that an argument accepts from environment and file from its annotation."""
+"""Derives the values that the environment and the file may give an argument from the annotation of the argument."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_PLAIN = frozenset({bool, int, float, str})
-_REFUSED = (False, None)
+_SEQUENCE_TYPES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+_MAPPING_TYPES = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_PLAIN_TYPES = frozenset({bool, int, float, str})
+_REFUSED_RESULT = (False, None)
 
 
 class Accepted(NamedTuple):
     """The plain values that an argument accepts.
 
     Attributes:
-        kinds: types among bool, int, float, str, `Path` and dict.
-        literals: single values.
+        kinds: the accepted types among bool, int, float, str, `Path` and dict.
+        literals: single accepted values.
         none: whether None is accepted.
-        elements: what the elements of a list may be; None if no list is accepted.
+        elements: the values that the elements of a list may have; None if no list is accepted.
     """
 
     kinds: frozenset[type]
@@ -38,11 +38,11 @@ class Accepted(NamedTuple):
         return not self.kinds and not self.literals and (self.elements is None or self.elements.only_objects)
 
     def read(self, text: str) -> tuple[bool, Any]:
-        """Parse ``text`` as a TOML value or as plain text; return whether it is accepted, and the value."""
+        """Parse ``text`` as a TOML value or as plain text. Return whether the value is accepted, and the value."""
         word = text.strip().lower()
         if self.none and word == "none":
             return True, None
-        if word in ("true", "false"):  # Python's True and False too
+        if word in ("true", "false"):  # the spellings of Python, True and False, are accepted too
             text_value: Any = word == "true"
         else:
             text_value = _toml_value(text.strip())
@@ -57,25 +57,25 @@ class Accepted(NamedTuple):
             return self._take_text(value)
         if isinstance(value, list):
             return self._take_list(value)
-        kind = type(value)  # not isinstance, since True is an int
+        kind = type(value)  # `isinstance` would take True for an int
         if kind in self.kinds:
             return True, value
         if kind is int and float in self.kinds:
             return True, float(value)
-        return _REFUSED
+        return _REFUSED_RESULT
 
     def _take_text(self, text: str) -> tuple[bool, Any]:
         if self.none and text.strip().lower() == "none":
             return True, None
         if str in self.kinds:
             return True, text
-        return (True, Path(text)) if Path in self.kinds else _REFUSED
+        return (True, Path(text)) if Path in self.kinds else _REFUSED_RESULT
 
     def _take_list(self, values: list[Any]) -> tuple[bool, Any]:
         if self.elements is None:
-            return _REFUSED
+            return _REFUSED_RESULT
         results = [self.elements.take(value) for value in values]
-        return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED
+        return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED_RESULT
 
     def __str__(self) -> str:
         names = {
@@ -100,10 +100,12 @@ def accepted_values(annotation: Any, names: Mapping[str, Any]) -> Accepted:
 
     Args:
         annotation: a type, or its text under ``from __future__ import annotations``, as `inspect.signature` returns it.
-        names: the function's globals; names that exist only for type checkers stand for classes.
+        names: the globals of the function. A name that exists only for type checkers stands for a class.
     """
     if isinstance(annotation, str):
-        annotation = eval(annotation, {"__builtins__": {}}, _AnnotationNames(names))  # our own source, not input
+        annotation = eval(
+            annotation, {"__builtins__": {}}, _AnnotationNames(names)
+        )  # the annotation is source code of drivetrain, not input
     return _accepted(annotation)
 
 
@@ -111,7 +113,7 @@ def _accepted(annotation: Any) -> Accepted:
     if annotation is None or annotation is type(None):
         return Accepted(frozenset(), none=True)
     if annotation is Any or annotation is inspect.Parameter.empty:
-        return Accepted(_PLAIN | {dict}, none=True, elements=Accepted(_PLAIN | {dict}))
+        return Accepted(_PLAIN_TYPES | {dict}, none=True, elements=Accepted(_PLAIN_TYPES | {dict}))
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -122,12 +124,12 @@ def _accepted(annotation: Any) -> Accepted:
         literals = tuple(argument for argument in arguments if argument is not None)
         return Accepted(frozenset(), literals, none=None in arguments)
     container = origin or annotation
-    if container in _SEQUENCES:
-        element = _accepted(arguments[0]) if arguments else Accepted(_PLAIN)
+    if container in _SEQUENCE_TYPES:
+        element = _accepted(arguments[0]) if arguments else Accepted(_PLAIN_TYPES)
         return Accepted(frozenset(), elements=element)
-    if container in _MAPPINGS:
+    if container in _MAPPING_TYPES:
         return Accepted(frozenset({dict}))
-    return Accepted(frozenset({annotation}) if annotation in _PLAIN | {Path} else frozenset())
+    return Accepted(frozenset({annotation}) if annotation in _PLAIN_TYPES | {Path} else frozenset())
 
 
 def _union(members: list[Accepted]) -> Accepted:
@@ -141,7 +143,7 @@ def _union(members: list[Accepted]) -> Accepted:
 
 
 class _AnnotationNames(dict[str, Any]):
-    """The names in an annotation; one that cannot be resolved (imported for type checkers only) is an empty class."""
+    """The names in an annotation. A name that is only imported for type checkers stands for an empty class."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, None) or type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
@@ -154,5 +156,5 @@ def _toml_value(text: str) -> Any:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # More than one key: the text contained a line break and was not a single value.
+    # If the table has several keys, the text contained a line break and was not a single value.
     return table["value"] if len(table) == 1 else text

@@ -1,4 +1,4 @@
-"""Makes buffers match across ranks after a step created or resized some of them."""
+"""Makes buffers match across ranks after a step has created or resized buffers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from drivetrain._distributed.control_plane import ControlPlane
 def match_buffers_to_rank_0(module: nn.Module, control: ControlPlane) -> None:
     """Give the module's buffers the names, shapes and dtypes that they have on rank 0. Collective.
 
-    If they already match, as almost always, the ranks only compare a checksum through the store; a module without
-    buffers costs nothing.
+    If the buffers already match, as almost always, the ranks only compare a checksum through the store. If the module
+    has no buffers, the ranks do not communicate.
     """
     if not any(layer._buffers for layer in module.modules()):
         return

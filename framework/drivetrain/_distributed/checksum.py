@@ -1,4 +1,7 @@
-"""Checksums of tensors, computed on their devices; the checksums of a tensor's shards add up to the tensor's own."""
+"""Checksums of tensors, computed on the devices of the tensors.
+
+The checksums of the shards of a tensor add up to the checksum of the tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from torch import Tensor
 
 from drivetrain._distributed.shards import ParameterShard, Region, Span
 
-_CHUNK = 1 << 22  # elements per chunk: bounds the memory for the int64 copy
-_MIX = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number: spreads positions over all bits
+_CHUNK = 1 << 22  # the number of elements per chunk, which bounds the memory for the int64 copy
+# 2**64 divided by the golden ratio, as a signed number. A multiplication by this factor spreads positions over all
+# bits.
+_MIX = -7046029254386353131
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,12 +29,12 @@ def checksum(tensor: Tensor, map_positions: Callable[[Tensor], Tensor] | None = 
     invertible.
 
     Args:
-        tensor: of any shape, dtype and layout; a tensor on the meta device counts as empty.
-        map_positions: for a shard, maps positions in it to positions in the whole tensor, so that the checksums of
-            all shards add up to that of the whole.
+        tensor: a tensor of any shape, dtype and layout. A tensor on the meta device counts as empty.
+        map_positions: for a shard, a function that maps positions in the shard to positions in the whole tensor. With
+            this function, the checksums of all shards add up to the checksum of the whole tensor.
 
     Returns:
-        An int64 tensor of shape () on the tensor's device; the host does not wait for it.
+        An int64 tensor of shape () on the device of ``tensor``. The host does not wait for the result.
     """
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
@@ -54,10 +59,10 @@ def checksum(tensor: Tensor, map_positions: Callable[[Tensor], Tensor] | None = 
 
 
 def checksum_share(value: Tensor | ParameterShard, rank: int) -> Tensor:
-    """Return this rank's share of the checksum of a whole tensor; the shares of all ranks add up to the checksum.
+    """Return this rank's share of the checksum of a whole tensor. The shares of all ranks add up to the checksum.
 
     Args:
-        value: a tensor that every rank holds whole, or this rank's shard of one.
+        value: a tensor that every rank holds whole, or the shard of a tensor on this rank.
         rank: this rank. Rank 0 contributes the tensors that every rank holds whole.
     """
     if not isinstance(value, ParameterShard):

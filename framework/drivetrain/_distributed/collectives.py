@@ -12,7 +12,7 @@ from drivetrain.errors import ConfigurationError, nearest
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # gloo has no ReduceOp.AVG; `reduce` divides
+    "mean": dist.ReduceOp.SUM,  # gloo has no ReduceOp.AVG, so `reduce` divides the sum
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
@@ -36,14 +36,17 @@ def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-    """Return a copy of rank ``source``'s tensor. All ranks pass the same shape and dtype."""
+    """Return a copy of the tensor of rank ``source``. All ranks pass tensors of the same shape and dtype."""
     result = tensor.detach().clone()
     dist.broadcast(result, source)
     return result
 
 
 def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
-    """Overwrite tensors with those of rank 0, or of the group's first rank, with one packed broadcast per dtype."""
+    """Overwrite tensors with the tensors of the first rank of ``group``, with one packed broadcast per dtype.
+
+    The first rank is rank 0 if ``group`` is None.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -58,10 +61,10 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> No
 
 
 def average_together(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite tensors with their means over all ranks. Shapes and dtypes are the same on every rank.
+    """Overwrite tensors with their means over all ranks. Shapes and dtypes have to be equal on all ranks.
 
-    Dense tensors of one dtype are packed into one all-reduce. They are divided before it, so that a sum does not
-    overflow if the mean does not.
+    Dense tensors of one dtype are packed into one all-reduce. The tensors are divided before the all-reduce, so that
+    the sum does not overflow if the mean does not overflow.
     """
     world_size = dist.get_world_size()
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -79,7 +82,7 @@ def average_together(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather whose backward sums, over the ranks, the gradients of each rank's own part."""
+    """All-gather with a backward pass that sums, over all ranks, the gradients of the tensor of each rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:

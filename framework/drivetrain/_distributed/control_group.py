@@ -19,7 +19,7 @@ from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.watchdog import request_stacks
 from drivetrain.errors import DistributedError
 
-_FIELD_BITS = 20  # bits of one count in the counter of an agreement: up to a million ranks
+_FIELD_BITS = 20  # the bits of one count in the counter of an agreement, enough for a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of the store
 _LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the others
 _PING = 30.0  # seconds of waiting between two checks that the absent ranks are alive
@@ -47,7 +47,7 @@ class GroupControl:
         rank: this rank.
         world_size: the number of ranks.
         timeout: how long to wait for other ranks in the store.
-        then: called once, after the first step.
+        then: a function to call once, after the first step.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GroupControl:
         self._shared = 0
 
     def detach(self) -> None:
-        """Drop the group, which is about to be destroyed. Keep the store, through which failures are exchanged."""
+        """Drop the process group, which is about to be destroyed, and keep the store for the exchange of failures."""
         self._group = None
         while self._clones:
             clone = self._clones.pop()
@@ -97,7 +97,7 @@ class GroupControl:
         longest = max(sizes)
         if longest == 0:
             return [b""] * self.world_size
-        # Tensors over Python's memory: gloo reads and writes it in place.
+        # The tensors share the memory of Python's buffers, so that gloo reads and writes the buffers in place.
         gathered = bytearray(longest * self.world_size)
         parts = torch.frombuffer(gathered, dtype=torch.uint8).view(self.world_size, longest)
         padded = bytearray(longest)
@@ -110,7 +110,7 @@ class GroupControl:
         dist.barrier(group=self._group)
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        # The group contains all ranks, so its ranks are the global ones.
+        # The group contains all ranks, so a rank within the group equals the global rank.
         work = [dist.isend(tensor, group=self._group, group_dst=rank) for rank, tensor in sends.items()]
         work += [dist.irecv(tensor, group=self._group, group_src=rank) for rank, tensor in receives.items()]
         for request in work:
@@ -139,7 +139,7 @@ class GroupControl:
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         # One counter contains, in separate bit fields, the number of ranks that arrived and the number of ranks that
-        # raised each flag. The last rank to arrive publishes it, so that all ranks read the same numbers.
+        # raised each flag. The last rank to arrive publishes the counter, so that all ranks read the same numbers.
         number = self._agreements
         self._agreements += 1
         key = f"agree/{number}"
@@ -172,7 +172,7 @@ class GroupControl:
 
     def _wait(self, key: str, purpose: str, timeout: timedelta | None, agreement: str | None = None) -> None:
         timeout = self.timeout if timeout is None else timeout
-        # Polled, because a `Store.wait` that times out writes two warnings to the terminal every time.
+        # The store is polled, because a `Store.wait` that times out writes two warnings to the terminal every time.
         start = time.monotonic()
         deadline = start + timeout.total_seconds()
         next_check, next_ping = start + _FAILURE_CHECK, start + _PING
@@ -187,12 +187,12 @@ class GroupControl:
             if failure is not None:
                 raise RankFailedError(failure)
             if time.monotonic() > min(deadline, next_ping):
-                # Built only here, since building the keys for every agreement would be slow with many ranks.
+                # The keys are built only here, because building them for every agreement would be slow with many ranks.
                 arrivals = [] if agreement is None else self._arrivals(agreement)
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])] or [0]
                 late = time.monotonic() > deadline
                 stacks_by_rank = self.collect_stacks(absent, late)
-                # A live rank always answers; a rank that did not answer two requests is gone.
+                # A live rank always answers. A rank that did not answer two requests in a row is gone.
                 gone = silent & {rank for rank, stack in stacks_by_rank.items() if stack is None}
                 silent = {rank for rank, stack in stacks_by_rank.items() if stack is None}
                 next_ping = time.monotonic() + _PING
@@ -225,7 +225,7 @@ class GroupControl:
         self._then()
 
     def _delete_agreement(self, number: int) -> None:
-        # All ranks have reached agreement `number + 1`, so no rank reads this one any more.
+        # All ranks have reached agreement `number + 1`, so no rank reads the keys of agreement `number` any more.
         if number < 0:
             return
         self.store.delete_key(f"agree/{number}/{self.rank}")
@@ -240,7 +240,7 @@ class GroupControl:
         elif self.rank == 0:
             self.store.wait(["all left"], _LEAVE_TIMEOUT)
 
-    # Failures
+    # Exchange of failures through the store
 
     def report_failure(self, failure: Failure) -> None:
         self.failed = True
@@ -280,7 +280,7 @@ class GroupControl:
         return reports + [failure for failure in self.external_failures() if failure.rank not in reported]
 
     def settle(self, wait: timedelta) -> None:
-        """Wait after a failure until all ranks have seen it, since this process may host the store."""
+        """Wait after a failure until all ranks have seen the failure, because this process may host the store."""
         self.store.set(f"settled/{self.rank}", "")
         end = time.monotonic() + wait.total_seconds()
         while time.monotonic() < end:

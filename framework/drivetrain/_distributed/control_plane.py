@@ -12,21 +12,21 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain._distributed.failure import AbsentRanksError, Failure
 from drivetrain.errors import DistributedError
 
-_MAX_STACKS = 8  # distinct stacks in a message
-_SILENT = "Its process has ended, or hangs outside of Python."
+_MAX_STACKS = 8  # the maximum number of distinct stacks in a message
+_SILENT_RANK = "Its process has ended, or hangs outside of Python."
 
 
 class Pending(Protocol):
     """A pending reduction."""
 
     def wait(self) -> torch.Tensor:
-        """Return the result, after waiting for it if necessary."""
+        """Wait for the reduction if necessary, and return its result."""
 
 
 class ControlPlane(Protocol):
     """Exchanges small values between ranks, separately from the strategy's collectives.
 
-    Unless they say otherwise, its methods are collective: all ranks call them in the same order.
+    All methods are collective unless their docstring says otherwise: all ranks call them in the same order.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class ControlPlane(Protocol):
 
     @property
     def store(self) -> Store | None:
-        """The key-value store under this run's prefix, shared by all ranks; None for a single process."""
+        """The key-value store under the prefix of this run, which all ranks share. A single process has None."""
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather a CPU tensor of shape (n,), the same n on every rank, into (W, n)."""
@@ -45,71 +45,76 @@ class ControlPlane(Protocol):
         """Start to sum a CPU tensor of shape (n,) over the ranks."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank, on every rank. Values are plain: those of `plain_values.encode`."""
+        """Return the values of all ranks, by rank, on every rank. `plain_values.encode` must accept the values."""
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank, on every rank, without decoding them.
 
-        Only for the user's own objects, which the ranks of one job exchange as pickles.
+        This method is only for objects of the user, which the ranks of one job exchange as pickles.
         """
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send contiguous CPU tensors, and receive into others, by rank; return when all transfers are complete.
+        """Send contiguous CPU tensors to ranks, receive tensors from ranks, and return when all transfers are complete.
 
-        Not collective: a rank with nothing to send or receive need not call it. Messages between two ranks keep their
-        order.
+        Not collective: a rank with nothing to send or receive need not call this method. Messages between two ranks
+        keep their order.
         """
 
     def clone(self) -> ControlPlane:
-        """Return another control plane over the same ranks, for use by another thread. It ends with this one."""
+        """Return a second control plane over the same ranks, for use by another thread. Both end together."""
 
     def from_rank_0(self, value: Any) -> Any:
-        """Return rank 0's value on every rank. The value is plain, as for `gather_objects`.
+        """Return rank 0's value on every rank. `plain_values.encode` must accept the value.
 
-        Uses the store: no collective is issued.
+        The value is passed through the store, without a collective of the process group.
         """
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
-        """Return, for each flag, the number of ranks that raise it. Uses the store: no collective is issued.
+        """Return, for each flag, the number of ranks that raise the flag.
+
+        The flags are passed through the store, without a collective of the process group.
 
         Args:
-            purpose: describes what the ranks agree on; the same on every rank.
+            purpose: a description of what the ranks agree on, which must be equal on all ranks.
             flags: this rank's flags, at most two.
-            timeout: how long to wait for the others; None is the timeout of the control plane.
+            timeout: how long to wait for the other ranks; None is the timeout of the control plane.
 
         Raises:
-            DistributedError: a rank called with another purpose, or not within ``timeout``; the error names it.
+            DistributedError: a rank called with another purpose, or did not call within ``timeout``. The message names
+                the rank.
         """
 
     def after_first_step(self) -> None:
         """Switch to the shorter timeout that applies after the first step. Not collective."""
 
     def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
-        """Return the stacks of ranks, by default of all others; None for those that do not answer. Not collective.
+        """Return the stacks of ranks, by default of all other ranks. Not collective.
+
+        A rank that does not answer has None.
 
         With ``late``, every rank also dumps its last collectives into the folder given to `set_record_folder`.
         """
 
     def set_record_folder(self, folder: str | None) -> None:
-        """Set the folder for the last collectives of this rank, dumped when a rank waits too long. Not collective."""
+        """Set the folder into which this rank dumps its last collectives if a rank waits too long. Not collective."""
 
     def records(self) -> str | None:
-        """Return a glob pattern for the dumped files of all ranks; None if nothing was dumped."""
+        """Return a glob pattern for the dumped files of all ranks, or None if nothing was dumped."""
 
     def report_failure(self, failure: Failure) -> None:
         """Publish a failure of this rank. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        """Return the first failure that is itself a cause, if one is reported within ``wait``. Not collective.
+        """Return the first failure with `Failure.distance` 0, if one is reported within ``wait``. Not collective.
 
-        Otherwise return a report of absent ranks, if there is one, since it may remain the only information.
+        Otherwise return a report of absent ranks if there is one, because no further report may arrive, or None.
         """
 
     def leave(self) -> None:
-        """Finish a run: the process that hosts the store waits until the others no longer read from it."""
+        """Finish a run. The rank that hosts the store waits until the other ranks no longer read from the store."""
 
     def all_failures(self, wait: timedelta) -> list[Failure]:
         """Return the reported failures once all ranks have failed or ``wait`` has passed. Not collective."""
@@ -121,7 +126,7 @@ class ControlPlane(Protocol):
         """Return the ranks that have not reported a failure. Not collective."""
 
     def settle(self, wait: timedelta) -> None:
-        """Wait after a failure, at most ``wait``, until all ranks have seen it. Not collective."""
+        """Wait after a failure, at most ``wait``, until all ranks have seen the failure. Not collective."""
 
 
 class _CompletedReduction:
@@ -218,7 +223,7 @@ def absent_error(
     """
     ranks, lines = list(where), []
     for stack, indices in spread(list(where.values())).items():
-        description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT}"
+        description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT_RANK}"
         lines.append(f"rank(s) {[ranks[index] for index in indices]}: {description}")
     lines = lines[:_MAX_STACKS]
     if records is not None:

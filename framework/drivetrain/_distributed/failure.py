@@ -1,4 +1,4 @@
-"""Failure: the report of a rank that failed, and the errors raised for it."""
+"""Failure: the report of a rank that failed, and the errors that are raised for this failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Self
 
 from drivetrain.errors import DistributedError
 
-# Errors of gloo, NCCL, the store and drivetrain when another rank is gone or does not answer.
+# Types and texts of the errors that gloo, NCCL, the store and drivetrain raise when another rank has ended or does not
+# answer.
 _PEER_ERRORS = ("RankFailedError", "DistNetworkError", "DistStoreError")
 _PEER_MESSAGES = (
     "Connection closed by",
@@ -36,14 +37,14 @@ class Failure:
 
     Attributes:
         rank: the global rank.
-        exit_code: the exit code of its process: negative for a signal, None if it is not known yet.
-        signal_name: "SIGKILL", ..., or None.
+        exit_code: the exit code of the rank's process. It is negative for a signal, and None if it is not known yet.
+        signal_name: the name of the signal that ended the process, such as "SIGKILL", or None.
         error_type: the exception's qualified name, or None if there was no exception.
         message: the exception's text, or another description.
         traceback: the formatted traceback with its causes, or "".
-        pickled_error: the pickled exception in base 85, if it can be pickled. It is only passed through files that no
-            other user can write, never through a store: `encode` omits it.
-        time_ns: when it happened, by the machine's clock. The earliest failure is usually the cause of the others.
+        pickled_error: the pickled exception in base 85, if the exception can be pickled. The pickle is only passed
+            through files that no other user can write. `encode` omits the pickle, so it never passes a store.
+        time_ns: the time of the failure by the machine's clock. The earliest failure usually causes the others.
     """
 
     rank: int
@@ -66,7 +67,13 @@ class Failure:
 
     @classmethod
     def of_exit(cls, rank: int, exit_code: int, stacks: str = "") -> Self:
-        """Create the report of a process that ended without an exception, with the stacks that it dumped, if any."""
+        """Create the report of a process that ended without an exception.
+
+        Args:
+            rank: the global rank.
+            exit_code: the exit code of the process.
+            stacks: the stacks that the process dumped, or "".
+        """
         name = signal_name(exit_code)
         message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
         return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message, traceback=stacks)
@@ -75,8 +82,8 @@ class Failure:
     def distance(self) -> int:
         """The distance of the failure from the cause, from 0 to 2.
 
-        0 is a cause; 1 is drivetrain's report of ranks that did not arrive or made another call; 2 only reports a lost
-        connection or another rank's failure.
+        A distance of 0 means that the failure is a cause. 1 means that drivetrain reports ranks that did not arrive or
+        made another call. 2 means that the failure only reports a lost connection or the failure of another rank.
         """
         if self.error_type is None:
             return 0
@@ -86,16 +93,16 @@ class Failure:
 
     @property
     def process_exit_code(self) -> int:
-        """The exit code of a process that ends because of this failure: as in a shell, 128 + n for signal n."""
+        """The exit code of a process that ends because of this failure. As in a shell, signal n gives 128 + n."""
         code = self.exit_code
         return 1 if not code else code if code > 0 else 128 - code
 
     def is_same_error(self, other: Failure) -> bool:
-        """Return True if both are the same error, raised at the same line."""
+        """Return True if both failures report the same error, raised at the same line."""
         return (self.error_type, self.message, _raised_at(self)) == (other.error_type, other.message, _raised_at(other))
 
     def load_error(self) -> BaseException | None:
-        """Return the exception itself, or None if it could not be pickled or unpickled."""
+        """Return the exception itself, or None if the exception could not be pickled or unpickled."""
         if self.pickled_error is None:
             return None
         try:
@@ -109,7 +116,10 @@ class Failure:
         return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
 
     def encode(self) -> str:
-        """Return the failure as text for a store, which any process that can reach its port may write."""
+        """Return the failure as text for a store, without the pickled exception.
+
+        Any process that can reach the port of a store can write to the store, so a store must not hold pickles.
+        """
         return json.dumps(asdict(replace(self, pickled_error=None)))
 
     @classmethod
@@ -118,14 +128,15 @@ class Failure:
         return replace(cls(**json.loads(text)), pickled_error=None)
 
     def write(self, path: str) -> None:
-        """Write the failure to a file for the process that started this one. An existing file is kept.
+        """Write the failure to a file for the process that started this process. An existing file is kept.
 
         Args:
-            path: in a folder that only this user can write, since the exception in it will be unpickled.
+            path: the path of the file, in a folder that only this user can write, because the exception in the file
+                will be unpickled.
         """
         if os.path.exists(path):
             return
-        # The reader reads the file as soon as it exists.
+        # The file is renamed when it is complete, because the reader reads the file as soon as it exists.
         Path(f"{path}.part").write_text(json.dumps(asdict(self)))
         os.replace(f"{path}.part", path)
 
@@ -137,19 +148,19 @@ class Failure:
         return None
 
     def describe(self) -> str:
-        """Return the rank and its error, on one line unless the message has several."""
+        """Return the rank and its error as text, which has one line unless the message of the error has several."""
         if self.error_type is not None:
             return f"Rank {self.rank} failed with {self.error_type}: {self.message}"
         return f"Rank {self.rank} was {self.message}" if self.signal_name else f"Rank {self.rank} {self.message}"
 
     def one_line_summary(self) -> str:
-        """Return the first line of `describe`, with a fix if the rank could not print anything itself."""
+        """Return the first line of `describe`, followed by a fix if the rank could not print a traceback itself."""
         first = (self.describe().splitlines() or [""])[0]
         return first if self.error_type is not None else f"{first}; {_fix(self)}"
 
 
 def _raised_at(failure: Failure) -> str:
-    """Return the last frame of the traceback, or "" without one."""
+    """Return the line of the last frame in the traceback, or "" if there is no traceback."""
     return next((line for line in reversed(failure.traceback.splitlines()) if line.startswith("  File ")), "")
 
 
@@ -188,8 +199,8 @@ def signal_name(exit_code: int | None) -> str | None:
 def first_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others.
 
-    It is the earliest, except that errors that only report a lost or silent peer come last: they may be reported before
-    the failure of that peer is detected.
+    The failure with the smallest `Failure.distance` counts as the cause, and the earliest one among equal distances. A
+    rank may report a lost or silent peer before the failure of that peer is detected.
     """
     return min(failures, key=lambda failure: (failure.distance, failure.time_ns))
 

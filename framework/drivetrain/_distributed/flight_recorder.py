@@ -1,4 +1,7 @@
-"""Dumps torch's flight recorder: the last collectives of this process. Only this module uses its private bindings."""
+"""Dumps torch's flight recorder, which holds the last collectives of this process.
+
+Only this module uses the private bindings of the flight recorder.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-# The binding for NCCL, which CUDA builds have, then the one for other backends.
-_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
-_MAX_COLLECTIVES = 50  # collectives in the text file
+# The binding for NCCL, which CUDA builds have, and then the binding for other backends.
+_DUMP_FUNCTIONS = ("_dump_nccl_trace", "_dump_fr_trace")
+_MAX_COLLECTIVES = 50  # the maximum number of collectives in the text file
 
 
 class FlightRecord:
     """Writes a rank's flight record to files.
 
     Attributes:
-        folder: the folder for the files; None writes nothing.
-        pattern: a glob pattern for the text files of all ranks, once this rank has written its own.
+        folder: the folder for the files. With None, no files are written.
+        pattern: a glob pattern for the text files of all ranks, or None until this rank has written its files.
     """
 
     def __init__(self, rank: int) -> None:
@@ -47,27 +50,27 @@ class FlightRecord:
 
 
 def dump() -> tuple[bytes, dict[str, Any]] | None:
-    """Return the recorder's dump, pickled and as a dict; None if there is no recorder or it is empty.
+    """Return the recorder's dump, pickled and as a dict, or None if there is no recorder or the recorder is empty.
 
-    ``TORCH_FR_BUFFER_SIZE`` sets how many collectives it holds: 2000 by default, 0 disables it.
+    ``TORCH_FR_BUFFER_SIZE`` sets how many collectives the recorder holds. The default is 2000, and 0 disables it.
     """
     bindings = importlib.import_module("torch._C._distributed_c10d")
-    for name in _DUMPS:
+    for name in _DUMP_FUNCTIONS:
         function: Callable[[], bytes] | None = getattr(bindings, name, None)
         if function is None:
             continue
         try:
             raw = function()
-            record: dict[str, Any] = pickle.loads(raw)  # safe, since this process created it
+            record: dict[str, Any] = pickle.loads(raw)  # unpickling is safe, because this process created the pickle
             if record.get("entries"):
                 return raw, record
         except Exception:
-            continue  # another version's format
+            continue  # another version of torch may use another format
     return None
 
 
 def describe_collectives(record: dict[str, Any]) -> list[str]:
-    """Return a line for each of the last collectives, in order; matching calls on two ranks give equal lines."""
+    """Return a line for each of the last collectives, in order. Matching calls on two ranks give equal lines."""
     lines = []
     for entry in record["entries"][-_MAX_COLLECTIVES:]:
         number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")

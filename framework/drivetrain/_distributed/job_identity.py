@@ -1,4 +1,4 @@
-"""Job: identifies a job, since two jobs may be given the same rendezvous address and port."""
+"""Job: identifies a job, because two jobs may be given the same rendezvous address and port."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Job:
     """The properties that all processes of a job share.
 
     Attributes:
-        name: the job's name, the same on all of its processes; "" if it has none.
-        user: the user's number; "" if there is a name.
-        folder: the working directory; "" if there is a name.
-        command: for each word of the command line, its digest and whether it is a number that identifies the rank. Only
-            digests go over the network, and secrets, which may be short, are left out even of these.
+        name: the name of the job, equal on all of its processes; "" if the job has no name.
+        user: the numeric id of the user; "" if the job has a name.
+        folder: the working directory; "" if the job has a name.
+        command: for each word of the command line, the digest of the word and whether the word is a number that
+            identifies the rank. Only digests go over the network. Secrets are replaced before the digest is computed,
+            because the digest of a short secret could be guessed.
     """
 
     name: str = ""
@@ -44,9 +45,9 @@ class Job:
         """Return the job of this process.
 
         Args:
-            name: the job's name, if it has one.
+            name: the name of the job, or None.
             ranks: numbers that identify this process within its job and may appear in its command line.
-            command: used instead of ``sys.argv``.
+            command: the command line to use instead of ``sys.argv``.
         """
         if name:
             return cls(name)
@@ -69,7 +70,7 @@ class Job:
         return replace(job, command=tuple((digest, identifies_rank) for digest, identifies_rank in job.command))
 
     def describe_difference(self, other: Job) -> str:
-        """Return how ``other`` differs from this job, or "" if it is the same."""
+        """Return how ``other`` differs from this job, or "" if both are the same job."""
         if self.name or other.name:
             if self.name == other.name:
                 return ""
@@ -89,7 +90,7 @@ class Job:
 
 
 def _digest_words(command: Sequence[str], ranks: Collection[int]) -> Iterator[tuple[str, bool]]:
-    option = None  # the preceding option, whose value the word may be
+    option = None  # the preceding option if the current word may be its value, else None
     for word in command:
         name, has_value, value = word.partition("=")
         if has_value:

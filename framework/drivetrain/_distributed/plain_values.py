@@ -1,4 +1,4 @@
-"""Encodes plain values for exchange between ranks. It avoids pickle, so that decoding cannot run code."""
+"""Encodes plain values for exchange between ranks, without pickle, so that decoding cannot run code."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# A dict with one of these as its only key stands for a type that JSON lacks.
+# A dict whose only key is one of these marks stands for a type that JSON lacks.
 _TUPLE, _PAIRS = "$tuple", "$pairs"
-_ATOMS = frozenset({str, int, float, bool, type(None)})
+_ATOMIC_TYPES = frozenset({str, int, float, bool, type(None)})
 
 
 def encode(value: Any) -> bytes:
@@ -16,10 +16,10 @@ def encode(value: Any) -> bytes:
 
     Args:
         value: nested dicts, lists and tuples of numbers (including NaN and infinities), strings, booleans and None.
-            Instances of their subclasses (a NamedTuple, an IntEnum) come back as the plain type.
+            Instances of subclasses of these types (a NamedTuple, an IntEnum) come back as the plain type.
 
     Raises:
-        TypeError: a value has another type, which the error names.
+        TypeError: a value has another type. The message names the type.
     """
     return json.dumps(_to_plain(value), separators=(",", ":")).encode()
 
@@ -44,8 +44,9 @@ def _to_plain(value: Any) -> Any:
 
 
 def _all_plain(values: Iterable[Any]) -> list[Any]:
-    # Most values are of these types, and there may be thousands: a call for each would take most of the time.
-    return [value if type(value) in _ATOMS else _to_plain(value) for value in values]
+    # Most values have a type in `_ATOMIC_TYPES`, and there may be thousands of values. A call for each of them would
+    # take most of the time.
+    return [value if type(value) in _ATOMIC_TYPES else _to_plain(value) for value in values]
 
 
 def _from_plain(document: dict[str, Any]) -> Any:

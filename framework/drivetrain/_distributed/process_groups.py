@@ -1,4 +1,7 @@
-"""Timeouts, aborts and NCCL backends of process groups. Only this module uses torch's private functions for them."""
+"""Timeouts, aborts and NCCL backends of process groups.
+
+Only this module uses torch's private functions for process groups.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 
 def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None:
-    """Set the timeout of every collective of these groups; None selects every group of this process."""
+    """Set the timeout of every collective of ``groups``. None selects all groups of this process."""
     c10d: Any = dist.distributed_c10d
     setter = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public from torch 2.15 on
     for group in list(c10d._world.pg_map) if groups is None else groups:
@@ -21,19 +24,21 @@ def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None
 
 
 def uses_nccl() -> bool:
-    """Return True if a group of this process uses NCCL, whose waiting kernels do not notice a closed connection."""
+    """Return True if a group of this process uses NCCL. Waiting kernels of NCCL do not notice a closed connection."""
     return bool(_nccl_backends())
 
 
 def abort_nccl() -> None:
-    """Abort all NCCL communicators of this process, from any thread: kernels return, and the next collective raises.
+    """Abort all NCCL communicators of this process, from any thread.
 
-    Torch still lists the groups until `drop_groups`.
+    Waiting kernels then return, and the next collective raises an error. Torch lists the groups until `drop_groups` is
+    called.
     """
     backends = _nccl_backends()
     if not backends:
         return
-    # As one group, since one communicator's abort may wait for another's (pytorch/pytorch#119797).
+    # All communicators are aborted within one NCCL group, because the abort of one communicator may wait for the abort
+    # of another (pytorch/pytorch#119797).
     backends[0]._group_start()
     for backend in backends:
         backend.abort()
@@ -41,12 +46,12 @@ def abort_nccl() -> None:
 
 
 def drop_groups() -> None:
-    """Drop all groups without waiting for other ranks, which `destroy_process_group` may do with NCCL."""
+    """Drop all groups without waiting for other ranks. `destroy_process_group` may wait for them with NCCL."""
     dist.distributed_c10d._abort_process_group()
 
 
 def _nccl_backends() -> list[Any]:
-    """Return the NCCL backends of this process, latest group first, the order in which torch aborts them."""
+    """Return the NCCL backends of this process. The latest group comes first, as in torch's order of aborts."""
     if not (dist.is_initialized() and dist.is_nccl_available()):
         return []
     nccl = dist.distributed_c10d.ProcessGroupNCCL

@@ -1,4 +1,4 @@
-"""Rendezvous: hosts a store at a given address and refuses processes of other jobs."""
+"""Rendezvous: hosts a store at an address, and refuses processes of other jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.errors import ConfigurationError
 
 _JOB_KEY = "drivetrain/job"  # the key with the identity of the store's job
 _JOB_KEY_TIMEOUT = timedelta(seconds=60)
-# Errors for an address that reaches this machine but is not assigned to it.
+# Error numbers for an address that reaches this machine but is not assigned to this machine.
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -22,12 +22,14 @@ def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None)
     """Host the store where the processes of a job meet.
 
     Args:
-        address: the address by which all processes reach this machine. The store listens only there: on the loopback
-            device for 127.0.0.1. If it is a name and there are several nodes, or is not an address of this machine,
-            the store listens on all addresses: a machine's own name often resolves to its loopback device.
+        address: the address by which all processes reach this machine. The store listens only at this
+            address, for example on the loopback device for 127.0.0.1. The store listens on all addresses if
+            ``address`` is a name and there are several nodes, because the name of a machine often resolves to the
+            loopback device on that machine, or if ``address`` is not an address of this machine.
         port: the port; 0 lets the operating system choose.
         num_nodes: the number of machines that the processes run on.
-        job: the job of the store; `admit` refuses others. None lets the first process set it, with `admit_first`.
+        job: the job of the store. `admit` refuses processes of other jobs. With None, the first process that calls
+            `admit_first` sets the job.
 
     Raises:
         ConfigurationError: the port is taken, or nothing can be hosted at the address.
@@ -36,7 +38,7 @@ def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None)
 
 
 def listen(address: str, port: int, num_nodes: int) -> socket.socket:
-    """Open a listening socket for a store that `host_on` makes later; clients that connect earlier wait.
+    """Open a listening socket for a store that `host_on` makes later. Clients that connect before that wait.
 
     Raises:
         ConfigurationError: as for `host`.
@@ -72,7 +74,7 @@ def host_on(listener: socket.socket, address: str, job: Job | None) -> TCPStore:
 
 
 def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None:
-    """Check that the store belongs to this process's job, and that no other process has its rank.
+    """Check that the store belongs to the job of this process, and that no other process has the same rank.
 
     Args:
         store: a connection to the store.
@@ -82,7 +84,7 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
         port: the store's port, for errors.
 
     Raises:
-        ConfigurationError: the store is another job's, or the rank is taken. The other job is not affected.
+        ConfigurationError: the store belongs to another job, which is not affected, or the rank is taken.
     """
     try:
         store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
@@ -102,9 +104,10 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
 
 
 def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None:
-    """Check the job as `admit` does, for a store whose host does not set it: it belongs to the first job that connects.
+    """Check the job as `admit` does, for a store whose host does not set a job.
 
-    Ranks may connect again, since such a store may outlive them, as torchrun's does.
+    The store belongs to the first job that connects. A rank may connect again, because such a store may outlive the
+    ranks, as torchrun's store does.
 
     Raises:
         ConfigurationError: the store belongs to another job.
@@ -124,7 +127,7 @@ def _refuse_other_job(job: Job, store_job: Job, rank: int, address: str, port: i
 
 
 def _addresses(address: str, num_nodes: int) -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses to try, in order; an empty list stands for all addresses."""
+    """Return the addresses to try, in order. An empty list stands for all addresses of this machine."""
     try:
         number = ipaddress.ip_address(address)
     except ValueError:

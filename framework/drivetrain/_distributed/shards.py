@@ -1,4 +1,4 @@
-"""ParameterShard: a rank's part of a sharded tensor, the form in which strategies and checkpoints exchange state."""
+"""ParameterShard: a rank's part of a sharded tensor. Strategies and checkpoints exchange state in this form."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Box:
     """A rectangular part of a tensor.
 
     Attributes:
-        offsets: its start in each dimension.
-        sizes: its length in each dimension; 0 in one of them makes it empty.
+        offsets: the start of the box in each dimension.
+        sizes: the length of the box in each dimension. A box with a length of 0 is empty.
     """
 
     offsets: tuple[int, ...]
@@ -43,11 +43,13 @@ class ParameterShard:
     """One rank's part of a tensor.
 
     Attributes:
-        local: this rank's part: of the shape of its box, or of shape (n,) for a span.
+        local: the elements of this rank, with the sizes of a box as the shape, or with shape (n,) for a span.
         shape: the shape of the whole tensor.
-        region: the part's position in the whole tensor.
-        is_primary: False if another rank holds the same part and provides it for checkpoints and checksums.
-        gather: returns the whole tensor on every rank; collective. None if it cannot be gathered.
+        region: the position of the part in the whole tensor.
+        is_primary: whether this rank provides the part for checkpoints and checksums. If several ranks hold the same
+            part, only one of them has True.
+        gather: a collective function that returns the whole tensor on every rank, or None if the tensor cannot be
+            gathered.
     """
 
     local: torch.Tensor
@@ -68,7 +70,7 @@ class ParameterShard:
 
 
 def cut(whole: Any, region: Region | None) -> torch.Tensor:
-    """Return the part of ``whole`` at ``region``, or all of it for None; contiguous."""
+    """Return the part of ``whole`` at ``region`` as a contiguous tensor. None selects the whole tensor."""
     if region is None:
         part = whole
     elif isinstance(region, Box):

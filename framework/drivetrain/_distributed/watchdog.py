@@ -1,4 +1,4 @@
-"""Watchdog: a thread on each rank that answers requests for its stack and notices reported failures."""
+"""Watchdog: a thread on each rank that answers requests for the rank's stack and notices reported failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _POLL = 0.5  # seconds between two polls of the store
-_ANSWER_TIMEOUT = timedelta(seconds=3)  # how long a rank waits for the stacks of others
-_MAX_LINES = 12  # lines of a stack in an answer
+_ANSWER_TIMEOUT = timedelta(seconds=3)  # how long a rank waits for the stacks of other ranks
+_MAX_LINES = 12  # the maximum number of lines of a stack in an answer
 _LAST_ANSWER_TIMEOUT = 5.0  # seconds to wait for a pending request at the end
 
 
@@ -22,10 +22,11 @@ class Watchdog:
     """Polls the store during a run, on a separate thread that does not slow down training steps.
 
     Args:
-        store: a connection to the run's store for this thread only: a waiting call blocks its connection.
+        store: a connection to the run's store that only this thread uses, because a waiting call blocks a connection.
         rank: this rank.
-        dump_record: called when a rank has waited too long for others.
-        on_failure: called once a rank, this one or another, has reported a failure; None disables this check.
+        dump_record: a function to call when a rank has waited too long for other ranks.
+        on_failure: a function to call when any rank has reported a failure. It is called at most once. None disables
+            the check for failures.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Watchdog:
 
     def _run(self) -> None:
         answered = late = 0
-        with contextlib.suppress(RuntimeError):  # the store is gone, which the main thread notices
+        with contextlib.suppress(RuntimeError):  # the store no longer exists, and the main thread notices this too
             while not self._stopping.wait(_POLL):
                 if self._on_failure is not None and self._store.add("failures", 0):
                     on_failure, self._on_failure = self._on_failure, None
@@ -80,9 +81,9 @@ def format_stack(thread: int) -> str:
 
 
 def request_stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict[int, str]:
-    """Request the stacks of all ranks; return the answers by rank, without the ranks that do not answer.
+    """Request the stacks of all ranks, and return the answers by rank, without the ranks that do not answer.
 
-    With ``late``, for ranks that did not arrive in time, all ranks also dump their last collectives.
+    ``late`` means that ranks did not arrive in time. All ranks then also dump their last collectives.
     """
     if late:
         store.add("stacks/late", 1)

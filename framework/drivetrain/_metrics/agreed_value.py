@@ -8,15 +8,15 @@ from drivetrain._distributed.control_plane import ControlPlane
 
 
 def agreed_value(control: ControlPlane, name: str, value: torch.Tensor | float | None) -> float | None:
-    """Return one value for all ranks; None if no rank has one. Collective.
+    """Return one value for all ranks, or None if no rank has a value. Collective.
 
     A value that is equal on all ranks is returned unchanged. Other values (of a step, or with ``sync_dist=False``) are
-    averaged over the ranks that have one, since a rank without data may have logged nothing.
+    averaged over the ranks that have a value, because a rank without data may have logged nothing.
 
     Args:
         control: the control plane.
-        name: the value's name, for errors.
-        value: this rank's value.
+        name: the name of the value, for errors.
+        value: the value of this rank, or None.
 
     Raises:
         DistributedError: other ranks made a different call, for example because a callback exists on some ranks only.
@@ -29,5 +29,5 @@ def agreed_value(control: ControlPlane, name: str, value: torch.Tensor | float |
     values = gathered[gathered[:, 0] > 0, 1]
     if len(values) == 0:
         return None
-    same = bool((values == values[0]).all())
-    return float(values[0] if same else values.mean())
+    all_equal = bool((values == values[0]).all())
+    return float(values[0] if all_equal else values.mean())

@@ -1,4 +1,4 @@
-"""Entry: one logged key, with its latest value and the values accumulated in the epoch."""
+"""Entry: one logged key, with the latest value and the values accumulated in the epoch."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ _OPERATIONS: dict[Any, str] = {
 _OPTION_FIELDS = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
 _VALUE_FIELDS = ("last", "result", "fresh", "total", "weight")
 
-_FOLD_AT = 64  # number of pending values at which they are reduced to one
+_FOLD_AT = 64  # the number of pending values at which they are reduced to one value
 
 
 class Entry:
-    """The state of one logged key. Device tensors stay on their device; no method waits for it.
+    """The state of one logged key. Device tensors stay on their device, and no method waits for the device.
 
     Args:
         name: the key.
         options: the arguments of `log`, which further calls have to repeat.
         on_step: keep the latest value.
         on_epoch: accumulate over the epoch.
-        prog_bar: show it in the progress bar.
-        logger: send it to the loggers.
+        prog_bar: show the values in the progress bar.
+        logger: send the values to the loggers.
         operation: "mean", "sum", "max" or "min".
         sync_dist: see `TrainModule.log`.
         metric: the metric object, if one was logged.
         attribute: the metric object's name on the module.
-        loader: the suffix of the key that identifies one of several loaders; ``_step`` and ``_epoch`` go before it.
+        loader: the suffix of the key that identifies one of several loaders. ``_step`` and ``_epoch`` are inserted
+            before this suffix.
     """
 
     __slots__ = (
@@ -99,7 +100,7 @@ class Entry:
         self.metric = metric
         self.attribute = attribute
         self.loader = loader
-        # With several loaders, the index of the one that was evaluated when the key was first logged.
+        # With several loaders: the index of the loader that was in use when the key was first logged.
         self.loader_idx: int | None = None
         self.last: torch.Tensor | float | None = None
         self.reduced: torch.Tensor | float | None = None  # the value of `last` after the latest reduction over ranks
@@ -128,14 +129,14 @@ class Entry:
 
     @property
     def idle(self) -> bool:
-        """Whether it was restored from a checkpoint without values and has not been logged since.
+        """Whether the key was restored from a checkpoint without values and has not been logged since.
 
         Ranks that did not exist when the checkpoint was saved do not know such a key.
         """
         return self.resumed and self.total is None and not self.waiting
 
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
-        """Add one value to the epoch. The weight is used by a mean; for other operations it only counts values."""
+        """Add one value to the epoch. Every operation sums the weights, but only a mean uses them as factors."""
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight
@@ -153,7 +154,7 @@ class Entry:
             self.total = self._combine(self.total, value * weight if self.operation == "mean" else value)
 
     def epoch_total(self) -> torch.Tensor | float | None:
-        """Return the weighted sum, sum, maximum or minimum so far; None without values."""
+        """Return the weighted sum, sum, maximum or minimum of the values so far, or None if there are no values."""
         if self.waiting:
             self._fold()
         return self.total
@@ -164,7 +165,7 @@ class Entry:
             indices = [index for index, value in enumerate(self.waiting) if value.device == device]
             values = [_wide(self.waiting[index]) for index in indices]
             if self.operation == "mean":
-                # Python scalars: copying a tensor of weights to the device would wait for it.
+                # The weights are Python scalars, because copying a tensor of weights would wait for the device.
                 values = list(torch._foreach_mul(values, [self.weights[index] for index in indices]))
             stacked = torch.stack(values)
             folded = {"max": stacked.amax, "min": stacked.amin}.get(self.operation, stacked.sum)()
@@ -184,7 +185,7 @@ class Entry:
             return pick(*pair)
         return max(total, value) if self.operation == "max" else min(total, value)
 
-    # Checkpoints
+    # State for checkpoints
 
     def clone(self) -> Entry:
         """Return a copy that later values of this entry do not change."""
@@ -193,7 +194,7 @@ class Entry:
         return clone
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options of the key and its values; a metric object saves its own state."""
+        """Return the options and values of the key. `MetricStore` saves the state of a metric object separately."""
         self.epoch_total()
         state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
         forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
@@ -201,10 +202,10 @@ class Entry:
 
     @classmethod
     def of_state(cls, name: str, state: Mapping[str, Any], device: torch.device) -> Self:
-        """Create an entry from the result of `state_dict`, with its values on ``device``.
+        """Create an entry from a result of `state_dict`, with the values on ``device``.
 
         Raises:
-            KeyError, TypeError, ValueError: ``state`` is not such a result.
+            KeyError, TypeError, ValueError: ``state`` is not a result of `state_dict`.
         """
         texts, flags = (state["attribute"], state["operation"], state["loader"]), (state["on_step"], state["on_epoch"])
         if not all(text is None or isinstance(text, str) for text in texts) or not all(
@@ -218,8 +219,8 @@ class Entry:
         for key in ("last", "result", "total"):
             if state[key] is not None:
                 check_value(name, state[key])
-        named = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
-        entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPTION_FIELDS})
+        option_values = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
+        entry = cls(name, (*state["forced"], *option_values.values()), **{key: state[key] for key in _OPTION_FIELDS})
         for key in _VALUE_FIELDS:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
@@ -234,9 +235,10 @@ class Entry:
         self.weight += other.weight
 
     def adopt_options(self, options: tuple[Any, ...], operation: str | None) -> bool:
-        """Return True if a restored entry is now logged with the same options; adopt their exact form.
+        """Return True if this entry was restored and ``options`` equal its options. If so, store ``options``.
 
-        The checkpoint stores a reduction's name, not whether it was given as ``torch.mean`` or ``"mean"``.
+        The checkpoint stores only the name of a reduction. ``options`` contain the object that was passed to `log`,
+        such as ``torch.mean`` or ``"mean"``.
         """
         if not self.resumed or (*options[:4], operation, options[5]) != self.options:
             return False
@@ -248,14 +250,14 @@ def check_value(name: str, value: Any) -> None:
     """Check a logged value from a checkpoint.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: ``value`` is not a number.
     """
     if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)):
         raise ValueError(f"{name!r} has a value of type {type(value).__name__}")
 
 
 def operation_of(reduce_fx: Any) -> str | None:
-    """Return the name of a reduction given as a name or a function; None for an unknown one."""
+    """Return the name of a reduction that is given as a name or a function, or None if the reduction is unknown."""
     try:
         return _OPERATIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
     except TypeError:  # it is not hashable
@@ -271,7 +273,7 @@ def raise_options_mismatch(name: str, before: tuple[Any, ...], after: tuple[Any,
     """Raise the error for a key that is logged with other options than before.
 
     Raises:
-        ConfigurationError: always; names the options that changed.
+        ConfigurationError: always. The message lists the options that changed.
     """
     option_names = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist")
     changed = [
@@ -290,7 +292,7 @@ def raise_kind_mismatch(entry: Entry, value: Any) -> NoReturn:
     """Raise the error for a key that was logged with a number and now with a metric object, or vice versa.
 
     Raises:
-        ConfigurationError: always; names the earlier kind of value.
+        ConfigurationError: always. The message gives the earlier kind of value.
     """
     before = "a number" if entry.metric is None else f"the {type(entry.metric).__name__} {entry.attribute!r}"
     raise ConfigurationError(

@@ -34,33 +34,34 @@ from drivetrain.errors import ConfigurationError, nearest
 class MetricStore:
     """Holds all logged keys of a run, by stage.
 
-    The loops set the position (`stage`, `batch`, `samples`, `dataloader_idx`); a step only calls `record`.
+    The loops set the attributes `stage`, `batch`, `samples` and `dataloader_idx`. A step only calls `record`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
-        self.speaks = True  # whether this rank's values count; of several ranks that read the same data, only one's do
+        self.speaks = True
+        """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
         self.joining = False
         """True while this rank has no data left and runs steps only to match the others' collectives."""
         self.muted = False
-        """True while logged values are discarded: while this rank joins, or a closure repeats a step."""
+        """True while logged values are discarded: while `joining` is True, or while a closure repeats a step."""
         self.batch: Any = None
         """The current micro-batch, or None between micro-batches."""
         self.samples: int | None = None
-        """Its number of samples, if the sampler knows it."""
+        """The number of samples in the current micro-batch; None if the sampler does not know this number."""
         self.dataloader_idx: int | None = None
         self.had_data = False
-        """Whether this rank had its own samples in the stage's epoch: from every loader, if there are several."""
+        """Whether this rank got samples in the stage's epoch, from each loader if the stage has several loaders."""
         self._had_data: dict[str | None, bool] = {}
-        # Whether this rank did not exist at the start of the epoch, so that it may lack keys that others have logged.
+        # True if this rank was added during the epoch. Such a rank may lack keys that other ranks have logged.
         self._joined_late = False
         self._values: dict[str, Tensor | float] = {}
 
-    # Called by steps
+    # Recording, called by steps
 
     def record(
         self,
@@ -89,7 +90,8 @@ class MetricStore:
             self._record_metric(entry, value)
             return
         if type(value) is Tensor and value.numel() == 1:
-            # Cloned in any case: the user may modify the tensor in place, and a view would keep its base alive.
+            # The tensor is always cloned, because the user may modify it in place, and because a view would keep the
+            # memory of its base tensor allocated.
             value = value.detach().clone() if value.requires_grad else value.clone()
             if value.dim():
                 value = value.reshape(())
@@ -111,14 +113,14 @@ class MetricStore:
 
     def _weight(self) -> float:
         if self.batch is None:
-            return 1  # between micro-batches the size of the last batch is unrelated
+            return 1  # a value that is logged between micro-batches does not belong to the last micro-batch
         if self.samples is None:
             self.samples = first_dimension(self.batch)
         return self.samples
 
     def _record_metric(self, entry: Entry, metric: Any) -> None:
         if metric is not entry.metric:
-            # A metric that is replaced in each epoch under the same attribute is accepted.
+            # The user may assign a new metric object to the same attribute in each epoch.
             if not is_metric(metric) or metric is not self.objects.at(entry.attribute or ""):
                 raise_kind_mismatch(entry, metric)
             entry.metric = metric
@@ -172,7 +174,7 @@ class MetricStore:
         self.entries[name] = entry
         return entry
 
-    # Called by the loops
+    # Stages and reductions, called by the loops
 
     def enter(self, stage: str | None, reset: bool = True) -> None:
         """Start or continue a stage: "train", "validate", "test", "predict", or None between stages."""
@@ -191,7 +193,7 @@ class MetricStore:
                 entry.reset()
 
     def forget(self, stage: str) -> None:
-        """Drop a stage's keys and values, as after the sanity check."""
+        """Drop the keys and values of a stage, for example after the sanity check."""
         for entry in self._stages.pop(stage, {}).values():
             for name in (entry.name, entry.epoch_name, entry.step_name):
                 self._values.pop(name, None)
@@ -283,7 +285,8 @@ class MetricStore:
             (entry for entry in self.entries.values() if entry.on_step and entry.sync_dist and entry.metric is None),
             key=lambda entry: entry.name,
         )
-        # All ranks must agree: a rank that logged none of them would continue with the next step and block there.
+        # All ranks must agree whether to reduce. A rank that logged none of the keys would otherwise continue with the
+        # next step and block there.
         if self.control.world_size == 1 or self.control.agree("a flush of step values", bool(synced)) == (0,):
             return
         is_new = [entry.last is not entry.reduced for entry in synced]
@@ -308,10 +311,10 @@ class MetricStore:
             return Part.WHOLE
         return Part.SOME if keys else Part.NONE
 
-    # Read by users
+    # Access to the values, for users and callbacks
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return all logged values under each of their names; epoch values once they are reduced."""
+        """Return all logged values under each of their names. Epoch values are included once they are reduced."""
         values: dict[str, Tensor | float] = dict(self._values)
         for entry in self._all_entries():
             if entry.on_step and entry.last is not None:
@@ -323,7 +326,7 @@ class MetricStore:
         return {name: copy_as_tensor(value) for name, value in values.items()}
 
     def known_names(self) -> set[str]:
-        """Return every name that `callback_metrics` has, or will have once logged values are reduced."""
+        """Return every name that `callback_metrics` returns now or will return once all logged values are reduced."""
         names = {name for entry in self._all_entries() for name in (entry.name, entry.step_name, entry.epoch_name)}
         return names.union(self._values)
 
@@ -332,7 +335,7 @@ class MetricStore:
         return self._select("logger")
 
     def progress_bar_metrics(self) -> dict[str, Tensor]:
-        """Return the latest values with ``prog_bar=True``; converting them to numbers waits for the device."""
+        """Return the latest values with ``prog_bar=True``. Converting these values to numbers waits for the device."""
         return self._select("prog_bar")
 
     def evaluation_so_far(self) -> dict[str, Tensor]:
@@ -353,10 +356,10 @@ class MetricStore:
         return values
 
     def agreed(self, name: str) -> float | None:
-        """Return a logged value, the same on every rank, for a decision; None if it was not logged. Collective."""
+        """Return a logged value that is equal on all ranks, or None if no rank logged it. Collective."""
         return agreed_value(self.control, name, self.callback_metrics().get(name))
 
-    # Checkpoints
+    # State for checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's logged keys with the epoch's accumulated values, and the states of metric objects."""
@@ -370,7 +373,8 @@ class MetricStore:
     def capture(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
         """Save the present state of training, and return a function that completes it to a `state_dict` later.
 
-        The function adds the state of evaluations at the time of its call. Nothing is summed up before.
+        The returned function adds the state of evaluations at the time of its call. This method computes
+        no sums.
 
         Args:
             attributes: the attribute names of the metric objects to save.
@@ -392,11 +396,11 @@ class MetricStore:
         return state
 
     def check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Check, before anything changes, that `load_state_dict` can load ``states``.
+        """Check that `load_state_dict` can load ``states``, without changing anything.
 
         Raises:
-            CheckpointError: the states of a metric object, which is named, cannot be merged.
-            KeyError, TypeError, ValueError, AttributeError: they are not results of `state_dict`.
+            CheckpointError: the states of a metric object cannot be merged. The message names the metric object.
+            KeyError, TypeError, ValueError, AttributeError: ``states`` are not results of `state_dict`.
         """
         for state in states:
             for entries in state["stages"].values():
@@ -409,9 +413,9 @@ class MetricStore:
         self.objects.merge_states([state["objects"] for state in states])
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        """Load the results of `state_dict`: from this rank, or from several ranks that this one replaces.
+        """Load the results of `state_dict` from this rank, or from the several ranks that this rank replaces.
 
-        Enter a stage afterwards. All other logged values are dropped.
+        All other logged values are dropped. The caller has to call `enter` afterwards.
         """
         self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
         self.stage, self.had_data, self._joined_late = None, False, not states

@@ -11,15 +11,15 @@ import torch
 from drivetrain._distributed.control_plane import ControlPlane, spread
 from drivetrain.errors import DistributedError
 
-_CHUNK = 256  # doubles in the first collective, whose size does not depend on the keys
-_HEADER = 4  # the rank's part, the number of values, and the two halves of the keys' hash
+_CHUNK = 256  # the number of doubles in the first collective, which does not depend on the keys
+_HEADER = 4  # the number of header values: the part, the number of values, and two halves of the keys' hash
 
 
 class Readback:
-    """Scalars that are being copied to the host, with one copy per device, started by the constructor.
+    """Copies scalars to the host. The constructor starts one copy per device.
 
-    The copy from a CUDA device goes to pinned memory, after the work that is already queued, and the host continues.
-    From other devices the numbers are available at once.
+    The copy from a CUDA device goes to pinned memory, after the work that is already queued, and the host does not wait
+    for this copy. The constructor waits for copies from other devices.
 
     Args:
         values: numbers and one-element tensors, or a tensor of shape (numbers,). The tensors may be overwritten on the
@@ -44,11 +44,11 @@ class Readback:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `numbers` would return without waiting. Queries the device but does not wait for it."""
+        """Whether `numbers` would return without waiting. Reading this property does not wait for the device."""
         return all(event.query() for _, _, event in self._copies)  # type: ignore[no-untyped-call]
 
     def numbers(self) -> list[float]:
-        """Return the numbers in the order of the values, after waiting for them if necessary."""
+        """Wait for the copies if necessary, and return the numbers in the order of the values."""
         for indices, copy, event in self._copies:
             if not event.query():  # type: ignore[no-untyped-call]
                 event.synchronize()
@@ -72,7 +72,7 @@ class Readback:
 
 
 def to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Copy scalars to the host with one copy per device, and wait for them."""
+    """Copy scalars to the host with one copy per device, wait for the copies, and return the numbers."""
     return Readback(values).numbers()
 
 
@@ -84,30 +84,30 @@ class Part(IntEnum):
     SOME = 1
     """The rank had no data, lacked data from one of several loaders, or joined after the start of the epoch.
 
-    It may know fewer keys than the others, such as only those that hooks logged.
+    Such a rank may know fewer keys than the other ranks, for example only the keys that hooks logged.
     """
     WHOLE = 2
-    """The rank knows the same keys as the others."""
+    """The rank knows all keys."""
 
 
 def gather_packed(
     control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], part: Part
 ) -> tuple[list[str], torch.Tensor]:
-    """Gather every rank's numbers in one collective, or in more if they do not fit or a rank had no data.
+    """Gather the numbers of all ranks in one collective, or in several if they do not fit or a rank had no data.
 
     Args:
         control: the control plane.
-        keys: the keys of the numbers, in order, with two numbers per key; keys at the end may have none. A key is a
-            name, an operation and more, separated by tabs.
+        keys: the keys of the numbers, in order, with two numbers per key. Keys at the end may have no numbers. A key
+            consists of a name, an operation and further text, separated by tabs.
         numbers: this rank's numbers.
         part: this rank's part.
 
     Returns:
-        the keys, and the numbers in double precision, of shape (ranks that take part, 2 * keys with numbers); zeros for
-        keys that a rank without data does not know.
+        The keys, and a double-precision tensor of shape (ranks that take part, 2 * keys with numbers). It contains
+        zeros for keys that a rank without all data does not know.
 
     Raises:
-        DistributedError: the keys of the ranks differ; the error names the keys that some ranks lack.
+        DistributedError: the keys of the ranks differ. The message names the keys that some ranks lack.
     """
     digest = hashlib.blake2b("\n".join(keys).encode(), digest_size=8).digest()
     header = [
@@ -135,14 +135,17 @@ def gather_packed(
 def _gather_differing(
     control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], part: Part
 ) -> tuple[list[str], torch.Tensor]:
-    """Gather from ranks with different keys, because some had no data; raise an error for any other difference."""
+    """Gather the numbers of ranks whose headers differ.
+
+    The keys may differ if a rank lacked data. Any other difference raises an error.
+    """
     gathered = control.gather_objects((int(part), list(keys), list(numbers)))
     ranks: list[tuple[Part, list[str], list[float]]] = [
         (Part(code), rank_keys, values) for code, rank_keys, values in gathered
     ]
     complete = [rank_keys for part, rank_keys, _ in ranks if part is Part.WHOLE]
     with_numbers = {key for _, rank_keys, values in ranks for key in rank_keys[: len(values) // 2]}
-    # If no rank had all data, none knows all keys.
+    # If no rank had all data, no rank knows all keys, so the keys of all ranks are joined.
     known = (
         complete[0]
         if complete
@@ -181,9 +184,10 @@ def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
 
 
 def combine(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-    """Combine the ranks' totals and weights, each of shape (ranks,), into one number; None if nothing was logged.
+    """Combine the totals and weights of all ranks into one number, or return None if no rank logged a value.
 
-    Computed in double precision, since single precision cannot represent large counts, of tokens for example.
+    Both tensors have shape (ranks,) and double precision, because single precision cannot represent large counts, for
+    example of tokens.
     """
     logged = weights > 0
     if not bool(logged.any()):

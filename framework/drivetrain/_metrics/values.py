@@ -19,13 +19,13 @@ def number(name: str, value: Any) -> Tensor | float:
         value: the value passed to `log`.
 
     Raises:
-        ConfigurationError: it is not a number.
+        ConfigurationError: ``value`` is not a number.
     """
     if isinstance(value, Tensor):
         return _copy_tensor(name, value)
     plain = _from_numpy(name, value)
     if isinstance(plain, int | float):
-        # Converted from subclasses (np.float64, bool, IntEnum), since checkpoints store the value.
+        # Subclasses (np.float64, bool, IntEnum) are converted to the plain type, because checkpoints store the value.
         return int(plain) if isinstance(plain, int) else float(plain)
     raise _value_error(
         name,
@@ -36,10 +36,10 @@ def number(name: str, value: Any) -> Tensor | float:
 
 
 def weight(name: str, batch_size: Any) -> Tensor | float:
-    """Return ``batch_size`` as `number` does; a tensor's value is not read.
+    """Return ``batch_size`` as `number` does. The value of a tensor is not read, so it is not checked.
 
     Raises:
-        ConfigurationError: it is not a number, or is negative.
+        ConfigurationError: ``batch_size`` is not a number, or is negative.
     """
     value = number(name, batch_size)
     if not isinstance(value, Tensor) and not value >= 0:
@@ -55,8 +55,8 @@ def copy_as_tensor(value: Tensor | float) -> Tensor:
     """Return ``value`` as a new tensor of shape (), which readers may modify."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    whole = isinstance(value, int) and -(2**63) <= value < 2**63
-    return torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
+    fits_int64 = isinstance(value, int) and -(2**63) <= value < 2**63
+    return torch.tensor(value, dtype=torch.int64 if fits_int64 else torch.float64)
 
 
 def _copy_tensor(name: str, value: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def _local(name: str, value: Any) -> Tensor:
 
 
 def _from_numpy(name: str, value: Any) -> Any:
-    """Return NumPy scalars and one-element arrays as Python numbers; anything else unchanged."""
-    numpy = sys.modules.get("numpy")  # already imported if the value is a NumPy object
+    """Return a NumPy scalar or one-element array as a Python number, and any other value unchanged."""
+    numpy = sys.modules.get("numpy")  # NumPy is already imported if the value is a NumPy object
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
         return value
     if value.size != 1:
@@ -105,7 +105,7 @@ def _from_numpy(name: str, value: Any) -> Any:
             "a logged value is one number.",
             "log its mean(), or one element at a time.",
         )
-    if value.dtype.kind in "buif":  # item() of a longdouble is not a Python float
+    if value.dtype.kind in "buif":  # `item` of a longdouble does not return a Python float
         return float(value.item()) if value.dtype.kind == "f" else value.item()
     if isinstance(value, numpy.ndarray):
         raise _value_error(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it.")

@@ -24,8 +24,8 @@ class Devices:
 
     Attributes:
         type: "cpu", "cuda" or "mps".
-        indices: one for each process of the node.
-        chosen: True if the user gave the number, False if "auto" took all that are available.
+        indices: the index of one device for each process of the node.
+        chosen: True if the user gave the number of devices, False if "auto" took all available devices.
     """
 
     type: str
@@ -33,7 +33,7 @@ class Devices:
     chosen: bool
 
     def of(self, local_rank: int) -> torch.device:
-        """Return the device of the process ``local_rank`` of this node."""
+        """Return the device of the process with rank ``local_rank`` on this node."""
         if self.type == "cpu":
             return torch.device("cpu")
         if self.type == "mps":
@@ -53,7 +53,7 @@ def resolve_devices(accelerator: str, devices: int | str | Sequence[int]) -> Dev
     """Return the devices for ``Fit(accelerator=..., devices=...)``.
 
     Raises:
-        ConfigurationError: the accelerator or a device does not exist here.
+        ConfigurationError: the accelerator or a device does not exist on this machine.
     """
     device_type = _kind(accelerator)
     available = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device_type)
@@ -102,7 +102,8 @@ def check_devices(accelerator: object, devices: object) -> None:
 def cuda_is_available() -> bool:
     """Return True if there is a CUDA device, without initialising CUDA if NVML can be queried.
 
-    A process that has initialised CUDA cannot be forked, which is how a notebook starts ranks.
+    CUDA must not be initialised, because a notebook starts ranks by a fork, and a process that has initialised CUDA
+    cannot be forked.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (``PYTORCH_NVML_BASED_CUDA_CHECK``).
     """
     before = os.environ.get(_NVML_VARIABLE)

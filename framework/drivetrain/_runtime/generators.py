@@ -13,17 +13,17 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators: Python's, torch's, ``device``'s (CUDA, MPS), and NumPy's if it is imported.
+    """Return the states of the generators of Python, torch, ``device`` (CUDA, MPS), and NumPy if it is imported.
 
-    They consist of numbers, strings and tensors, so that nothing has to be unpickled.
+    The states consist of numbers, strings and tensors, so that nothing has to be unpickled.
     """
     return capture_generators(device)()
 
 
 def capture_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
-    """Read the states of the generators now, and return a function that converts them as `generator_states` does.
+    """Read the states of the generators now, and return a function that converts the states as `generator_states` does.
 
-    Reading takes some 35 microseconds, a third of `generator_states`.
+    Reading the states takes some 35 microseconds, a third of the time of `generator_states`.
     """
     python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
@@ -58,12 +58,12 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
 
 
 def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the generators from `generator_states`; generators without a stored state are not changed."""
+    """Restore the generators from the result of `generator_states`. Generators without a stored state do not change."""
     python = states["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
-        # NumPy is imported even if it was not yet, because code that draws from it later must find the stored state.
+        # NumPy is imported here if necessary, because code that later draws from NumPy must find the stored state.
         import numpy
 
         saved = states["numpy"]
@@ -77,13 +77,13 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserved_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
-    """Restore the generators on exit, so that draws within the context do not affect later ones.
+    """Restore the generators on exit, so that draws within the context do not affect later draws.
 
     Yields the result of `generator_states`.
 
     Args:
         device: the device whose generator is included.
-        own: the user's own generators to restore as well: torch's, NumPy's or Python's.
+        own: generators of the user to restore as well, which are objects of torch, NumPy or Python.
     """
     states, restorers = generator_states(device), [_state_restorer(generator) for generator in own]
     try:

@@ -13,8 +13,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     """Return the package's ``__getattr__`` and ``__dir__``.
 
     Args:
-        package: its ``__name__``.
-        homes: for each public name the module that defines it, absolute or relative to the package (".module").
+        package: the ``__name__`` of the package.
+        homes: maps each public name to the module that defines the name. The name of the module is absolute, or
+            relative to the package (".module").
     """
 
     def get(name: str) -> Any:
@@ -33,8 +34,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 def is_installed(*modules: str) -> bool:
     """Return True if all ``modules`` can be imported, without importing them.
 
-    lightning_utilities' `package_available` caches its answer, so a notebook that installs the package after the error
-    would have to be restarted.
+    The result is not cached. lightning_utilities' `package_available` caches its result, so a notebook that installs a
+    missing package would have to be restarted.
     """
     try:
         return all(importlib.util.find_spec(module) is not None for module in modules)

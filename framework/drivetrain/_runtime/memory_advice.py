@@ -1,4 +1,4 @@
-"""MemoryAdvice: a change of settings that reduces memory, as suggested by a strategy or a precision."""
+"""MemoryAdvice: a change of settings that reduces memory, which a strategy or a precision suggests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class MemoryAdvice(NamedTuple):
     """One change of settings that reduces memory.
 
     Attributes:
-        lessens: "state" (parameters, gradients and optimizer state) or "activations" (including batches). Advice on the
-            larger of the two is shown first.
+        lessens: the kind of memory that the change reduces. "state" stands for parameters, gradients and optimizer
+            state, "activations" for activations and batches. Advice on the larger kind is shown first.
         text: what to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
     """
 

@@ -1,4 +1,4 @@
-"""Puts a module into eval mode, and restores the ``training`` flag of each child."""
+"""Puts a module into eval mode for a while, and restores the ``training`` flags of the module and its children."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put the module into eval mode without gradients, and restore every child's ``training`` flag on exit."""
-    flags = [(child, child.training) for child in module.modules()]
+    """Put the module into eval mode without gradients, and restore all ``training`` flags on exit."""
+    training_flags = [(child, child.training) for child in module.modules()]
     try:
         module.eval()
         with torch.no_grad():
             yield
     finally:
-        for child, training in flags:
+        for child, training in training_flags:
             child.training = training

@@ -15,7 +15,8 @@ import torch
 
 _INDUCTOR_CONFIG = "torch._inductor.config"
 
-# Parents come before the flags that inherit from them, so that a restored inheritance is not overwritten.
+# Flags that are restored, in this order. A parent comes before the flags that inherit its value, because restoring the
+# parent afterwards would overwrite their values.
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
 _BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
@@ -37,15 +38,20 @@ _BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
 class ProcessState:
     """Save the state of the process on entry and restore it on exit, also after an exception.
 
-    It comprises environment variables; the default dtype; flags of cuDNN and matmul; deterministic algorithms with
-    ``CUBLAS_WORKSPACE_CONFIG``; grad mode and anomaly detection, but not inference mode; signal handlers (only in the
-    main thread, because no other thread may set them); the current CUDA device; ``sys.excepthook`` and
-    ``threading.excepthook``, which every ``init_process_group`` wraps again; and optionally the random generators.
+    The saved state comprises:
+
+    - environment variables, the default dtype, flags of cuDNN and matmul, and deterministic algorithms with
+      ``CUBLAS_WORKSPACE_CONFIG``,
+    - grad mode and anomaly detection, but not inference mode,
+    - signal handlers, in the main thread only, because no other thread may set them,
+    - the current CUDA device,
+    - ``sys.excepthook`` and ``threading.excepthook``, which every call of ``init_process_group`` wraps again,
+    - optionally the random generators.
 
     Args:
-        generators: include the random generators: Python's, NumPy's if it is imported, and torch's on the CPU.
-        cuda_generators: with ``generators``, include those of every CUDA device. Reading them initialises CUDA; without
-            this flag they are included only if CUDA is already in use.
+        generators: include the random generators of Python, of NumPy if it is imported, and of torch on the CPU.
+        cuda_generators: with ``generators``, include the generators of all CUDA devices. Reading their state
+            initialises CUDA. Without this flag they are included only if CUDA is already in use.
     """
 
     __slots__ = ("_cuda_generators", "_generators", "_restore")
@@ -104,7 +110,7 @@ def _save_environment() -> Callable[[], None]:
 
 
 def _save_device() -> Callable[[], None]:
-    # Querying the device would initialise CUDA; the current one is the first until then.
+    # Querying the current device would initialise CUDA. Until CUDA is initialised, device 0 is the current device.
     before = torch.cuda.current_device() if _cuda_is_in_use() else 0
 
     def restore() -> None:
@@ -137,14 +143,14 @@ def _matmul_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return None  # as in `_read`
+        return None  # the combined flags differ, as explained in `_read`
 
 
 def _read(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
     except RuntimeError:
-        # The older flags raise if the newer ones that they combine have different values.
+        # An older flag combines several newer flags, and raises an error if the newer flags have different values.
         return None
 
 
@@ -156,7 +162,7 @@ def _save_deterministic() -> Callable[[], None]:
     compiler = _inductor_deterministic()
 
     def restore() -> None:
-        # `use_deterministic_algorithms` would import the compiler.
+        # This function is used because `use_deterministic_algorithms` would import the compiler.
         torch.set_deterministic_debug_mode(mode)
         memory.fill_uninitialized_memory = fill
         if _inductor_deterministic() not in (None, bool(compiler)):
@@ -166,7 +172,7 @@ def _save_deterministic() -> Callable[[], None]:
 
 
 def _inductor_deterministic() -> bool | None:
-    """Return the flag that `use_deterministic_algorithms` sets in the compiler; None if that is not imported."""
+    """Return the flag that `use_deterministic_algorithms` sets in the compiler, or None if no compiler is imported."""
     return getattr(sys.modules.get(_INDUCTOR_CONFIG), "deterministic", None)
 
 
@@ -197,7 +203,7 @@ def _save_signal_handlers() -> Callable[[], None]:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in before.items():
-            # None: set by C code; Python can neither read nor restore it.
+            # A handler that C code set is None here. Python can neither read nor restore such a handler.
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
 

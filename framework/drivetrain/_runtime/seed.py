@@ -19,17 +19,17 @@ _state_at_import: torch.Tensor = torch.get_rng_state()
 def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed the generators of Python, NumPy (if it is installed) and torch on every device.
 
-    A `Fit` without a seed uses this one for the order of its samples.
+    A `Fit` without a seed uses this seed for the order of its samples.
 
     Args:
-        seed: from 0 to 2**32 - 1, the range NumPy accepts.
-        workers: accepted for compatibility with Lightning; a run always seeds its DataLoader workers.
+        seed: an integer from 0 to 2**32 - 1, the range that NumPy accepts.
+        workers: has no effect, and exists for compatibility with Lightning. A run always seeds its DataLoader workers.
 
     Returns:
         The seed.
 
     Raises:
-        ConfigurationError: the seed is not an integer, or out of range.
+        ConfigurationError: the seed is not an integer, or is out of range.
     """
     global _last_seed
     _last_seed = validate_seed(seed)
@@ -53,9 +53,10 @@ def last_seed() -> int | None:
 
 
 def is_unseeded() -> bool:
-    """Return True if torch still seems to have the random seed that it started with.
+    """Return True if torch still seems to have the random seed of its start.
 
-    That seed has up to 64 bits. A seed below 2**32, or one set after this module was imported, counts as the user's.
+    The random seed has up to 64 bits. A seed below 2**32, or a seed that was set after this module was imported, counts
+    as a seed of the user.
     """
     seed = torch.initial_seed()
     return _last_seed is None and seed == _seed_at_import and seed >= 2**32
@@ -73,7 +74,7 @@ def validate_seed(seed: object) -> int:
     """Return ``seed`` as an int.
 
     Raises:
-        ConfigurationError: it is not an integer from 0 to 2**32 - 1.
+        ConfigurationError: ``seed`` is not an integer from 0 to 2**32 - 1.
     """
     try:
         value = operator.index(seed)  # type: ignore[arg-type]
@@ -89,10 +90,10 @@ def validate_seed(seed: object) -> int:
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a seed that is a pure function of ``parts``: the same in every process and on every machine.
+    """Return a seed that depends only on ``parts``, so it is equal in every process and on every machine.
 
-    Different parts, or another order or number of them, give unrelated seeds. Adding up (seed, epoch, rank) instead
-    would give the same seed for (0, 1) and (1, 0).
+    Different parts, or another order or number of parts, give unrelated seeds. A sum of the parts would instead give
+    the same seed for the parts (0, 1) and (1, 0).
 
     Args:
         parts: integers of any size and sign.

@@ -1,4 +1,4 @@
-"""Temporary folders; creating one also removes the folders that dead processes have left."""
+"""Temporary folders. Creating a folder also removes the folders that dead processes have left."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOCK = ".in-use"
 class TemporaryFolder:
     """A new folder for this user in the system's temporary folder.
 
-    A file in it is locked while the folder is in use; forked processes hold the lock too. Before the folder is created,
-    folders of this user that no process has locked are removed.
+    A file in the folder is locked while the folder is in use. Forked processes hold the lock too. Before the folder is
+    created, folders of this user that no process has locked are removed.
 
     Attributes:
         path: the path of the folder.
@@ -40,10 +40,10 @@ def _make_locked(root: str) -> tuple[str, int]:
     while True:
         path = os.path.join(root, f"drivetrain-{os.urandom(8).hex()}")
         os.mkdir(path, 0o700)
-        # Another process may remove the folder before it is locked; then a new name is tried.
+        # Another process may remove the folder before it is locked. In this case, the loop tries a new name.
         with suppress(FileNotFoundError):
             lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with suppress(OSError):  # a file system without locks, where no folder is ever cleared
+            with suppress(OSError):  # on a file system without locks, no folder is ever cleared
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.exists(os.path.join(path, _LOCK)):
                 return path, lock
@@ -54,14 +54,14 @@ def _remove(path: str, lock: int, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the process that made the folder
         return
     shutil.rmtree(path, ignore_errors=True)
-    # Unlocked explicitly, since a forked process may hold a copy of the descriptor.
+    # The file is unlocked explicitly, because a forked process may hold a copy of the descriptor.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
 
 def _clear(root: str) -> None:
-    """Remove this user's folders of this naming scheme that no process has locked. Follows no links."""
+    """Remove the folders of this user that match `_NAME` and that no process has locked. Links are not followed."""
     with suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
             with suppress(OSError):
@@ -78,7 +78,9 @@ def _clear_if_unlocked(path: str) -> None:
     try:
         lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        os.rmdir(path)  # never locked: its creator died, or will try another name; fails if the folder is not empty
+        # The folder was never locked. Its creator has died, or will try another name. `rmdir` fails if the folder is
+        # not empty.
+        os.rmdir(path)
         return
     try:
         if stat.S_ISREG(os.fstat(lock).st_mode):

@@ -8,11 +8,12 @@ from typing import Any
 
 _log = logging.getLogger("drivetrain")
 
+# The texts of the errors about which a warning was logged.
 _WARNED: set[str] = set()
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return True if lines on ``stream`` can be rewritten; False for None, which ``sys.stdout`` may be."""
+    """Return True if lines on ``stream`` can be rewritten. ``sys.stdout`` may be None, for which this returns False."""
     try:
         return bool(stream.isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
     except (AttributeError, ValueError, OSError):  # None, an object with only a `write`, a closed file
@@ -20,13 +21,13 @@ def is_terminal(stream: Any) -> bool:
 
 
 def write_output(stream: Any, text: str) -> None:
-    """Write ``text`` and flush; replace characters that the stream's encoding lacks by question marks.
+    """Write ``text`` and flush. Characters that the encoding of the stream lacks are replaced by question marks.
 
-    If writing fails, because the disk is full or the reader or terminal is gone, log a warning once and return.
+    If writing fails, for example because the disk is full or the terminal was closed, a warning is logged once.
 
     Args:
-        stream: an open text file, or an object with a ``write`` method; None, as in a process without console, is
-            ignored.
+        stream: an open text file, or an object with a ``write`` method. If it is None, as ``sys.stdout`` in a process
+            without console, nothing is written.
         text: the text, including line ends.
     """
     if stream is None:

@@ -19,7 +19,7 @@ from drivetrain.errors import ConfigurationError
 def move_to(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Move every tensor in ``batch`` to ``device``.
 
-    Recurses into tuples, named tuples, lists, mappings and dataclasses and builds new ones of the same type. Other
+    Recurses into tuples, named tuples, lists, mappings and dataclasses, and builds new objects of the same type. Other
     objects with a ``to`` method (a Hugging Face ``BatchEncoding``, a ``PackedSequence``) move themselves. All other
     values are returned unchanged.
 
@@ -29,13 +29,13 @@ def move_to(batch: Any, device: torch.device, non_blocking: bool = False) -> Any
         non_blocking: do not wait for copies from pinned memory.
 
     Returns:
-        The batch on the device; tensors that were already there are the same objects.
+        The batch on the device. Tensors that were already on the device are the same objects.
     """
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=non_blocking)
-        # A `to` that works in place may return None.
+        # A method `to` that works in place may return None.
         moved = value.to(device)
         return value if moved is None else moved
 
@@ -43,13 +43,13 @@ def move_to(batch: Any, device: torch.device, non_blocking: bool = False) -> Any
 
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating-point tensor in ``batch`` to ``dtype``; integers and complex numbers stay.
+    """Cast every floating-point tensor in ``batch`` to ``dtype``. Integer and complex tensors do not change.
 
-    Recurses as `move_to` does, and also into objects with a ``to`` of their own: a Hugging Face ``BatchEncoding``, a
+    Recurses as `move_to` does, and also into objects with a ``to`` method: a Hugging Face ``BatchEncoding``, a
     dataclass, a ``TensorDict``, a ``PackedSequence``. Objects of unknown classes stay as they are.
 
     Returns:
-        The batch with new tensors; those that already have the dtype are the same objects.
+        The batch with new tensors. Tensors that already have the dtype are the same objects.
     """
 
     def cast(value: Any) -> Any:
@@ -69,8 +69,8 @@ def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
 def map_tensors(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to every tensor in ``batch``, and to other objects with a ``to`` method.
 
-    This runs for every batch: a nested dict takes 5 Python calls here and 21 in lightning_utilities'
-    `apply_to_collection`, which also refuses frozen dataclasses.
+    This function runs for every batch, so it makes few Python calls: 5 for a nested dict. `apply_to_collection` of
+    lightning_utilities makes 21 for the same dict, and refuses frozen dataclasses.
     """
     kind = type(batch)
     if kind is Tensor:
@@ -98,7 +98,8 @@ def _map_other(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 def _rebuild(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, UserDict) or (isinstance(batch, MutableMapping) and dataclasses.is_dataclass(batch)):
-        # The copy keeps the object's other attributes. Hugging Face's `ModelOutput` syncs its fields with its entries.
+        # The copy keeps the other attributes of the object. Hugging Face's `ModelOutput` updates its fields whenever an
+        # entry is assigned.
         result: Any = copy.copy(batch)
         for key, value in batch.items():
             result[key] = map_tensors(value, function)
@@ -107,7 +108,7 @@ def _rebuild(batch: Any, function: Callable[[Any], Any]) -> Any:
         result = copy.copy(batch)
         for field in dataclasses.fields(batch):
             if hasattr(batch, field.name):
-                # Bypasses the class's `__setattr__`, since a dataclass may be frozen.
+                # `object.__setattr__` is called because a frozen dataclass refuses assignments.
                 object.__setattr__(result, field.name, map_tensors(getattr(batch, field.name), function))
         return result
     if isinstance(batch, Mapping):
@@ -124,18 +125,19 @@ def _rebuild(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order, of shape (n,) and stride 1; as a view if possible.
+    """Return the elements in row-major order, of shape (n,) and stride 1. The result is a view if possible.
 
-    ``contiguous`` is not enough: a single element keeps any stride, and its bytes can then not be viewed.
+    ``contiguous`` is not enough, because it keeps any stride of a tensor with a single element, and the bytes of a
+    tensor with another stride than 1 cannot be viewed.
     """
     flat = tensor.reshape(-1)
     return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
 
 
 def first_dimension(batch: Any) -> int:
-    """Return the first dimension of the first tensor in ``batch``, depth first; 1 for a tensor of shape ().
+    """Return the first dimension of the first tensor in ``batch``, depth first. A tensor of shape () counts as 1.
 
-    For a ``PackedSequence`` it is the number of sequences, for a ``TensorDict`` the first number of its batch size.
+    A ``PackedSequence`` counts as its number of sequences, and a ``TensorDict`` as the first number of its batch size.
 
     Raises:
         ConfigurationError: there is no tensor in ``batch``.
@@ -154,7 +156,7 @@ def samples_in(batch: Any) -> int | None:
     """Return the result of `first_dimension`, or None if there is no tensor in ``batch``."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, PackedSequence):  # its first tensor holds the time steps of all sequences
+    if isinstance(batch, PackedSequence):  # the first tensor of a PackedSequence holds the time steps of all sequences
         return int(batch.batch_sizes[0])
     size = _batch_size(batch)
     if size:
@@ -167,7 +169,7 @@ def samples_in(batch: Any) -> int | None:
 
 
 def _batch_size(value: Any) -> torch.Size | None:
-    """Return the batch size of a ``TensorDict`` or a tensor class; None for other objects."""
+    """Return the batch size of a ``TensorDict`` or a tensor class, and None for other objects."""
     size = getattr(value, "batch_size", None)
     return size if isinstance(size, torch.Size) else None
 

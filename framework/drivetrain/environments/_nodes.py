@@ -9,10 +9,11 @@ from drivetrain.errors import ConfigurationError
 def infer_placement(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Placement:
     """Return the placement of a process whose launcher does not provide the node rank.
 
-    Launchers assign ranks to nodes in blocks or round-robin; the local rank shows which of the two.
+    Launchers assign ranks to nodes in blocks or round-robin. The local rank shows which of the two orders was used.
 
     Raises:
-        ConfigurationError: the numbers fit neither, for example because nodes have different numbers of processes.
+        ConfigurationError: the numbers fit neither order, for example because nodes have different numbers of
+            processes.
     """
     num_nodes, rest = divmod(world_size, local_world_size) if local_world_size else (0, 1)
     if rest == 0 and rank % local_world_size == local_rank:

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 
 from drivetrain.errors import ConfigurationError
 
-# Below Linux's ephemeral ports (32768 and up) and above those that services use.
+# The range of ports for jobs lies below Linux's ephemeral ports, which start at 32768, and above the ports of services.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 class Variables:
-    """The variables of one environment, read with errors that name the variable.
+    """The variables of one environment. Errors name the variable that is wrong.
 
     Args:
-        variables: as in ``os.environ``.
-        launcher: the launcher that sets them, for errors.
+        variables: the variables, as in ``os.environ``.
+        launcher: the launcher that sets the variables, for errors.
     """
 
     __slots__ = ("_launcher", "_values")
@@ -33,7 +33,7 @@ class Variables:
         """Return the value of the first of ``names`` that is set.
 
         Raises:
-            ConfigurationError: none is set, or the value is not a non-negative integer.
+            ConfigurationError: none of the variables is set, or the value is not a non-negative integer.
         """
         for name in names:
             if self._values.get(name):
@@ -45,11 +45,11 @@ class Variables:
         )
 
     def integer_or(self, default: int, *names: str) -> int:
-        """Return the value of the first of ``names`` that is set, else ``default``."""
+        """Return the value of the first of ``names`` that is set, or ``default`` if none is set."""
         return default if self.text(*names) is None else self.integer(*names)
 
     def port(self) -> int | None:
-        """Return ``MASTER_PORT`` if it is set, else None.
+        """Return the value of ``MASTER_PORT``, or None if the variable is not set.
 
         Raises:
             ConfigurationError: the value is not a port.
@@ -79,5 +79,5 @@ class Variables:
 
 
 def job_port(*job: str) -> int:
-    """Return a port derived from the job's name: the same in all its processes, and rarely the same for two jobs."""
+    """Return a port that is derived from ``job``, the words of a job's name. Two jobs rarely get the same port."""
     return _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _PORTS

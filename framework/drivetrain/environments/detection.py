@@ -14,8 +14,9 @@ from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
 from drivetrain.environments.torchrun import TorchrunEnvironment
 
-# The innermost launcher has precedence: torchrun under srun counts as torchrun, mpirun in a SLURM job as MPI, and jsrun
-# also sets variables of Open MPI. Kubeflow's variables are a subset of torchrun's, so it is checked first.
+# All environments, in the order of detection. The innermost launcher has precedence: torchrun under srun counts as
+# torchrun, and mpirun in a SLURM job counts as MPI. LSF comes before MPI because jsrun also sets variables of Open MPI.
+# Kubeflow comes first because its variables are a subset of the variables of torchrun.
 _ENVIRONMENTS: tuple[type[Environment], ...] = (
     KubeflowEnvironment,
     TorchrunEnvironment,
@@ -39,7 +40,7 @@ def detect_environment(variables: Mapping[str, str] | None = None) -> Environmen
     """Return the built-in environment that this process is in.
 
     Args:
-        variables: used instead of ``os.environ``.
+        variables: the variables to read instead of ``os.environ``.
     """
     variables = os.environ if variables is None else variables
     return next(kind(variables) for kind in _ENVIRONMENTS if kind.detect(variables))
@@ -49,8 +50,8 @@ def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -
     """Return the environment called ``name``, or the detected one for ``"auto"``.
 
     Args:
-        name: "auto", a built-in name, or one that a package has registered.
-        variables: used instead of ``os.environ``.
+        name: "auto", a built-in name, or a name that a package has registered.
+        variables: the variables to read instead of ``os.environ``.
 
     Raises:
         ConfigurationError: no environment has this name, or its entry point does not return an Environment.
@@ -64,6 +65,6 @@ def check_environment_name(name: object) -> None:
     """Raise an error for an unknown environment name.
 
     Raises:
-        ConfigurationError: suggests the closest known name.
+        ConfigurationError: no environment has this name. The message suggests the closest known name.
     """
     _NAMES.check(name)

@@ -15,21 +15,21 @@ from drivetrain.errors import ConfigurationError
 class Environment(ABC):
     """Reads rank, world size and rendezvous address from the variables of a launcher or cluster.
 
-    A subclass implements `placement`. The other members have defaults: `main_address` is ``MASTER_ADDR`` (else this
-    machine) and `main_port` is ``MASTER_PORT``; no agent hosts the store (`agent_store`), and `restart_count`
-    is 0 unless torchrun sets it. An environment whose processes drivetrain has to start sets `started_us` to False and
-    may implement `first_on_node`. Only a copy of the variables is read, taken at construction, so that an environment
-    can be tested without the cluster.
+    A subclass implements `placement`. The other members have defaults. `main_address` is ``MASTER_ADDR``, or this
+    machine if the variable is not set. `main_port` is ``MASTER_PORT``. `agent_store` is False, and `restart_count` is 0
+    unless torchrun sets it. An environment whose processes drivetrain has to start sets `started_us` to False and may
+    implement `first_on_node`. The constructor copies the variables, and all members read only this copy, so that an
+    environment can be tested without the cluster.
 
-    Pass one to ``Fit(environment=...)``, or register a callable without arguments that returns one in the entry-point
-    group ``drivetrain.environments`` and pass its name.
+    Pass an environment to ``Fit(environment=...)``. Alternatively, register a callable without arguments that returns
+    an environment in the entry-point group ``drivetrain.environments``, and pass the name of the entry point.
 
     Args:
-        variables: used instead of ``os.environ``.
+        variables: the variables to read instead of ``os.environ``.
     """
 
     name: ClassVar[str] = ""
-    """The name for ``Fit(environment=...)`` and for errors; the class's name by default."""
+    """The name for ``Fit(environment=...)`` and for errors. The default is the name of the class."""
 
     started_us: ClassVar[bool] = True
     """Whether the launcher or cluster has started the processes, so that drivetrain starts none."""
@@ -46,20 +46,22 @@ class Environment(ABC):
         """Return the rank of this process and the number of processes.
 
         Raises:
-            ConfigurationError: a variable is missing, is not a number or contradicts another; the error names it.
+            ConfigurationError: a variable is missing, is not a number or contradicts another variable. The message
+                names the variable.
         """
 
     def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
-        """Return the placement of this process as the first on its node; drivetrain starts the node's other processes.
+        """Return the placement of this process as the first process on its node.
 
-        Called instead of `placement` if `started_us` is False and the run needs several processes.
+        drivetrain starts the other processes of the node. This method is called instead of `placement` if `started_us`
+        is False and the run needs several processes.
 
         Args:
             num_nodes: the number of nodes of the run.
             local_world_size: the number of processes on each node.
 
         Raises:
-            ConfigurationError: there are several nodes, and this environment does not know which one this is.
+            ConfigurationError: there are several nodes, and this environment does not know the node of this process.
         """
         if num_nodes > 1:
             raise ConfigurationError(
@@ -73,7 +75,8 @@ class Environment(ABC):
     def detect(cls, variables: Mapping[str, str]) -> bool:
         """Return True if ``variables`` are those of a process in this environment.
 
-        ``Fit(environment="auto")`` calls this on the built-in environments only; choose others by name.
+        ``Fit(environment="auto")`` calls this method on the built-in environments only. Other environments have to be
+        chosen by name.
         """
         return False
 
@@ -84,7 +87,7 @@ class Environment(ABC):
 
     @property
     def main_port(self) -> int:
-        """The port on `main_address`, the same on every rank.
+        """The port on `main_address`, which is equal on all ranks.
 
         Raises:
             ConfigurationError: ``MASTER_PORT`` is required and not set.
@@ -94,9 +97,10 @@ class Environment(ABC):
 
     @property
     def job(self) -> str | None:
-        """The job's name, the same on every rank, as its launcher or cluster gives it; None if there is none.
+        """The name that the launcher or cluster gives the job, or None. The name is equal on all ranks.
 
-        It distinguishes jobs that use the same address and port. ``TORCHELASTIC_RUN_ID`` overrides it everywhere.
+        The name distinguishes jobs that use the same address and port. In every environment, ``TORCHELASTIC_RUN_ID``
+        overrides the name.
         """
         name = self.variables.text("TORCHELASTIC_RUN_ID")
         return self._default_job() if name in (None, "none") else name  # torchrun's default is "none"

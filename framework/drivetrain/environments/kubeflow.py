@@ -8,19 +8,21 @@ from typing import ClassVar
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
 
-_REQUIRED = ("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_REQUIRED_VARIABLES = ("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+_TORCHRUN_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class KubeflowEnvironment(Environment):
-    """Pods of a PyTorchJob that run the script directly. Those that run torchrun count as `TorchrunEnvironment`."""
+    """Pods of a PyTorchJob that run the script directly. Pods that run torchrun count as `TorchrunEnvironment`."""
 
     name: ClassVar[str] = "kubeflow"
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the operator's variables are set and none of those that only torchrun sets."""
-        return all(variables.get(name) for name in _REQUIRED) and not any(name in variables for name in _TORCHRUN)
+        """Return True if the variables of the operator are set and the variables that only torchrun sets are not."""
+        return all(variables.get(name) for name in _REQUIRED_VARIABLES) and not any(
+            name in variables for name in _TORCHRUN_VARIABLES
+        )
 
     def placement(self) -> Placement:
         """Return the placement of this pod, which counts as a node with one process."""

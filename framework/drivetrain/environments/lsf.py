@@ -20,7 +20,7 @@ class LSFEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if LSF's and jsrun's variables are set; a job script's own process lacks the latter."""
+        """Return True if the variables of LSF and jsrun are set. The process of a job script lacks those of jsrun."""
         return all(variables.get(name) for name in ("LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"))
 
     def placement(self) -> Placement:
@@ -51,7 +51,7 @@ class LSFEnvironment(Environment):
         return self.variables.text("JSM_NAMESPACE_ID", "PMIX_NAMESPACE") or ""
 
     def _hosts(self) -> list[str]:
-        """Return the job's hosts in order, without duplicates."""
+        """Return the hosts of the job in order, without duplicates."""
         file = self.variables.text("LSB_DJOB_RANKFILE")
         counts = self.variables.text("LSB_MCPU_HOSTS")
         if file is not None and Path(file).is_file():

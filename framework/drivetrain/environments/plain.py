@@ -1,4 +1,4 @@
-"""A process that the user started: the only one, or the first of its node, which starts the others."""
+"""A process that the user started: the only process, or the first of its node, which starts the other processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from drivetrain.errors import ConfigurationError
 class PlainEnvironment(Environment):
     """A process that the user started.
 
-    On several nodes the script is started once per node, with ``MASTER_ADDR`` and ``MASTER_PORT`` (a host and a free
-    port on the first node) and ``NODE_RANK``. The process then starts the others of its node.
+    On several nodes the user starts the script once per node, with the variables ``MASTER_ADDR`` (the first node),
+    ``MASTER_PORT`` (a free port on the first node) and ``NODE_RANK``. The process then starts the other processes of
+    its node.
     """
 
     name: ClassVar[str] = "plain"
@@ -22,15 +23,15 @@ class PlainEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True: this is the environment of every process that is in no other."""
+        """Return True, because every process that is in no other environment is in this environment."""
         return True
 
     def placement(self) -> Placement:
-        """Return the placement of a single process; see `first_on_node` for several."""
+        """Return the placement of a single process. `first_on_node` returns the placement for several processes."""
         return Placement()
 
     def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
-        """Return the placement of this process as the first one on its node.
+        """Return the placement of this process as the first process on its node.
 
         Raises:
             ConfigurationError: on several nodes, a variable is missing or contradicts ``num_nodes``.

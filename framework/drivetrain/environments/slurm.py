@@ -10,15 +10,15 @@ from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
 
-_INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h: the shell that salloc opens
+_INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h, the step of the shell that salloc opens
 _SHELLS = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", "ipython", "jupyter"})
 
 
 class SlurmEnvironment(Environment):
     """Processes that `srun` started.
 
-    A process that a job script or an interactive shell starts without srun is a single process, whatever the job's
-    number of tasks: the other tasks do not exist, and waiting for them would hang.
+    A process that a job script or an interactive shell starts without srun is a single process, even if the job has
+    several tasks. The other tasks do not exist in this case, and a process that waited for them would hang.
     """
 
     name: ClassVar[str] = "slurm"
@@ -34,13 +34,14 @@ class SlurmEnvironment(Environment):
             return False
         if variables.get("SLURM_JOB_NAME") not in _SHELLS:
             return True
-        # After `salloc`, `srun -n 4 python train.py` in its shell starts four tasks of one run, although the job has
-        # the shell's name. After `srun --pty bash`, a script in that shell is one process, which may start others.
+        # In the shell that `salloc` opens, `srun -n 4 python train.py` starts four tasks of one run, although the job
+        # has the name of the shell. In the shell that `srun --pty bash` opens, a script is one process, which may
+        # start further processes.
         is_the_shell = step == "0" and "SLURM_PTY_PORT" in variables
         return tasks != "1" and not is_the_shell
 
     def placement(self) -> Placement:
-        """Return the placement from SLURM's variables; those of the step take precedence over those of the job."""
+        """Return the placement from SLURM's variables. Those of the step take precedence over those of the job."""
         read = self.variables
         node_rank = read.integer("SLURM_NODEID")
         world_size = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

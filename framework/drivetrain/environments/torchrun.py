@@ -12,7 +12,7 @@ from drivetrain.environments.placement import Placement
 class TorchrunEnvironment(Environment):
     """Processes that `torchrun` started, or that have ``RANK`` and ``WORLD_SIZE`` set as torchrun does.
 
-    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are required too: they select each process's device.
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are required too, because they select the device of each process.
     """
 
     name: ClassVar[str] = "torchrun"

@@ -1,4 +1,7 @@
-"""Starts and supervises processes with torch's elastic multiprocessing. Only this module uses its internals."""
+"""Starts and supervises processes with torch's elastic multiprocessing.
+
+Only this module uses the internals of elastic multiprocessing.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ class Processes:
     """The worker processes that this process started on its node, in the order of their local ranks.
 
     Args:
-        first_rank: the global rank of the first process; the others follow.
+        first_rank: the global rank of the first process. The ranks of the other processes follow.
         context: the context of torch's elastic multiprocessing.
-        scratch: the folder of the processes' error files; removed at the end.
+        scratch: the folder of the processes' error files. `end` removes the folder.
     """
 
     def __init__(self, first_rank: int, context: PContext, scratch: TemporaryFolder) -> None:
@@ -46,11 +49,11 @@ class Processes:
         self._failures: dict[int, Failure] = {}
         self._ended_by_us: set[int] = set()
         self.store: Store | None = None
-        """Where ranks report failures that they could not write to a file. Released at the end."""
+        """The store in which ranks report failures that they could not write to a file. `end` sets it to None."""
 
     @classmethod
     def of_script(cls, first_rank: int, command: list[str], variables: list[dict[str, str]]) -> Processes:
-        """Start ``command`` once for each of ``variables``, which are added to the current environment."""
+        """Start ``command`` once for each mapping in ``variables``, which is added to the current environment."""
         arguments = {index: tuple(command[1:]) for index in range(len(variables))}
         return cls._start(first_rank, command[0], arguments, variables, "spawn")
 
@@ -70,14 +73,14 @@ class Processes:
         variables: list[dict[str, str]],
         method: str,
     ) -> Processes:
-        # Imported here: only a run that starts processes needs them.
+        # Elastic is imported here, because only a run that starts processes needs it.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 
         scratch = TemporaryFolder()
         try:
             # Torch replaces the handlers of four signals in this process and does not restore them.
             with ProcessState(), _silence_loggers(), warnings.catch_warnings():
-                # Python 3.12 and later warn; `why_not_fork` has already checked that forking is safe.
+                # Python 3.12 and later warn about a fork, but `why_not_fork` has already checked that forking is safe.
                 warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
                 context = start_processes(
                     name="drivetrain",
@@ -97,7 +100,7 @@ class Processes:
         return cls(first_rank, context, scratch)
 
     def exit_codes(self) -> dict[int, int | None]:
-        """Return each rank's exit code: None while it runs, negative if a signal ended it."""
+        """Return each rank's exit code, which is None while the rank runs and negative if a signal ended the rank."""
         from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
 
         if isinstance(self._context, SubprocessContext):
@@ -121,16 +124,16 @@ class Processes:
         return [self._failures[rank] for rank in sorted(self._failures)]
 
     def values(self) -> dict[int, Any] | None:
-        """Return the return value of each rank once all have returned; None before that.
+        """Return the return value of each rank once all ranks have returned, and None before that.
 
-        Also None after a failure, so that the other ranks have time to stop by themselves and to report.
+        The result is also None after a failure, so that the other ranks have time to stop by themselves and to report.
         """
         with _silence_loggers():
             result = self._context.wait(timeout=0)
         if result is None:
             return None
         if result.is_failed():
-            # A process failed after all had returned, and elastic terminated the others.
+            # A process failed after all ranks had returned, and elastic terminated the other processes.
             failed = {self._first_rank + index for index in result.failures}
             self._ended_by_us |= {
                 rank for rank, code in self.exit_codes().items() if self._ended_by_sigterm(rank, code)
@@ -139,7 +142,7 @@ class Processes:
         return {self._first_rank + index: value for index, value in result.return_values.items()}
 
     def _ended_by_sigterm(self, rank: int, code: int | None) -> bool:
-        """Return True if SIGTERM ended the rank. In function processes, elastic handles it by raising."""
+        """Return True if SIGTERM ended the rank. In function processes, elastic handles SIGTERM by raising an error."""
         report = self._read_error_file(rank)
         return code == -signal.SIGTERM or (report is not None and (report.error_type or "").endswith("SignalException"))
 
@@ -147,7 +150,7 @@ class Processes:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
 
     def announce(self, failure: Failure) -> None:
-        """Publish the failure of a rank that could not report it to the other ranks itself."""
+        """Publish the failure of a rank to the other ranks, in case the failed rank could not report the failure."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
                 self.store.set(f"{FAILURES_PREFIX}/first", failure.encode())
@@ -167,28 +170,31 @@ class Processes:
                     os.kill(self._context.pids()[rank - self._first_rank], number)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for all processes to end; return True if they have."""
+        """Wait up to ``seconds`` for all processes to end. Return True if all have ended."""
         return any(None not in self.exit_codes().values() for _ in polls(seconds))
 
     def end(self, *, kill: bool = False) -> None:
-        """Terminate running processes, by SIGTERM then SIGKILL or at once by SIGKILL, and remove their error files."""
+        """Terminate running processes and remove their error files.
+
+        With ``kill``, the processes get SIGKILL at once. Otherwise they get SIGTERM first, and SIGKILL if they go on.
+        """
         self._ended_by_us |= {rank for rank, code in self.exit_codes().items() if code is None}
         self.store = None
         with _silence_loggers():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
         self._scratch.remove()
-        started = getattr(self._context, "_pc", None)  # set for function processes once they have started
+        started = getattr(self._context, "_pc", None)  # exists for function processes once they have started
         for path in getattr(started, "error_files", ()):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
 class _ReapingJoin:
-    """Replaces the `join` of torch's processes, which terminates all others when one has failed.
+    """Replaces the `join` of torch's processes. Torch's `join` terminates all other processes when one has failed.
 
-    The others would get SIGTERM, which a run takes for preemption, and SIGKILL half a minute later. Torch's `join` also
-    reads the error file of the failed process, which is truncated if the disk is full. This one only reaps processes
-    that have ended; `failures` detects the rest.
+    The other processes would get SIGTERM, which a run takes for preemption, and SIGKILL half a minute later. Torch's
+    `join` also reads the error file of the failed process, and this file is truncated if the disk is full. This class
+    only reaps processes that have ended. `Processes.failures` detects failures.
     """
 
     def __init__(self, processes: Any) -> None:
@@ -208,9 +214,9 @@ class _ReapingJoin:
 
 
 class _NonBlockingEvent:
-    """Sets the event that function processes wait for before they exit, without waiting for them to wake up.
+    """Sets the event that function processes wait for before they exit, without waiting until these processes wake up.
 
-    A process that was killed while waiting never wakes up, and `Event.set` would block forever.
+    A process that was killed while waiting never wakes up, so `Event.set` would block forever.
     """
 
     def __init__(self, event: Any, waiting: int) -> None:

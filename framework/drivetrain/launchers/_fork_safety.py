@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def why_not_fork() -> str | None:
-    """Return why a forked copy of this process would not work, or None if it would."""
+    """Return why a forked copy of this process would not work, or None if a forked copy would work."""
     if sys.platform in ("darwin", "win32"):
         return f"on {sys.platform} a forked copy of a process that uses the system's frameworks is unsafe or impossible"
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -26,7 +26,7 @@ def why_not_fork() -> str | None:
 
 
 def _has_threads_of(name: str) -> bool:
-    """Return True if a thread of this process has a name that starts with ``name``; always False without /proc."""
+    """Return True if a thread of this process has a name that starts with ``name``. Without /proc, return False."""
     for file in Path("/proc/self/task").glob("*/comm"):
         try:
             if file.read_text().startswith(name):

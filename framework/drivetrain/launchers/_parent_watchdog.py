@@ -16,9 +16,9 @@ def die_with_parent(parent: int | None = None, *, from_thread: bool = False) -> 
     """End this process when its parent dies, for whatever reason, within a second.
 
     Args:
-        parent: the parent's process id. If it is no longer this process's parent, this process exits at once.
-        from_thread: True if a thread other than the main one started this process. Linux sends the parent-death signal
-            when that thread ends, so the parent is polled instead.
+        parent: the process id of the parent. If this process has another parent by now, this process exits at once.
+        from_thread: True if a thread other than the main thread started this process. Linux sends the parent-death
+            signal when the starting thread ends, so in this case the parent is polled instead.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux" and not from_thread:

@@ -18,8 +18,8 @@ T = TypeVar("T")
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
     """Return a function that calls ``function`` on rank 0 and returns None on the other ranks.
 
-    Use it for work without collectives, such as writing a file or printing. Before a run, the rank is that of the
-    environment (torchrun, SLURM, MPI, ...), or 0 without one.
+    Use the decorator for work without collectives, such as writing a file or printing. Before a run, the environment
+    (torchrun, SLURM, MPI, ...) determines the rank, or the rank is 0 if no environment does.
     """
 
     @wraps(function)
@@ -30,7 +30,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def this_rank() -> int:
-    """Return the global rank of this process as far as it is known."""
+    """Return the global rank of this process, or 0 if it is not known yet."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     world = current_world()

@@ -20,14 +20,19 @@ from drivetrain.launchers.world import World, set_current_world
 
 @dataclass(frozen=True, slots=True)
 class WorkerLocation:
-    """Where Ray placed a worker: the address of its machine and its GPUs."""
+    """Where Ray placed a worker.
+
+    Attributes:
+        address: the address of the machine.
+        devices: the ids of the worker's GPUs.
+    """
 
     address: str
     devices: list[str]
 
 
 class Worker:
-    """Runs one rank; the launcher makes it a Ray actor."""
+    """Runs one rank. The launcher makes this class a Ray actor."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
@@ -46,12 +51,13 @@ class Worker:
     def run(
         self, placement: Placement, address: str, port: int, devices: list[str], paths: list[str], work: bytes
     ) -> bytes | Failure:
-        """Call the pickled function in ``work`` as one rank; return its pickled value, or the failure."""
-        # The caller's import paths, for modules outside the environment that also exist on this machine.
+        """Call the pickled function in ``work`` as one rank, and return the pickled return value or the failure."""
+        # The import paths of the caller are added, for modules outside the environment that also exist on this machine.
         sys.path += [path for path in paths if path not in sys.path]
         os.environ.update(torchrun_variables(placement, address, port))
         if devices:
-            # Ray makes only a worker's own devices visible, but a rank selects one of its node's by local rank.
+            # Ray makes only the devices of this worker visible, but a rank selects one of all devices of its node by
+            # local rank.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = os.environ.get("OMP_NUM_THREADS")
         torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))

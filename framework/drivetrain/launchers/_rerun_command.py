@@ -11,9 +11,10 @@ from drivetrain.errors import ConfigurationError
 
 
 def rerun_command() -> list[str]:
-    """Return the command line that runs this script again: interpreter, its options, script or module, arguments.
+    """Return the command line that runs this script again.
 
-    The arguments are the current ones in ``sys.argv``: a script that has edited it passes on the edited arguments.
+    It consists of the interpreter, the options of the interpreter, the script or module, and the current arguments in
+    ``sys.argv``. A script that has edited ``sys.argv`` passes on the edited arguments.
 
     Raises:
         ConfigurationError: there is no script, or this process does not run it from the start.
@@ -27,7 +28,7 @@ def rerun_command() -> list[str]:
         )
     main = sys.modules["__main__"]
     spec = main.__spec__
-    # The interpreter's own options (-X, -W, -O, ...), as multiprocessing passes them to its children.
+    # These are the options of the interpreter (-X, -W, -O, ...) that multiprocessing passes to its children.
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if spec is not None and spec.name != "__main__":
         target = ["-m", spec.name.removesuffix(".__main__")]
@@ -39,7 +40,7 @@ def rerun_command() -> list[str]:
 
 
 def why_not_rerun() -> str | None:
-    """Return why this process's script cannot or should not be run again, or None if it can."""
+    """Return why the script of this process cannot or should not be run again, or None if it can be run again."""
     if multiprocessing.parent_process() is not None:
         return "this process was started by multiprocessing to run a function, which its script does not repeat"
     if not sys.executable:

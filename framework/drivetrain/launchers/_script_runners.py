@@ -1,4 +1,4 @@
-"""Detects programs that run other code, such as pytest: running them again repeats more than one script."""
+"""Detects programs that run other code, such as pytest. Running such a program again repeats all of its work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import sys
 from types import FrameType
 
-# Modules of such programs that appear on the call stack.
-_CALLERS = {"_pytest": "pytest", "unittest.case": "unittest", "doctest": "doctest", "nose2": "nose2"}
+# Maps modules of such programs, which appear on the call stack, to the name of the program.
+_CALLER_MODULES = {"_pytest": "pytest", "unittest.case": "unittest", "doctest": "doctest", "nose2": "nose2"}
 
-# Names of such programs, to recognize code that they call from another thread, and names of servers.
+# Names of such programs, to recognize code that a program calls from another thread. The list also has servers.
 _PROGRAMS = (
     *("pytest", "py.test", "unittest", "nose2", "behave", "asv"),
     *("celery", "gunicorn", "uvicorn", "hypercorn", "flask", "streamlit", "airflow", "luigi"),
@@ -22,7 +22,7 @@ def runner() -> str | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
-        program = _CALLERS.get(name) or _CALLERS.get(name.partition(".")[0])
+        program = _CALLER_MODULES.get(name) or _CALLER_MODULES.get(name.partition(".")[0])
         if program is not None:
             return program
         frame = frame.f_back
@@ -35,6 +35,7 @@ def _program() -> str:
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
-        # The full name: a user's package may share a program's name, as in `python -m flask.train`.
+        # The full name is used, because a package of the user may begin with the name of a program, as in
+        # `python -m flask.train`.
         return str(spec.name).removesuffix(".__main__")
     return os.path.basename(getattr(main, "__file__", None) or "")

@@ -1,4 +1,4 @@
-"""Forwards signals from the launching process to the processes that it started."""
+"""Forwards signals from the process that launched a run to the processes that it started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from drivetrain.launchers._elastic import Processes
 
 
 class SignalForwarding:
-    """While active, forwards signals that this process gets to the processes it started; in the main thread only.
+    """While active, forwards signals that this process gets to the processes that it started.
+
+    Signals are forwarded only if the object is created in the main thread.
 
     Args:
         processes: the processes that get the signals.
@@ -38,11 +40,11 @@ class SignalForwarding:
                 signal.signal(number, handler)
 
     def fatal_signal(self, failures: Sequence[Failure]) -> int | None:
-        """Return a forwarded signal that ended a rank, because the rank did not handle it; None if there is none."""
+        """Return a forwarded signal that ended a rank because the rank did not handle the signal, or None."""
         for number in self._forwarded:
             name = signal.Signals(number).name
             for failure in failures:
-                # In function processes, elastic's handler of SIGTERM raises.
+                # In function processes, elastic's handler of SIGTERM raises a SignalException.
                 raised = (failure.error_type or "").endswith("SignalException") and name in failure.message
                 if raised or failure.signal_name == name:
                     return number

@@ -1,4 +1,4 @@
-"""The environment variables of started processes: the ones that torchrun sets, which most libraries understand."""
+"""The environment variables of started processes. torchrun sets the same variables, so most libraries read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from drivetrain.environments import Placement
 
 DEFAULT_RUN_ID = "drivetrain"
-"""The run id of jobs without a name, which does not distinguish them."""
+"""The run id of jobs without a name. All such jobs have the same run id."""
 
 
 def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = DEFAULT_RUN_ID) -> dict[str, str]:
@@ -17,8 +17,8 @@ def torchrun_variables(placement: Placement, address: str, port: int, run_id: st
     Args:
         placement: the rank of the process.
         address: the host of the store.
-        port: the store's port.
-        run_id: the job's name, the same for all of its processes. The store refuses processes of other jobs.
+        port: the port of the store.
+        run_id: the name of the job, equal for all of its processes. The store refuses processes of other jobs.
     """
     return {
         "RANK": str(placement.rank),
@@ -46,5 +46,5 @@ def suggested_threads(local_world_size: int) -> int:
 
 
 def thread_variables(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return ``OMP_NUM_THREADS`` for a process of this node, or nothing if the user has set it."""
+    """Return ``OMP_NUM_THREADS`` for a process of this node, or an empty dict if the user has set the variable."""
     return {} if variables.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(suggested_threads(local_world_size))}

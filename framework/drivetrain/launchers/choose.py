@@ -43,11 +43,11 @@ def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
     """Return the launcher for ``Fit(launcher=setting)``, for a run that has to start processes.
 
     Args:
-        setting: "auto", a name, or a launcher, which is returned.
+        setting: "auto", the name of a launcher, or a launcher, which is returned.
         num_local: the number of processes on this node.
 
     Raises:
-        ConfigurationError: there is no such launcher, or it cannot work in this process.
+        ConfigurationError: no launcher has this name, or the launcher cannot work in this process.
     """
     launcher = named_launcher(setting) or _choose_automatically()
     launcher.check(num_local)
@@ -55,7 +55,9 @@ def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
 
 
 def named_launcher(setting: str | Launcher) -> Launcher | None:
-    """Return the launcher that ``setting`` is or names, without checking that it works here; None for "auto".
+    """Return the launcher that ``setting`` is or names, or None for "auto".
+
+    The launcher is not checked.
 
     Raises:
         ConfigurationError: no launcher has this name, or its entry point does not return a launcher.
@@ -66,10 +68,10 @@ def named_launcher(setting: str | Launcher) -> Launcher | None:
 
 
 def _choose_automatically() -> Launcher:
-    """Return a launcher that runs the script again, or one that calls a function if that is not possible.
+    """Return a launcher that runs the script again, or a `FunctionLauncher` if the script cannot be run again.
 
-    The latter is for notebooks, REPLs and pytest. It forks if that is safe, since functions and classes that are
-    defined there exist only in forked processes.
+    A `FunctionLauncher` is for notebooks, REPLs and pytest. It forks if forking is safe, because functions and classes
+    that are defined in a notebook or a REPL exist only in forked processes.
 
     Raises:
         ConfigurationError: this process is a Ray worker.
@@ -86,10 +88,10 @@ def _choose_automatically() -> Launcher:
 
 
 def check_launcher(setting: object) -> None:
-    """Raise an error for an unknown launcher name. Constructs nothing.
+    """Raise an error for an unknown launcher name, without constructing a launcher.
 
     Raises:
-        ConfigurationError: suggests the closest known name.
+        ConfigurationError: no launcher has this name. The message suggests the closest known name.
     """
     if not isinstance(setting, Launcher):
         _NAMES.check(setting)

@@ -1,4 +1,4 @@
-"""Calls a function on every rank, each in a process started for it, and returns the values."""
+"""Calls a function on every rank, in one new process per rank, and returns the values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from drivetrain.launchers.world import World, current_world, identify_new_job, s
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
 
-# torch._dynamo is imported before `init_process_group`: if DDP imports it later, the group's threads never end.
+# If DDP imports torch._dynamo after `init_process_group`, the threads of the process group never end. The fork server
+# therefore imports torch._dynamo before it starts ranks.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "drivetrain.launchers.function_launcher")
 
 
@@ -60,7 +61,7 @@ class FunctionLauncher(Launcher):
             )
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Run ``work`` in processes that are started for it."""
+        """Run ``work`` in new processes."""
 
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, address=address, port=port, pass_on=work.signals)
@@ -76,15 +77,15 @@ class FunctionLauncher(Launcher):
         port: int = 0,
         pass_on: Sequence[int] = (),
     ) -> Result:
-        """Call ``fn(*args)`` on every rank of this node and return the value of its first rank.
+        """Call ``fn(*args)`` on every rank of this node and return the value from the first of these ranks.
 
         The processes get torchrun's variables, and the caller hosts their store. Arguments and return values are
-        copied: they share no memory with the caller's.
+        copied and share no memory between the processes.
 
         Args:
             placement: the placement of this node's first rank.
             fn: the function to call.
-            args: its arguments. Unless forked, they are pickled with ``fn``.
+            args: the arguments of ``fn``. They are pickled with ``fn``, except with the start method "fork".
             address: the host of the first node.
             port: the port of the store on the first node; 0 lets the operating system choose.
             pass_on: signals to forward from the caller to the ranks.
@@ -135,8 +136,9 @@ class FunctionLauncher(Launcher):
         forwarding = SignalForwarding(processes, pass_on)
         try:
             if listener is not None:
-                # Only after the fork: a thread of the store that resolves a peer's address holds a lock, and a process
-                # forked at that moment would find it locked forever. Ranks that connect earlier wait.
+                # The store is created only after the fork. A thread of the store holds a lock while it resolves the
+                # address of a peer, and in a process that is forked at that moment the lock would stay locked
+                # forever. Ranks that connect before the store exists wait for it.
                 store = host_on(listener, address, job)
             processes.store = store
             with forwarding:
@@ -157,8 +159,9 @@ class FunctionLauncher(Launcher):
 
     def _wait(self, processes: Processes) -> dict[int, bytes]:
         for _ in polls(float("inf")):
-            # Checked before `values`, in which elastic terminates the other ranks as soon as one has ended without a
-            # value. They should stop by themselves and report their own failures.
+            # Exit codes are checked before `values` is called, because in `values` elastic terminates the other ranks
+            # as soon as one rank has ended without a value. The other ranks should instead stop by themselves and
+            # report their own failures.
             codes = processes.exit_codes()
             failures = processes.failures()
             if not failures and not any(code is not None for code in codes.values()):
@@ -183,8 +186,8 @@ class FunctionLauncher(Launcher):
     def _error(self, failures: Sequence[Failure], world_size: int) -> BaseException:
         cause = first_cause(failures)
         error = RankFailedError(cause)
-        same = {(failure.error_type, failure.message) for failure in failures}
-        if len(failures) == world_size and len(same) == 1 and cause.pickled_error is not None:
+        kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
+        if len(failures) == world_size and len(kinds_of_failure) == 1 and cause.pickled_error is not None:
             original = cause.load_error()
             if original is not None:
                 original.__cause__ = error
@@ -219,7 +222,7 @@ class _RankJob:
 
 def _run(job: _RankJob, work: _Call | bytes) -> bytes:
     die_with_parent()
-    # OpenMP's threads do not survive a fork, and waiting for them would never end.
+    # OpenMP's threads do not survive a fork. A forked process that waited for these threads would block forever.
     forked = job.start_method == "fork"
     torch.set_num_threads(1 if forked else suggested_threads(job.placement.local_world_size))
     _restore_process_settings(job)
@@ -229,7 +232,8 @@ def _run(job: _RankJob, work: _Call | bytes) -> bytes:
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work
-        # Pickled here: multiprocessing would send a handle of a tensor, which becomes invalid when this process ends.
+        # The return value is pickled here, because multiprocessing would send a tensor as a handle, and the handle
+        # becomes invalid when this process ends.
         return pickle.dumps(call.fn(*call.args))
     except BaseException as error:
         world.report(error)
@@ -239,8 +243,8 @@ def _run(job: _RankJob, work: _Call | bytes) -> bytes:
 def _restore_process_settings(job: _RankJob) -> None:
     """Restore the caller's environment variables, working directory and multiprocessing start method.
 
-    The fork server has those of the moment when it was started. With its own start method, each DataLoader worker would
-    import torch again, which takes seconds.
+    The fork server has the variables and the directory of the moment when the server was started. If the process kept
+    the start method by which it was started itself, each DataLoader worker would import torch again and take seconds.
     """
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
@@ -307,7 +311,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
 
 
 def _describe_unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return a description of what cannot be pickled: the function, or the first such argument with its name."""
+    """Return a description of what cannot be pickled: the function, or the name and type of an argument."""
     if not _can_dump(fn):
         return f"the function {getattr(fn, '__qualname__', fn)!r}"
     try:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Work(ABC):
-    """What a run does on each rank. The engine passes it to `Launcher.run`, which calls one of the two methods.
+    """What a run does on each rank. The engine passes a `Work` to `Launcher.run`, which calls one of the two methods.
 
     Attributes:
-        device: "cpu", "cuda", ...: the type of device that each rank uses.
+        device: the type of device that each rank uses, such as "cpu" or "cuda".
         signals: the signals to forward from the caller to the ranks.
     """
 
@@ -28,7 +28,8 @@ class Work(ABC):
     def here(self, world: World) -> Any:
         """Run as one rank of ``world`` in this process, and return the result of the run.
 
-        For launchers whose other processes reach the same call by themselves, as when they run the script again.
+        This method is for launchers whose other processes reach the same call by themselves, for example because they
+        run the script again.
         """
 
     @abstractmethod
@@ -39,20 +40,22 @@ class Work(ABC):
 
         Args:
             call: ``call(function, *arguments)`` calls ``function(*arguments)`` on every rank and returns the value from
-                rank 0. Both can be pickled if the user's module and data can. A process in which the function is called
-                gets its rank from the environment: from `torchrun_variables` or a cluster's variables.
+                rank 0. ``function`` and ``arguments`` can be pickled if the user's module and data can be pickled. A
+                process in which ``function`` is called gets its rank from environment variables, those of
+                `torchrun_variables` or of a cluster.
         """
 
 
 class Launcher:
     """Starts the processes of a run. A subclass implements `launch` or `run`.
 
-    Implement `launch` if the other processes reach the run by themselves and the caller is one of the ranks, as when
-    the script is run again. Implement `run` if the caller sends them a function.
+    Implement `launch` if the other processes reach the run by themselves and the caller is one of the ranks, for
+    example because the script is run again. Implement `run` if the caller sends a function to the other processes.
 
-    Constructing a launcher starts nothing. The engine uses it only if the run still needs processes: not in those that
-    it started, nor under torchrun or a cluster. Pass one to ``Fit(launcher=...)``, or register a callable without
-    arguments that returns one in the entry-point group ``drivetrain.launchers`` and pass its name.
+    Constructing a launcher starts nothing. The engine uses a launcher only if the run still needs processes. In
+    processes that a launcher, torchrun or a cluster has started, no launcher is used. Pass a launcher to
+    ``Fit(launcher=...)``. Alternatively, register a callable without arguments that returns a launcher in the
+    entry-point group ``drivetrain.launchers``, and pass the name of the entry point.
     """
 
     places_devices: ClassVar[bool] = False
@@ -80,7 +83,7 @@ class Launcher:
             num_local: the number of processes on this node.
 
         Raises:
-            ConfigurationError: says why it cannot work.
+            ConfigurationError: the launcher cannot work in this process. The message gives the reason.
         """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -89,10 +92,10 @@ class Launcher:
             raise TypeError(f"{cls.__name__} implements neither launch, which returns a World, nor run")
 
     def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
-        """Start the other processes of this node, which reach the same run, and return this process's world.
+        """Start the other processes of this node, which reach the same run, and return the world of this process.
 
         Args:
-            placement: the caller's placement, with the first rank of its node.
+            placement: the placement of the caller, which is the first rank of its node.
             address: the host of rank 0, if there are several nodes.
             port: the port of the store on rank 0's host; 0 lets the operating system choose.
 
@@ -102,11 +105,11 @@ class Launcher:
         raise NotImplementedError(f"{type(self).__name__} runs functions in other processes: the caller gets no World")
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Start the processes, run ``work`` on every rank, and return its result.
+        """Start the processes, run ``work`` on every rank, and return the result of the run.
 
         Args:
-            work: what to run, in this process too (`Work.here`) or only in others (`Work.elsewhere`).
-            placement: the placement of this node's first process, with the number of processes here and in all.
+            work: what to run. `Work.here` runs it in this process too, and `Work.elsewhere` only in other processes.
+            placement: the placement of the first process on this node.
             address: as for `launch`.
             port: as for `launch`.
 

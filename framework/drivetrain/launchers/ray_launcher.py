@@ -25,17 +25,19 @@ _IDENTITY_LINES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "
 
 
 class RayLauncher(Launcher):
-    """Starts one actor per rank on a Ray cluster and waits until they are done.
+    """Starts one actor per rank on a Ray cluster and waits until all ranks are done.
 
-    If the caller is connected to a cluster, the launcher uses it and leaves it running. Otherwise it connects to the
-    one at ``address`` or ``RAY_ADDRESS``, or starts one on this machine, for the duration of the run.
+    If the caller is connected to a cluster, the launcher uses that cluster and leaves it running. Otherwise, for the
+    duration of the run, the launcher connects to the cluster at ``address`` or ``RAY_ADDRESS``, or starts a cluster on
+    this machine.
 
     The workers of a node share one bundle of a placement group, and the nodes of a run are different machines. Rank 0's
     worker hosts the store on a free port. Signals to the caller are not forwarded; Ctrl-C ends the run.
 
     Args:
-        resources_per_worker: what Ray reserves for each worker; None is ``{"CPU": 1}``, and one GPU for a run on GPUs.
-        address: as for ``ray.init``.
+        resources_per_worker: what Ray reserves for each worker. None reserves one CPU, and also one GPU for a run on
+            GPUs.
+        address: the address of the cluster, as for ``ray.init``.
         patience: seconds to wait for the cluster to have room for all workers.
         grace: seconds that the other ranks get to stop after the first failure.
     """
@@ -57,7 +59,7 @@ class RayLauncher(Launcher):
         self._grace = grace
 
     def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
-        """Return the devices of each node of the run. The caller's own machine need not have any.
+        """Return the devices of each node of the run. The machine of the caller need not have such devices.
 
         Raises:
             ConfigurationError: ``devices`` is not a count.
@@ -87,12 +89,14 @@ class RayLauncher(Launcher):
 
         Args:
             placement: rank 0's placement.
-            fn: the function to call. It and its arguments are pickled by value if they come from the caller's script.
-            args: its arguments.
+            fn: the function to call. The function and its arguments are pickled by value if they come from the script
+                of the caller.
+            args: the arguments of ``fn``.
             device: "cpu" or "cuda".
 
         Raises:
-            ConfigurationError: ray is not installed, the cluster has no room, or something cannot be pickled.
+            ConfigurationError: ray is not installed, the cluster has no room, or ``fn`` or an argument cannot be
+                pickled.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
         return self.launch_all(placement, fn, *args, device=device)[0]
@@ -159,7 +163,7 @@ class RayLauncher(Launcher):
         return [pickle.loads(value) for value in _all_or_raise(self._collect(ray, calls))]
 
     def _collect(self, ray: Any, calls: Sequence[Any]) -> list[Any]:
-        """Return the result of each call, or a `Failure`; after the first failure, wait only for the grace period."""
+        """Return the result or the `Failure` of each call. After the first failure, wait only for the grace period."""
         outcomes: list[Any] = [None] * len(calls)
         rank_of = {call: rank for rank, call in enumerate(calls)}
         end = float("inf")
@@ -203,7 +207,7 @@ def _placement_of(first: Placement, rank: int) -> Placement:
 
 
 def _devices_of(place: Placement, locations: Sequence[WorkerLocation]) -> list[str]:
-    """Return the devices of all workers of the node, by local rank, since each rank selects its own by local rank."""
+    """Return the devices of all workers of the node, by local rank. Each rank selects one of them by its local rank."""
     begin = place.node_rank * place.local_world_size
     return [device for location in locations[begin : begin + place.local_world_size] for device in location.devices]
 
@@ -211,10 +215,11 @@ def _devices_of(place: Placement, locations: Sequence[WorkerLocation]) -> list[s
 def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     try:
         return ray.get(call)
-    except ray.exceptions.RayTaskError as error:  # raised outside the user's function
+    except ray.exceptions.RayTaskError as error:  # an error outside the user's function
         return Failure.of_exception(rank, error.cause or error)
     except ray.exceptions.RayError as error:
-        # The actor was killed, ran out of memory or was lost with its machine. Ray's text names it and the reason.
+        # The actor was killed, ran out of memory or was lost with its machine. Ray's text gives the actor and the
+        # reason.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = [line for line in lines if not line.startswith(_IDENTITY_LINES)]
         where = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
@@ -227,8 +232,8 @@ def _all_or_raise(outcomes: list[Any]) -> list[Any]:
         return outcomes
     cause = first_cause(failures)
     error = RankFailedError(cause)
-    same = {(failure.error_type, failure.message) for failure in failures}
-    if len(failures) == len(outcomes) and len(same) == 1:
+    kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
+    if len(failures) == len(outcomes) and len(kinds_of_failure) == 1:
         original = cause.load_error()
         if original is not None:
             raise original from error

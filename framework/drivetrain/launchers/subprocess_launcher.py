@@ -1,4 +1,4 @@
-"""Runs the caller's script again for the other ranks; the caller is the first rank of its node."""
+"""Runs the caller's script again for the other ranks. The caller is the first rank of its node."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ from drivetrain.launchers.world import (
 class SubprocessLauncher(Launcher):
     """Starts the caller's script again, with the same command line, once for each further rank of this node.
 
-    After `launch` every rank continues with the script. The processes live until it ends, and a later `launch` reuses
-    them. The caller's environment does not change: only the other ranks have torchrun's variables.
+    After `launch` every rank continues with the script. The processes live until the script ends, and a later `launch`
+    reuses these processes. Only the other ranks get torchrun's variables; the environment of the caller does not
+    change.
 
     Args:
         grace: seconds that the other ranks get to finish after the caller's script has ended.
-        grace_after_failure: the same if the caller's script ended with an exception.
+        grace_after_failure: seconds that the other ranks get to finish after the caller's script has ended with an
+            exception.
     """
 
     kind = "subprocess"
@@ -48,10 +50,12 @@ class SubprocessLauncher(Launcher):
         self._grace_after_failure = grace_after_failure
 
     def command(self) -> list[str]:
-        """Return the command line of the other ranks. Override it to prefix a program that execs it, such as ``nice``.
+        """Return the command line of the other ranks.
+
+        Override this method to prefix a program that execs the command, such as ``nice``.
 
         Raises:
-            ConfigurationError: there is no script, or it cannot be run again.
+            ConfigurationError: there is no script, or the script cannot be run again.
         """
         return rerun_command()
 
@@ -59,8 +63,8 @@ class SubprocessLauncher(Launcher):
         """Start the processes of this node, or return the world of the processes that an earlier call started.
 
         Args:
-            placement: the caller's placement, with the first rank of its node.
-            address: the host of rank 0; needed on several nodes.
+            placement: the placement of the caller, which is the first rank of its node.
+            address: the host of rank 0, which is needed for several nodes.
             port: the port of the store on rank 0's host. On one node, 0 lets the operating system choose.
 
         Raises:
@@ -107,7 +111,7 @@ class SubprocessLauncher(Launcher):
         return Processes.of_script(placement.rank + 1, command, variables)
 
     def _finish(self, world: World, processes: Processes) -> None:
-        """Wait for the other ranks when the caller exits, terminate late ones, and exit with their failure if any."""
+        """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with the code of a failure."""
         if not world.is_current_process:
             return
         error = getattr(sys, "last_value", None)
@@ -147,8 +151,8 @@ def _reuse_world(world: World, placement: Placement) -> World:
 
 
 def _exit_with(failure: Failure) -> None:
-    # Only `os._exit` changes the exit code while the interpreter exits. It skips flushing, which is done here, and the
-    # functions that were registered with atexit before the launch.
+    # Only `os._exit` changes the exit code while the interpreter exits. `os._exit` skips flushing, so the streams are
+    # flushed here. It also skips the functions that were registered with atexit before the launch.
     print(failure.one_line_summary(), file=sys.stderr)  # the rank itself has printed its traceback
     logging.shutdown()
     sys.stdout.flush()

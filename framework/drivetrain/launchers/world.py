@@ -1,4 +1,4 @@
-"""World: the processes that a launcher started, as seen from one of them."""
+"""World: the processes that a launcher started, as seen from one of these processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers._parent_watchdog import die_with_parent
 
-# Environment variables of a process that runs the caller's script again. Its children inherit them too, but
-# their parent has another process id than `PARENT_VARIABLE`.
+# Environment variables of a process that runs the caller's script again. The children of that process inherit the
+# variables too, but the process id of their parent differs from the value of `PARENT_VARIABLE`.
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
@@ -32,14 +32,14 @@ _CONNECT_LIMIT_HERE = timedelta(seconds=5)  # torch tries twice
 
 
 class World:
-    """The processes that a launcher started, as seen from one of them.
+    """The processes that a launcher started, as seen from one of these processes.
 
     Attributes:
-        kind: "subprocess" if all run the caller's script and the caller is one of them; "function" if they run a
-            function for a caller that is not a rank.
+        kind: "subprocess" if all processes run the caller's script and the caller is one of the ranks; "function" if
+            the processes run a function for a caller that is not a rank.
         placement: this process's placement.
         address: the host of the store.
-        port: the store's port.
+        port: the port of the store.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
-        self._job = job  # None if the store does not name its job
+        self._job = job  # None if the store does not hold the identity of its job
         self._refused: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
@@ -79,15 +79,15 @@ class World:
     def store(self, prefix: str) -> Store:
         """Return the key-value store that all processes share, with ``prefix`` prepended to its keys.
 
-        It lives as long as the process that hosts it: the caller, on the first node.
+        The store exists as long as the caller on the first node, which hosts it.
 
         Raises:
             ConfigurationError: the store at this address belongs to another job.
         """
         if self._refused is not None:
-            raise self._refused  # raised again when the ending run looks for reports of other ranks
+            raise self._refused  # raised again if the run looks for reports of other ranks while it ends
         if self._store is None:
-            # On one machine, the store exists before the process starts, or as soon as all are forked.
+            # On one machine, the store exists before this process starts, or as soon as all processes are forked.
             limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
             try:
                 store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
@@ -101,11 +101,11 @@ class World:
         return PrefixStore(prefix, self._store)
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks have reached their next run, while checking that none of them has ended.
+        """Wait until all ranks have reached their next run, and check meanwhile that no rank has ended.
 
         Raises:
-            RankFailedError: a process that this one started has failed.
-            DistributedError: a process that this one started has left the script.
+            RankFailedError: a process that this process started has failed.
+            DistributedError: a process that this process started has left the script.
         """
         store = self.store("meetings")
         self._meetings += 1
@@ -125,9 +125,10 @@ class World:
             time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
-        """Return the failures of the processes that this one started, or the first that its launcher published.
+        """Return the failures of the processes that this process started.
 
-        Cheap enough to poll while waiting.
+        A process that started none returns the first failure that its launcher published. A call is cheap enough to
+        poll while waiting.
         """
         if self._processes is not None:
             return self._processes.failures()
@@ -137,24 +138,24 @@ class World:
         return []
 
     def ended(self) -> dict[int, int]:
-        """Return the exit codes, by rank, of the processes that this one started and that have ended."""
+        """Return the exit codes, by rank, of the ended processes that this process started."""
         codes = {} if self._processes is None else self._processes.exit_codes()
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def kill(self) -> None:
-        """Kill the processes that this one started."""
+        """Kill the processes that this process started."""
         if self._processes is not None:
             self._processes.end(kill=True)
 
     def report(self, error: BaseException) -> None:
-        """Report an error of this process to the one that started it, which reads it with `failures`."""
+        """Report an error of this process to the process that started it, where `failures` returns the report."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and not self.is_caller:
             failure = Failure.of_exception(self.placement.rank, error)
             try:
                 failure.write(failure_file(path))
             except OSError:
-                # The disk is full, or the caller is gone and has removed its folder.
+                # The disk is full, or the caller has ended and has removed the folder of the error files.
                 with contextlib.suppress(RuntimeError, ConfigurationError):
                     self.store(FAILURES_PREFIX).set(str(failure.rank), failure.encode())
 
@@ -165,9 +166,10 @@ class World:
 
 
 def identify_new_job(placement: Placement) -> Job:
-    """Return the identity of the job whose processes this one is about to start.
+    """Return the identity of the job whose processes this process is about to start.
 
-    On one node it is new. On several, each node starts its own processes before they can agree on a name.
+    On one node the identity is new. On several nodes it consists of properties that all nodes share, because each node
+    starts processes before the nodes can agree on a name.
     """
     if placement.num_nodes == 1:
         return Job.new()
@@ -180,11 +182,11 @@ _world: World | None = None
 def current_world() -> World | None:
     """Return the world that this process belongs to, or None if it is not part of a launched run.
 
-    In a process that runs the caller's script again, the first call connects it to the caller: from then on it ends
-    when the caller does, and reports its errors to it.
+    In a process that runs the caller's script again, the first call connects the process to the caller. From then on
+    the process ends when the caller ends, and reports its errors to the caller.
 
     Raises:
-        DistributedError: the process that started this one has ended.
+        DistributedError: the process that started this process has ended.
     """
     if _world is not None and _world.is_current_process:
         return _world
@@ -223,7 +225,8 @@ def _join() -> World | None:
 
 
 def _report_uncaught(world: World) -> None:
-    # The interpreter stores an uncaught exception there. Reading it is simpler than replacing `sys.excepthook`.
+    # The interpreter stores an uncaught exception in `sys.last_value`. Reading this attribute is simpler than replacing
+    # `sys.excepthook`.
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException) and world.is_current_process:
         world.report(error)

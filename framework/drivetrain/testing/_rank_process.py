@@ -1,4 +1,4 @@
-"""The process of one rank of a `World`: it runs functions one after another and restores its state in between."""
+"""The process of one rank of a `World`, which runs functions one after another and restores its state in between."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Call:
         variables: the whole environment.
         folder: the working directory.
         modules: ``sys.path``.
-        start_method: the start method of the function's own child processes; None for the platform's default.
+        start_method: the start method of child processes that the function starts; None for the platform's default.
         process_group: the backend of the process group for the function, or None.
-        rendezvous: path of a file that does not exist yet, for the rendezvous of that group.
+        rendezvous: the path of a file that does not exist yet, for the rendezvous of the process group.
         timeout: seconds until the rank dumps its stacks.
-        stacks: the file for them, also used for a fault such as SIGSEGV.
+        stacks: the file into which the rank dumps its stacks, after the timeout or a fault such as SIGSEGV.
     """
 
     work: bytes
@@ -54,7 +54,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a call left behind: changes that were undone, and threads and processes, which end the world."""
+    """What a call left behind.
+
+    Attributes:
+        put_back: descriptions of changes that were undone.
+        still_running: descriptions of threads and processes, because of which the world ends.
+    """
 
     put_back: list[str]
     still_running: list[str]
@@ -64,7 +69,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
     """Run calls until the caller closes the pipe."""
     die_with_parent()
     torch.set_num_threads(1)
-    gc.freeze()  # imported objects are not garbage, so collections can skip them
+    gc.freeze()  # collections skip the imported objects, which are never garbage
     pipe.send(STARTED)
     while True:
         try:
@@ -84,14 +89,15 @@ def _apply_process_state(call: Call) -> None:
     os.environ.update(call.variables)
     os.chdir(call.folder)
     sys.path[:] = call.modules
-    # Otherwise DataLoader workers would come from another fork server, which has to import torch again.
+    # With another start method, DataLoader workers would come from a second fork server, which imports torch again.
     multiprocessing.set_start_method(call.start_method, force=True)
 
 
 def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
     """Run the function, send its outcome, and wait until all ranks have returned.
 
-    If a rank destroyed its group while another rank is in a collective, that rank would fail.
+    The process group is destroyed only then. If a rank destroyed its group while another rank is in a collective, the
+    collective of the other rank would fail.
     """
     snapshot = ProcessSnapshot()
     with dump_stacks_to(Path(call.stacks), call.timeout):
@@ -110,11 +116,12 @@ def _outcome(call: Call, rank: int, world_size: int) -> bytes | Failure:
                 init_method=f"file://{call.rendezvous}",
                 rank=rank,
                 world_size=world_size,
-                # Longer than the caller's timeout, whose error shows the stacks of all ranks.
+                # This timeout is longer than the timeout of the caller, whose error shows the stacks of all ranks.
                 timeout=timedelta(seconds=call.timeout + 10),
             )
         fn, args = pickle.loads(call.work)
-        # Pickled here: multiprocessing would send a handle of a tensor, which becomes invalid when the process ends.
+        # The return value is pickled here, because multiprocessing would send a tensor as a handle, and the handle
+        # becomes invalid when the process ends.
         return pickle.dumps(fn(*args))
     except BaseException as error:
         return Failure.of_exception(rank, error)

@@ -16,9 +16,9 @@ _FALLBACK_DELAY = 2.0  # seconds that the timer's thread gets to dump the stacks
 def dump_stacks_to(path: Path, seconds: float) -> Iterator[None]:
     """Write the stacks of all threads to ``path`` at a fault, and if the block is still running after ``seconds``.
 
-    A Python thread writes them while it holds the GIL. `faulthandler.dump_traceback_later` reads stacks while they
-    change, which crashes about one busy process in ten, so it is only the fallback for a thread that hangs while it
-    holds the GIL.
+    After ``seconds``, a Python thread that holds the GIL writes the stacks. `faulthandler.dump_traceback_later` reads
+    stacks while they change, and this crashes about one busy process in ten. The function is therefore only the
+    fallback for a thread that hangs while it holds the GIL.
     """
     with path.open("w") as file:
 

@@ -1,4 +1,4 @@
-"""FaultyStore: an object store that fails on request, to test how runs handle it."""
+"""FaultyStore: an object store that fails on request, to test how runs handle such failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsspec.spec import AbstractFileSystem
 
 OPERATIONS = ("put", "get", "size", "list", "remove")
 
-_PARTIAL_PREFIX = ".partial-"  # of files that are being written
+_PARTIAL_PREFIX = ".partial-"  # the prefix of files that are being written
 
 
 @dataclass
@@ -27,14 +27,14 @@ class StoreFault:
 
     Attributes:
         operation: one of "put", "get", "size", "list", "remove"; "*" matches any.
-        pattern: an `fnmatch` pattern for the objects' keys; for "list", for the prefix.
+        pattern: an `fnmatch` pattern that is matched with the key of an object, or with the prefix for "list".
         error: the exception to raise; None raises nothing.
-        times: how often the fault occurs; None means without limit.
+        times: how often the fault occurs; None means that the fault occurs without limit.
         after: the number of matching operations that succeed before the first fault.
-        lost: whether the operation takes effect and only its response is lost.
+        lost: whether the operation takes effect before the error is raised, as if only the response were lost.
         seconds: an additional duration of the operation.
-        age: listings omit objects younger than this, in seconds.
-        call: called before the operation, for example to act as another writer or to end this process.
+        age: the age in seconds below which listings omit an object.
+        call: a function to call before the operation, for example to act as another writer or to end this process.
     """
 
     operation: str
@@ -67,8 +67,8 @@ class StoreFault:
 class FaultyStore:
     """A store whose objects are files in a local folder, so that several processes can share it.
 
-    As in an object store there are keys but no folders; puts are atomic, nothing can be renamed, and a put object can
-    be read and listed at once. Faults and recorded calls belong to each process.
+    As in an object store, there are keys but no folders. Puts are atomic, objects cannot be renamed, and an object can
+    be read and listed as soon as it was put. Each process has separate faults and recorded calls.
 
     Args:
         folder: the folder for the objects.
@@ -89,7 +89,7 @@ class FaultyStore:
         self._lock = threading.Lock()
 
     def fail(self, operation: str, pattern: str = "*", **options: Any) -> StoreFault:
-        """Add a fault, with the attributes of `StoreFault`; if several match, the one added first applies."""
+        """Add a fault with the attributes of `StoreFault`. If several faults match, the first one added applies."""
         fault = StoreFault(operation, pattern, **options)
         self._faults.append(fault)
         return fault
@@ -111,7 +111,7 @@ class FaultyStore:
         fsspec.register_implementation(self.protocol, filesystem, clobber=True)
         return self
 
-    # Called by the file system
+    # Operations, called by `_FileSystem`
 
     def do(self, operation: str, key: str, work: Callable[[float], Any]) -> Any:
         with self._lock:
@@ -226,7 +226,7 @@ class _Upload(io.BytesIO):
         self._open = True
 
     def discard(self) -> None:
-        """Close without putting the object."""
+        """Close the stream without putting the object."""
         self._open = False
 
     def close(self) -> None:

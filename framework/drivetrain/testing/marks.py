@@ -24,7 +24,7 @@ def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
 
 
 def requires_emulated_cuda() -> pytest.MarkDecorator:
-    """Skip if `emulated_cuda` has no C++ compiler, or torch was built with CUDA. Compiles nothing."""
+    """Skip if there is no C++ compiler for `emulated_cuda`, or torch was built with CUDA. Nothing is compiled."""
     reason = emulation_obstacle()
     return _skip(reason is not None, f"the emulation of CUDA {reason}")
 
@@ -40,11 +40,11 @@ def requires_linux() -> pytest.MarkDecorator:
 
 
 def requires_package(name: str, minimum: str | None = None) -> pytest.MarkDecorator:
-    """Skip if the package is not installed, or older than ``minimum``.
+    """Skip if the package is not installed, or is older than ``minimum``.
 
     Args:
-        name: the name under which it is imported.
-        minimum: the lowest version that is sufficient; checking it imports the package.
+        name: the name under which the package is imported.
+        minimum: the lowest version that is sufficient. The check of the version imports the package.
     """
     try:
         missing = importlib.util.find_spec(name) is None
@@ -55,7 +55,7 @@ def requires_package(name: str, minimum: str | None = None) -> pytest.MarkDecora
 
 
 def requires_command(name: str) -> pytest.MarkDecorator:
-    """Skip if there is no command of that name."""
+    """Skip if there is no command called ``name``."""
     return _skip(shutil.which(name) is None, f"needs the command {name}")
 
 

@@ -1,4 +1,4 @@
-"""Assertions that two runs are equal; they name the first step, parameter or rank that differs."""
+"""Assertions that two runs are equal. Their errors name the steps, parameters or ranks that differ."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def assert_close_states(
     Args:
         actual: a ``state_dict()`` of a module or an optimizer: nested mappings and sequences of tensors and plain
             values. Sharded tensors are gathered, so every rank must call this function.
-        expected: the reference.
+        expected: the state to compare with.
         atol: the absolute tolerance.
-        rtol: the relative tolerance. Values of different dtypes are compared in the wider one.
+        rtol: the relative tolerance. Values of different dtypes are compared in the wider dtype.
 
     Raises:
-        AssertionError: lists every name that is missing, unexpected or different, the largest difference first.
+        AssertionError: the states differ. The message lists every name that is missing, unexpected or different, the
+            largest difference first.
     """
     ours, theirs = dict(_leaves(actual)), dict(_leaves(expected))
     problems = [f"missing: {name}" for name in theirs if name not in ours]
@@ -44,7 +45,7 @@ def assert_close_traces(
     """Assert that two series with one number per step are close: losses, gradient norms, learning rates.
 
     Raises:
-        AssertionError: names the first step that differs, or the two lengths.
+        AssertionError: the series differ. The message gives the first step that differs, or the two lengths.
     """
     if len(actual) != len(expected):
         raise AssertionError(f"{len(actual)} steps, {len(expected)} expected")
@@ -55,13 +56,13 @@ def assert_close_traces(
 
 
 def assert_equal_ranks(states: Sequence[Mapping[str, Any]]) -> None:
-    """Assert that the states of all ranks equal that of rank 0 bit for bit.
+    """Assert that the states of all ranks equal the state of rank 0 bit for bit.
 
     Args:
         states: one state per rank, as `run_distributed` returns them.
 
     Raises:
-        AssertionError: names the ranks and the entries.
+        AssertionError: a rank differs. The message names the rank and the entries.
     """
     for rank, state in enumerate(states[1:], start=1):
         try:
@@ -87,7 +88,7 @@ def _difference(actual: Any, expected: Any, atol: float, rtol: float) -> tuple[f
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         same = type(actual) is type(expected) and (actual == expected or _close_numbers(actual, expected, atol, rtol))
         return None if same else (float("inf"), f"{actual!r} instead of {expected!r}")
-    actual, expected = _whole(actual), _whole(expected)
+    actual, expected = _gather_full_value(actual), _gather_full_value(expected)
     if actual.shape != expected.shape:
         return float("inf"), f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     if actual.numel() == 0:
@@ -118,7 +119,7 @@ def _close_numbers(actual: Any, expected: Any, atol: float, rtol: float) -> bool
     return both_nan or bool(abs(actual - expected) <= atol + rtol * abs(expected))
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    full = getattr(tensor, "full_tensor", None)
-    whole: Tensor = tensor if full is None else full()
-    return whole.detach().cpu()
+def _gather_full_value(tensor: Tensor) -> Tensor:
+    gather = getattr(tensor, "full_tensor", None)
+    full_value: Tensor = tensor if gather is None else gather()
+    return full_value.detach().cpu()

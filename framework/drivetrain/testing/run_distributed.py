@@ -30,16 +30,16 @@ from drivetrain.testing._rank_process import ALL_RETURNED, STARTED, Call, Leftov
 _START_LIMIT = 120.0  # seconds for the ranks to start, which includes an import of torch the first time
 _EXIT_LIMIT = 10.0  # seconds for a rank to clean up after a call, and for its process to exit
 _STACK_LIMIT = 3.0  # seconds for a late rank to dump its stacks
-_GRACE = 0.3  # seconds for further failures after the first, to distinguish the cause from its effects
+_GRACE = 0.3  # seconds to wait for further failures after the first, so that the cause can be told from its effects
 
 
 class World:
     """Ranks that are started once and called many times: ``with World(2) as world: world.run(fn, 1.0)``.
 
     The first call starts the processes, which import torch and your modules; later calls take milliseconds. Each call
-    begins with the same random generators, defaults, environment and process groups. If it changes them, or leaves
-    threads or child processes behind, an error is raised. After a call that failed or timed out, all processes are
-    ended and the next call starts new ones.
+    begins with the same random generators, defaults, environment and process groups. If a call changes one of them, or
+    leaves threads or child processes behind, an error is raised. After a call that failed or timed out, all processes
+    are ended and the next call starts new ones.
 
     Changes that cannot be undone, such as to class attributes or module globals, remain for later calls: run such
     functions in separate processes, with `run_distributed`.
@@ -47,7 +47,7 @@ class World:
     Args:
         nprocs: the number of ranks.
         preload: names of further modules that the fork server imports before it starts ranks. The first world or
-            `run_distributed` of a process starts that server; later ones reuse it.
+            `run_distributed` of a process starts the fork server, and later ones reuse that server.
     """
 
     def __init__(self, nprocs: int, *, preload: Sequence[str] = ()) -> None:
@@ -83,17 +83,17 @@ class World:
 
         Args:
             fn: a function at the top level of a module, so that ranks can import it.
-            args: pickled for every rank, as is the return value of ``fn``. Tensors are copied, not shared.
-            process_group: the backend of a default process group that is created before ``fn`` and destroyed after it.
-                With None, the ranks get torchrun's variables and a store hosted by the caller instead, and ``fn`` (or a
-                `Fit` in it) creates its own group.
+            args: the arguments of ``fn``. The arguments and the return values are pickled, so tensors are copied.
+            process_group: the backend of a default process group that is created before ``fn`` runs and destroyed
+                afterwards. With None, the ranks get torchrun's variables and a store hosted by the caller instead, and
+                ``fn`` (or a `Fit` in it) creates its own group.
             timeout: seconds for the call, counted once all ranks have started.
             env: additional environment variables for the ranks.
 
         Raises:
-            RankFailedError: a rank raised an exception or died; includes its traceback.
-            DistributedError: the call timed out, with the stacks of all ranks still running; or ``fn`` left something
-                behind.
+            RankFailedError: a rank raised an exception or died. The error includes the traceback of the rank.
+            DistributedError: the call timed out, or ``fn`` left something behind. After a timeout, the error includes
+                the stacks of all ranks that are still running.
             ConfigurationError: ``fn`` or its arguments cannot be pickled.
         """
         outcomes, leftovers = self._call(fn, args, process_group, timeout, env)
@@ -255,13 +255,13 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nprocs`` newly started ranks and return the list of the returned values, by rank.
 
-    Arguments and errors are those of `World.run`, except that the function may leave behind threads and changes that
-    end with its process.
+    Arguments and errors are those of `World.run`, except that the function may leave behind threads, and changes that
+    affect only its process.
     Use it for functions with lasting side effects, and one `World` for many functions without.
 
     Raises:
-        DistributedError: additionally, if a process did not end after the function returned, or ended with an exit code
-            other than 0.
+        DistributedError: as for `World.run`; also if a process did not end after the function returned, or ended with
+            an exit code other than 0.
     """
     with World(nprocs) as world:
         outcomes, _ = world._call(fn, args, process_group, timeout, env)
@@ -306,7 +306,7 @@ class _Worker:
             return Failure.of_exit(self.rank, self.process.exitcode or 0, self._read_stacks())
 
     def dumped_stacks(self) -> str:
-        """Return the stacks that a late rank has dumped, or ""."""
+        """Return the stacks that a late rank has dumped, or "" if the dump is still empty."""
         return self._read_stacks() if self.stacks.is_file() else "(it did not start)"
 
     def _read_stacks(self) -> str:

@@ -1,4 +1,4 @@
-"""Compiles the emulation's C++ extension once per source, torch and compiler, and caches the result."""
+"""Compiles the C++ extension of the emulation once per source, torch and compiler, and caches the library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from drivetrain.errors import ConfigurationError
 _NAME = "emulated_cuda"
 _SOURCES = ("extension.cpp", "nccl.h", "kernels.h", "device.h", "order.h")
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-_MAX_ERROR_LINES = 12  # lines of compiler output in an error
+_MAX_ERROR_LINES = 12  # the maximum number of lines of compiler output in an error
 
 
 def emulation_obstacle() -> str | None:
-    """Return why CUDA cannot be emulated here, in a few words; None if no reason is known."""
+    """Return why CUDA cannot be emulated here, in a few words, or None if no reason is known."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     if torch.version.cuda or torch.version.hip:
@@ -41,7 +41,8 @@ def emulation_obstacle() -> str | None:
 def load_extension() -> ModuleType:
     """Return the emulation's extension, compiling it first if necessary (about 20 seconds).
 
-    It is cached below ``$TORCH_EXTENSIONS_DIR`` or the user's cache folder. Only one process compiles it; others wait.
+    The extension is cached below ``$TORCH_EXTENSIONS_DIR`` or the cache folder of the user. Only one process compiles
+    the extension, and other processes wait.
 
     Raises:
         ConfigurationError: there is no compiler, or the extension does not compile for this torch.
@@ -112,7 +113,10 @@ def _compiler() -> str | None:
 
 
 def _command(compiler: str) -> list[str]:
-    """Return the compiler command without its output option. It does not optimise, since the kernels are torch's."""
+    """Return the compiler command without the output option.
+
+    The command does not optimise, because the kernels belong to torch.
+    """
     root = Path(torch.__file__).parent
     return [
         *shlex.split(compiler),
@@ -135,7 +139,7 @@ def _cache() -> Path:
 
 
 def _digest(compiler: str, command: list[str]) -> str:
-    """Return a digest of everything that affects the result, including the compiler's version."""
+    """Return a digest of everything that affects the library, including the version of the compiler."""
     version = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(version)
     for part in (sys.version, torch.__version__, str(torch.version.git_version), *command):

@@ -36,7 +36,7 @@ class EmulatedCuda:
 
     @property
     def races(self) -> list[Race]:
-        """Pairs of operations on the same bytes, at least one of them a write, that no event, stream or wait orders."""
+        """Pairs of operations on the same bytes that no event, stream or wait orders. One or both of the two write."""
         self._collect()
         return self._races
 
@@ -48,7 +48,7 @@ class EmulatedCuda:
 
     @property
     def host_syncs(self) -> list[HostSync]:
-        """The host's waits for a device, without copies."""
+        """All waits of the host for a device, except waits for copies."""
         self._collect()
         return self._syncs
 
@@ -112,26 +112,28 @@ def emulated_cuda(
 ) -> Iterator[EmulatedCuda]:
     """Emulate CUDA devices in host memory: ``with emulated_cuda(devices=2) as gpu: ...; assert not gpu.races``.
 
-    Within the context, ``torch.cuda`` has that many devices. Operators run the CPU's kernels at once, so results equal
-    the CPU's bit for bit (except random numbers), while the order of streams, events, `record_stream` and waits is
-    tracked: operations that a real device could run in another order are reported. A copy to pinned memory with
-    ``non_blocking=True`` arrives when the host has waited for it; until then all bits of the memory are set. An event
-    that was not waited for answers False to its first `query`.
+    Within the context, ``torch.cuda`` has ``devices`` devices. Operators run the kernels of the CPU at once, so results
+    equal the results on the CPU bit for bit, except random numbers. The emulation tracks the order that streams,
+    events, `record_stream` and waits define, and reports operations that a real device could run in another order. A
+    copy to pinned memory with ``non_blocking=True`` arrives when the host has waited for the copy. Until then all bits
+    of the memory are set. The first `query` of an event returns False if nothing has waited for the event.
 
     The first call in a process compiles the extension if necessary, and registers operators for CUDA with torch until
-    the process ends. Outside of the context there are no devices; use another process, with `run_distributed` or
-    a `World`, if this one must not change. Tensors must not be used after the context in which they were
-    created. As with real devices, a forked process can use them only if its parent has not initialised the driver.
+    the process ends. Outside of the context there are no devices. If the calling process must not change,
+    use another process, with `run_distributed` or a `World`. Tensors must not be used after the end of the context in
+    which they were created. As with real devices, a forked process can use the devices only if its parent has not
+    initialised the driver.
 
     Args:
         devices: the number of devices. ``CUDA_VISIBLE_DEVICES`` may restrict them.
         name: the return value of ``torch.cuda.get_device_name``.
-        memory: the bytes of each device in ``torch.cuda.mem_get_info``.
-        enforce_memory: raise ``torch.cuda.OutOfMemoryError`` if a device would hold more.
+        memory: the memory of each device in bytes, as ``torch.cuda.mem_get_info`` returns it.
+        enforce_memory: raise ``torch.cuda.OutOfMemoryError`` if a device would hold more than ``memory``.
 
     Raises:
         ConfigurationError: there is no C++ compiler, torch has CUDA itself, or this torch is not supported. The first
-            use of a device raises it if an earlier backward pass in this process made autograd assume fewer devices.
+            use of a device raises the same error class if an earlier backward pass in this process made autograd
+            assume fewer devices.
     """
     if type(devices) is not int or not 1 <= devices <= _MAX_DEVICES:
         raise ConfigurationError(
@@ -176,7 +178,7 @@ def _load() -> tuple[ModuleType, Sites]:
 
 
 def _visible(devices: int) -> list[int]:
-    """Return the devices in CUDA_VISIBLE_DEVICES up to the first that does not exist, as the driver does."""
+    """Return the devices in CUDA_VISIBLE_DEVICES before the first one that does not exist, as the driver does."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return list(range(devices))

@@ -1,4 +1,4 @@
-"""The findings of the emulation and their texts."""
+"""The classes for findings of the emulation, and the text of each finding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Operation:
     Attributes:
         name: the operator's name, such as ``add_`` or ``copy_``.
         stream: the device and the stream's id: ``cuda:0/default`` or ``cuda:1/7``.
-        where: lines of the calling code, the innermost first, without torch's own.
+        where: lines of the calling code, the innermost first, without the lines of torch.
     """
 
     name: str
@@ -28,13 +28,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two unordered operations on the same bytes, at least one of them a write.
+    """Two unordered operations on the same bytes. At least one of the operations writes.
 
     Attributes:
         earlier: the operation that the host called first. A device may run it second.
-        later: the other operation; None if the host itself wrote to pinned memory.
+        later: the other operation, or None if the host itself wrote to pinned memory.
         what: the kinds of both operations, such as "write after read".
-        size: the number of bytes that both access.
+        size: the number of bytes that both operations access.
     """
 
     earlier: Operation
@@ -56,11 +56,11 @@ class FreeInUse:
     """Memory that was freed and reused while an operation on another stream might still use it.
 
     Attributes:
-        use: the operation; `Tensor.record_stream` was not called for its stream, and nothing orders it before the
-            reuse.
+        use: the operation. `Tensor.record_stream` was not called for the stream of the operation, and nothing orders
+            the operation before the reuse.
         owner: the stream on which the memory was allocated.
-        where: the lines that freed it.
-        size: in bytes.
+        where: the lines that freed the memory.
+        size: the size of the memory in bytes.
     """
 
     use: Operation
@@ -78,7 +78,7 @@ class HostSync:
     """A wait of the host for a device, other than for a copy.
 
     Attributes:
-        what: the operator whose result the host needs, such as "item", or "synchronize", "Stream.synchronize" or
+        what: the operator whose result the host needs, such as "item", or else "synchronize", "Stream.synchronize" or
             "Event.synchronize".
         device: the device's index.
         stream: the device's current stream.
@@ -102,9 +102,9 @@ class Copy:
 
     Attributes:
         direction: "to the device" or "to the host".
-        size: in bytes.
+        size: the size of the copy in bytes.
         pinned: whether the host's memory is pinned.
-        blocking: whether the host waited for it, because of ``non_blocking=False``, pageable memory, or different
+        blocking: whether the host waited for the copy, because of ``non_blocking=False``, pageable memory, or different
             dtypes or layouts.
         device: the device's index.
         stream: the stream of the copy.
@@ -130,6 +130,6 @@ Finding = TypeVar("Finding", Race, FreeInUse, HostSync, Copy)
 
 
 def format_findings(findings: Iterable[Finding]) -> str:
-    """Return the findings as text, with equal ones listed once and counted."""
+    """Return the findings as text. Equal findings are listed once, with their number."""
     counts = Counter(map(str, findings))
     return "\n".join(f"  {f'{count} times: ' if count > 1 else ''}{text}" for text, count in counts.items())

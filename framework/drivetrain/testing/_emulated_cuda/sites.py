@@ -11,18 +11,25 @@ from types import CodeType, FrameType
 
 import torch
 
-_DEPTH = 6
-_TORCH = str(Path(torch.__file__).parent)
-# The standard library, and the module that calls test functions on ranks.
-_SKIPPED = (str(Path(os.__file__).parent), str(Path(__file__).parents[1] / "_rank_process.py"), "<frozen", "<string>")
-_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"  # may be below the standard library's folder but is user code
-_OWN = str(Path(__file__).parent)
+_MAX_LINES = 6  # the maximum number of lines per place in the code
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+# Paths that are not user code: the standard library, and the module that calls test functions on ranks.
+_SKIPPED_PATHS = (
+    str(Path(os.__file__).parent),
+    str(Path(__file__).parents[1] / "_rank_process.py"),
+    "<frozen",
+    "<string>",
+)
+_SITE_PACKAGES = (
+    f"{os.sep}site-packages{os.sep}"  # this folder may be below the standard library, but contains user code
+)
+_EMULATION_FOLDER = str(Path(__file__).parent)
 
 Site = tuple[tuple[CodeType, int], ...]
 
 
 class Sites:
-    """Assigns numbers to places in the code. The extension requests one at each operator, without formatting text."""
+    """Assigns numbers to places in the code. The extension requests a number at each operator; no text is formatted."""
 
     def __init__(self) -> None:
         self._numbers: dict[Site, int] = {}
@@ -33,7 +40,7 @@ class Sites:
         frame = sys._getframe().f_back
         backward = frame is None
         if backward:
-            # An autograd thread, which works for the main thread's call of `backward`.
+            # The caller is an autograd thread, which works for the call of `backward` in the main thread.
             main = threading.main_thread().ident
             frame = sys._current_frames().get(main) if main is not None else None
         site = _lines(frame)
@@ -54,7 +61,7 @@ class Sites:
 
 def _lines(frame: FrameType | None) -> Site:
     lines: list[tuple[CodeType, int]] = []
-    while frame is not None and len(lines) < _DEPTH:
+    while frame is not None and len(lines) < _MAX_LINES:
         if not _is_skipped(frame.f_code.co_filename):
             lines.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
@@ -63,4 +70,6 @@ def _lines(frame: FrameType | None) -> Site:
 
 @cache
 def _is_skipped(path: str) -> bool:
-    return path.startswith((_TORCH, _OWN)) or (path.startswith(_SKIPPED) and _SITE_PACKAGES not in path)
+    return path.startswith((_TORCH_FOLDER, _EMULATION_FOLDER)) or (
+        path.startswith(_SKIPPED_PATHS) and _SITE_PACKAGES not in path
+    )

@@ -15,12 +15,19 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.patches import Patches
 
-# Names in torch.cuda that are replaced or used, and that another version of torch may not have.
-_NEEDED = (
+# The emulation replaces or uses these names in torch.cuda. Another version of torch may lack some of them.
+_NEEDED_NAMES = (
     *("_cudart", "_device_count_nvml", "_exchange_device", "_lazy_init", "_maybe_exchange_device", "_queued_calls"),
     *("_utils", "get_device_properties", "graphs", "memory", "nccl", "nvtx", "streams"),
 )
-_RESTORED = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
+# The emulation, or torch while it is active, assigns these names in torch.cuda. They are restored on exit.
+_RESTORED_NAMES = (
+    "_initialized",
+    "_cached_device_count",
+    "_lazy_seed_tracker",
+    "_is_in_bad_fork",
+    "default_generators",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Stream(torch.Stream):
     """`torch.cuda.Stream` of an emulated device."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
-        """Create a stream, or wrap the one with ``stream_id``, ``device_index`` and ``device_type``."""
+        """Create a stream, or wrap the existing stream with ``stream_id``, ``device_index`` and ``device_type``."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
@@ -56,12 +63,12 @@ class Stream(torch.Stream):
 
     @property
     def cuda_stream(self) -> int:
-        """The handle for CUDA libraries; 0 for the default stream."""
+        """The handle that CUDA libraries take. The default stream has the handle 0."""
         return self.stream_id
 
     @property
     def priority(self) -> int:
-        """Return 0: priorities are not emulated."""
+        """Return 0, because priorities are not emulated."""
         return 0
 
     def wait_event(self, event: torch.Event) -> None:
@@ -69,7 +76,7 @@ class Stream(torch.Stream):
         event.wait(self)
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """Record ``event``, or a new one, and return it."""
+        """Record ``event``, or a new event if it is None, and return the event."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -111,7 +118,7 @@ class Event(torch.Event):
         self._recorded_at = perf_counter_ns()
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Return the milliseconds between two recordings, in host time, since operators run on the host at once."""
+        """Return the milliseconds between two recordings, measured on the host, which runs all operators."""
         assert isinstance(end_event, Event)
         if self._recorded_at is None or end_event._recorded_at is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
@@ -126,9 +133,9 @@ def check_torch_version() -> None:
     """Raise an error if this version of torch lacks names that the emulation needs.
 
     Raises:
-        ConfigurationError: names what is missing.
+        ConfigurationError: the message lists the missing names.
     """
-    missing = [name for name in (*_NEEDED, *_RESTORED) if not hasattr(torch.cuda, name)]
+    missing = [name for name in (*_NEEDED_NAMES, *_RESTORED_NAMES) if not hasattr(torch.cuda, name)]
     if missing:
         raise ConfigurationError(
             f"The emulation of CUDA does not fit torch {torch.__version__}: torch.cuda has no {', '.join(missing)}.",
@@ -139,9 +146,10 @@ def check_torch_version() -> None:
 
 @contextlib.contextmanager
 def emulated_names(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
-    """Install the emulated names in torch.cuda, and restore the former ones on exit."""
+    """Install the emulated names in torch.cuda, and restore the former values of these names on exit."""
     cuda = torch.cuda
-    # The process that initialised the driver. Processes that it forks afterwards cannot use it.
+    # The id of the process that initialised the driver, or an empty list before that. A process that is forked
+    # afterwards cannot use the driver.
     initialised_by: list[int] = []
 
     def mark_initialised() -> None:
@@ -162,7 +170,8 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
             _start_autograd(extension, devices)
         cuda.default_generators = tuple(extension.default_generator(index) for index in range(devices))
 
-    # The first call that names a device, or asks for the current one, initialises CUDA.
+    # The following functions initialise CUDA, because the first call that names a device, or that asks for the
+    # current device, initialises it.
     def get_device() -> int:
         cuda.init()  # type: ignore[no-untyped-call]
         return int(extension.current_device())
@@ -259,7 +268,7 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         for name, function in names.items():
             put(torch._C, name, function)
         put(torch._C, "_has_cuda", True)
-        for name in _RESTORED:
+        for name in _RESTORED_NAMES:
             put(cuda, name, getattr(cuda, name))
         put(cuda, "_queued_calls", list(cuda._queued_calls))
         put(cuda, "_is_in_bad_fork", in_bad_fork)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from drivetrain.testing._emulated_cuda.patches import Patches
 
-_TIMEOUT = timedelta(minutes=10)  # NCCL's default in torch
+_TIMEOUT = timedelta(minutes=10)  # the default timeout for NCCL in torch
 
 
 class Options:
-    """Mirrors `ProcessGroupNCCL.Options`; only a group's timeout has an effect."""
+    """Mirrors `ProcessGroupNCCL.Options`. Only the timeout of a group has an effect."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
