@@ -284,7 +284,7 @@ class RunCheckpoints:
         return trainables
 
     def _frozen_names(self) -> set[str] | None:
-        """Return the names of the parameters that the resumed run had frozen; None if unknown or without a resumed run."""
+        """Return the names of the parameters that the resumed run had frozen; None if unknown or not resuming."""
         frozen = None if self.opened is None else self.opened.state().get("frozen")
         return None if frozen is None else set(frozen)
 
@@ -431,7 +431,7 @@ class RunCheckpoints:
             background: copy the state, and write the copy while training continues.
             on_complete: called once the checkpoint is complete.
             identifier: the identifier in the checkpoint's manifest; "" for a random one. Rank 0's value is used.
-            digest: the name of the digest to store for each file besides the checksum. Rank 0's value is used.
+            digest: the name of the digest to store for each file, in addition to the checksum. Rank 0's value is used.
             trainable_only: store only checksums of parameters that have never trained.
 
         Raises:

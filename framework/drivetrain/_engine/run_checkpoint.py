@@ -64,7 +64,7 @@ class RunCheckpoint:
         Args:
             weights_only: leave out what only a resumed run needs.
             trainable_only: store only checksums of parameters that have never trained. Collective then.
-            dry_run: whether nothing will be written. Errors of hooks are then ignored, since what the hooks need may not
+            dry_run: whether nothing will be written. Errors of hooks are then ignored, since what hooks need may not
                 exist yet.
         """
         core, strategy, module = self._core, self._strategy, self._module
