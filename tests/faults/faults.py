@@ -173,7 +173,7 @@ class _Struck:
         often = max(1, int(often * (1 - whole / self._undisturbed.reached)))
         first = _STALLS_IN_FRESH[place] if kind == "stalls" else 1
         if kind == "raises" and place in ("on_save_checkpoint", "state_dict"):
-            first = 2  # errors raised in the rehearsal before training are suppressed
+            first = 2  # errors raised in the dry run before training are suppressed
         nth = draw.randint(first, max(first, often))
         return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
 

@@ -13,11 +13,13 @@ from drivetrain.errors import ConfigurationError, nearest
 CLIP_ALGORITHMS = ("norm", "value")
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+"""The arguments that limit the number of micro-batches of a loader."""
 
 SWITCHES = (
     *("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "inference_mode", "detect_anomaly"),
     *("use_distributed_sampler", "sync_batchnorm", "barebones"),
 )
+"""The arguments that must be True or False."""
 
 
 def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
@@ -25,21 +27,21 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
 
     Args:
         values: all arguments by name.
-        chosen: the arguments that were set in code, environment or file.
+        chosen: the names of the arguments that were set in code, in the environment or in a file.
 
     Raises:
-        ConfigurationError: names the argument, its value, the reason and a fix.
+        ConfigurationError: an argument is invalid. The error names the argument, its value, the reason and a fix.
     """
     for name in LIMITS:
         _check_limit(name, values[name])
-    _check_limit("val_check_interval", values["val_check_interval"], zero=False)
-    _check_count("max_epochs", values["max_epochs"], lowest=-1, none=True)
+    _check_limit("val_check_interval", values["val_check_interval"], allow_zero=False)
+    _check_count("max_epochs", values["max_epochs"], lowest=-1, allow_none=True)
     _check_count("max_steps", values["max_steps"], lowest=-1)
     for name in ("min_epochs", "min_steps"):
-        _check_count(name, values[name], lowest=0, none=True)
+        _check_count(name, values[name], lowest=0, allow_none=True)
     for name in ("accumulate_grad_batches", "num_nodes"):
         _check_count(name, values[name], lowest=1)
-    _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1, none=True)
+    _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1, allow_none=True)
     _check_count("log_every_n_steps", values["log_every_n_steps"], lowest=0)
     _check_count("reload_dataloaders_every_n_epochs", values["reload_dataloaders_every_n_epochs"], lowest=0)
     _check_count("num_sanity_val_steps", values["num_sanity_val_steps"], lowest=-1)
@@ -54,7 +56,8 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     if values["check_val_every_n_epoch"] is None and not isinstance(values["val_check_interval"], int):
         raise ConfigurationError(
             f"check_val_every_n_epoch=None with val_check_interval={values['val_check_interval']!r}.",
-            "without epochs, validation runs every val_check_interval micro-batches.",
+            "with None, validation is scheduled by micro-batches across epochs, so a fraction of an epoch has no "
+            "meaning.",
             "give val_check_interval as an int.",
         )
     _check_clipping(values["gradient_clip_val"], values["gradient_clip_algorithm"])
@@ -84,7 +87,7 @@ def duration(value: Any) -> timedelta:
     """Parse ``max_time``: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
 
     Raises:
-        ConfigurationError: the value has another form, or is not positive.
+        ConfigurationError: ``value`` has another form, or its duration is not positive.
     """
     result = None
     if isinstance(value, timedelta):
@@ -107,10 +110,10 @@ def duration(value: Any) -> timedelta:
 
 
 def signal_numbers(names: Any) -> list[int]:
-    """Parse ``preemption_signals``: the name of a signal, or several.
+    """Return the numbers of ``preemption_signals``, which is the name of a signal or a sequence of names.
 
     Raises:
-        ConfigurationError: there is no such signal, or it cannot be handled.
+        ConfigurationError: a name is not that of a signal, or the signal cannot be handled.
     """
     numbers = []
     for name in [names] if isinstance(names, str) else names:
@@ -127,11 +130,11 @@ def signal_numbers(names: Any) -> list[int]:
     return numbers
 
 
-def _check_limit(name: str, value: Any, zero: bool = True) -> None:
+def _check_limit(name: str, value: Any, allow_zero: bool = True) -> None:
     if value is None:
         return
-    is_count = type(value) is int and value >= (0 if zero else 1)
-    is_fraction = type(value) is float and 0.0 <= value <= 1.0 and (zero or value > 0.0)
+    is_count = type(value) is int and value >= (0 if allow_zero else 1)
+    is_fraction = type(value) is float and 0.0 <= value <= 1.0 and (allow_zero or value > 0.0)
     if not (is_count or is_fraction):
         raise ConfigurationError(
             f"{name}={value!r}.",
@@ -140,12 +143,14 @@ def _check_limit(name: str, value: Any, zero: bool = True) -> None:
         )
 
 
-def _check_count(name: str, value: Any, lowest: int, none: bool = False) -> None:
-    if value is None and none:
+def _check_count(name: str, value: Any, lowest: int, allow_none: bool = False) -> None:
+    if value is None and allow_none:
         return
     if type(value) is not int or value < lowest:
         raise ConfigurationError(
-            f"{name}={value!r}.", f"it is a count of {lowest} or more.", f"use an int, such as {name}={max(lowest, 1)}."
+            f"{name}={value!r}.",
+            f"it must be an int >= {lowest}{', or None' if allow_none else ''}.",
+            f"use a value such as {name}={max(lowest, 1)}.",
         )
 
 
@@ -179,7 +184,7 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
         )
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
         raise ConfigurationError(
-            f"gradient_clip_val={value!r}.", "it bounds a norm or a magnitude.", "use a positive number, or None."
+            f"gradient_clip_val={value!r}.", "it bounds a norm or a magnitude.", "use a number >= 0, or None."
         )
 
 
@@ -198,6 +203,6 @@ def _check_barebones(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         if name in chosen and values[name]:
             raise ConfigurationError(
                 f"barebones=True with {name}={values[name]!r}.",
-                "barebones leaves out everything but the loop, to measure it.",
+                "barebones runs only the training loop, so that its overhead can be measured.",
                 f"remove {name}, or barebones.",
             )

@@ -1,4 +1,4 @@
-"""RunCheckpoints: opens the checkpoint that a run starts from, and writes the checkpoints that it saves."""
+"""RunCheckpoints: opens the checkpoint that a run starts from, and writes the checkpoints that the run saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain._loops.trainables import freeze_only
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
-# The code that reads and writes checkpoints is imported on use: many runs need neither.
+# The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
@@ -33,13 +33,13 @@ logger = logging.getLogger("drivetrain")
 
 
 class RunCheckpoints:
-    """Opens, loads and writes checkpoints.
+    """Opens, loads and writes the checkpoints of one run.
 
     Args:
         core: the run.
-        data: its data.
-        memory: state that the run's checkpoints share.
-        collect_parts: returns the parts of a fit that are set up by now.
+        data: the data of the run.
+        memory: the state that all checkpoints of the run share.
+        collect_parts: returns those parts of a fit that are set up at the time of the call.
     """
 
     def __init__(
@@ -52,55 +52,58 @@ class RunCheckpoints:
         self._path = core.request.ckpt_path
         self._allow = core.request.allow
         self.requests = core.profiling.save_requests()
-        """Checkpoints that were requested within a window."""
-        self._reset: set[str] = set()  # the kinds of accepted differences that were found
+        """Saves and rollbacks deferred to the end of the accumulation window."""
+        self._accepted_differences: set[str] = set()  # the kinds of differences that were found and that `allow` names
         self._background: BackgroundSaver | None = None
-        self._lineage_id = os.urandom(8).hex()  # rank 0's identifies the run in the lineage of its checkpoints
+        self._lineage_id = os.urandom(
+            8
+        ).hex()  # identifies this run in checkpoint lineages; only rank 0's value is stored
         self._ancestors: tuple[tuple[str, int], ...] = ()
-        self._parent, self._count = "", 0
+        self._parent_checkpoint_id = ""  # the parent of the next checkpoint; "" for none
+        self._checkpoints_written = 0
         self._beginning = Beginning()
         self._searched_folders: list[str] = []
         self.opened: Checkpoint | None = None
         """The checkpoint that the run starts from, if any."""
         self.already_ended: str | None = None
-        """Why the run found by "auto" has nothing left to train; None if it has something left."""
+        """Why the run found by "auto" has nothing left to train; None if something is left."""
         self._warned_of_no_save = False
         self.written: str | None = None
         """The path of the last checkpoint that this run completed."""
 
-    # Reading
+    # Opening and loading the checkpoint that the run starts from, and rolling back
 
-    def begin(self) -> None:
-        """Choose the run's folder and, for "last", "best" and "auto", its checkpoint. Collective.
+    def choose_start(self) -> None:
+        """Choose the run's folder and, for "last", "best" and "auto", the checkpoint to start from. Collective.
 
         Raises:
             ConfigurationError: on every rank: the folder cannot be created.
             StorageError: a storage cannot be listed.
         """
         core = self._core
-        self._searched_folders = self._folders()
+        self._searched_folders = self._callback_folders()
         needed_by = self._folder_needed_by()
         check_folder_agreement(core.strategy.control, needed_by)
         if needed_by:
             from drivetrain._engine.run_start import begin
 
-            self._beginning = begin(core, core.folder, self._path, _check_form)
+            self._beginning = begin(core, core.folder, self._path, _check_schema)
 
     def _folder_needed_by(self) -> list[str]:
-        """Return what needs a folder for the run: class names, and "ckpt_path"."""
+        """Return the class names of the objects that need a folder for the run, and "ckpt_path" if it is given."""
         core, trainer = self._core, self._core.trainer
         profilers = [trainer.profiler] if core.profiling.wants_folder else []
         callbacks = [callback for callback in core.callbacks if callback.wants_run_folder]
         argument = [] if self._path is None else ["ckpt_path"]
         return [*(type(user).__name__ for user in (*trainer.loggers, *callbacks, *profilers)), *argument]
 
-    def claim_for_appended(self) -> None:
+    def claim_folder_for_late_callbacks(self) -> None:
         """Claim a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
         core = self._core
         if core.stage == "fit" and core.folder.path is None:
             from drivetrain._engine.run_start import begin
 
-            self._beginning = begin(core, core.folder, self._path, _check_form)
+            self._beginning = begin(core, core.folder, self._path, _check_schema)
 
     def open(self) -> int:
         """Open the checkpoint that the run starts from, and return the seed of its sample order. Collective.
@@ -115,16 +118,16 @@ class RunCheckpoints:
             from drivetrain._engine.run_location import runs_folder
             from drivetrain._engine.run_start import find_in_folders
 
-            # Rank 0 chooses for all ranks: a network file system may show others an older state.
-            added_in_setup = [folder for folder in self._folders() if folder not in self._searched_folders]
+            # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
+            added_in_setup = [folder for folder in self._callback_folders() if folder not in self._searched_folders]
             path = beginning.path
             if path is None and added_in_setup:
-                path = find_in_folders(core, added_in_setup, self._path or "", _check_form)
+                path = find_in_folders(core, added_in_setup, self._path or "", _check_schema)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
-                    f"looked in {', '.join([runs_folder(core), *self._folders()])}, for checkpoints "
-                    f"that runs of {type(core.module).__name__} with these hyper-parameters saved.",
+                    f"looked in {', '.join([runs_folder(core), *self._callback_folders()])}, for checkpoints "
+                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.",
                     "pass a path, or ckpt_path='auto', which starts a new run if there is none.",
                 )
         if path is None:
@@ -145,12 +148,12 @@ class RunCheckpoints:
         assert self.opened is not None
         if fitting:
             metadata = self.opened.manifest.metadata
-            self._ancestors, self._parent = metadata.lineage, metadata.identifier
+            self._ancestors, self._parent_checkpoint_id = metadata.lineage, metadata.identifier
             core.folder.note_start(metadata, path, beginning.parent, beginning.continues_run)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def check_remaining_training(self) -> None:
-        """Check whether the resumed run has anything left to train with the settings of this one.
+        """Check whether, under the current settings, anything is left to train.
 
         Raises:
             ConfigurationError: nothing is left, and ``ckpt_path`` is a path, "last" or "best".
@@ -162,25 +165,26 @@ class RunCheckpoints:
         reason, remedy = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
         loop = self.opened.state()["loop"]
         if loop and loop.get("left_after_last_step") and step == trainer.max_steps:
-            # A validation or the end of the epoch is still missing.
+            # The saved run stopped at max_steps before a validation or the end of the epoch, which is still to come.
             reason = limit_reached(trainer.max_epochs, -1, epoch, step)
         if reason is not None and trainer.fast_dev_run:
             remedy = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
         elif reason is None and (not loop or loop.get("asked_to_stop") is None):
-            reason, remedy = self._stopped_early(epoch, step), "give it more patience or another threshold"
+            reason, remedy = self._stopped_early(epoch, step), "raise the callback's patience or change its threshold"
         if reason is None or self._path == "auto":
             self.already_ended = reason
             return
         raise ConfigurationError(
             f"ckpt_path={self._path!r}: {reason}, so that nothing is left to train.",
             f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
-            f"{remedy}, or evaluate it with validate or test; with ckpt_path='auto' such a run ends without an error.",
+            f"{remedy}, or evaluate the checkpoint with validate or test; with ckpt_path='auto' such a run "
+            "ends without an error.",
         )
 
     def _stopped_early(self, epoch: int, step: int) -> str | None:
-        """Return why a callback ended the run, or None.
+        """Return why a callback ended the resumed run, or None.
 
-        A callback whose settings differ from those in that run has another state key, and is skipped.
+        A callback whose settings differ from its settings in the resumed run has another state key, and is skipped.
         """
         assert self.opened is not None
         trainer, states = self._core.trainer, self.opened.state()["callbacks"]
@@ -191,14 +195,14 @@ class RunCheckpoints:
             with reporting_malformed(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
                 reason = None if saved is None else callback.why_ended(saved["state"])
             if reason is not None:
-                return f"{type(callback).__name__} has ended it: {reason}"
+                return f"{type(callback).__name__} has ended the run: {reason}"
         return None
 
-    def check_data(self) -> None:
+    def check_module_and_data(self) -> None:
         """Compare the module and the data with those of the resumed run. Collective.
 
         Raises:
-            ConfigurationError: they differ, and ``allow`` does not name them.
+            ConfigurationError: the module or the data differ, and ``allow`` does not name the difference.
         """
         core, stage_data = self._core, self._data.loaded
         if core.stage != "fit":
@@ -210,39 +214,44 @@ class RunCheckpoints:
         self._compare()
 
     def _compare(self) -> None:
-        """Compare the components that are set up by now with those of the resumed run."""
+        """Compare the components that are set up by now with the components of the resumed run.
+
+        Raises:
+            ConfigurationError: components differ, and ``allow`` does not name the difference.
+        """
         if self.opened is None:
             return
         from drivetrain._engine.resume_compatibility import find_differences, refuse_differences
 
-        now = self._memory.components
+        current = self._memory.components
         if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
             # The epoch has not begun, and the saved facts describe the loader of the previous epoch.
-            now = {name: value for name, value in now.items() if name != "data"}
-        found = find_differences(self.opened.state().get("made_of"), now)
+            current = {name: value for name, value in current.items() if name != "data"}
+        found = find_differences(self.opened.state().get("made_of"), current)
         refuse_differences(self.opened.path, found, self._allow)
         differing = {difference.consent for difference in found}
-        if differing - self._reset and self._core.strategy.rank == 0:
-            new = [difference for difference in found if difference.consent not in self._reset]
+        if differing - self._accepted_differences and self._core.strategy.rank == 0:
+            new = [difference for difference in found if difference.consent not in self._accepted_differences]
             text = "; ".join(f"{difference.saved}, now {difference.now}" for difference in new)
-            logger.warning("Differs from the resumed run, and is allowed: %s.", text)
-        self._reset |= differing
+            logger.warning("These differences from the resumed run are allowed: %s.", text)
+        self._accepted_differences |= differing
 
     def load(self) -> None:
         """Load the opened checkpoint, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
-                self._contents().load(self.opened, reset=self._reset)
-            self._trainables().set_resuming(self._frozen() is not None)
+                self._run_state().load(self.opened, reset=self._accepted_differences)
+            self._trainables().set_resuming(self._frozen_names() is not None)
 
     def restore_trainables(self) -> None:
         """Freeze and unfreeze parameters as in the resumed run, before the module is wrapped. Not collective."""
-        frozen = self._frozen()
+        frozen = self._frozen_names()
         if frozen is not None:
             changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
             if changed and self._core.strategy.rank == 0:
                 logger.info(
-                    "As in the resumed run, and unlike in the code, these parameters are trained or frozen: %s.",
+                    "The trainable flags of these parameters were restored from the resumed run and "
+                    "differ from the code: %s.",
                     listed(changed),
                 )
 
@@ -250,37 +259,37 @@ class RunCheckpoints:
         """Restore the parameter groups and the frozen parameters of the resumed run.
 
         Raises:
-            ConfigurationError: optimizers or schedulers are of other classes, and ``allow`` does not name them.
+            ConfigurationError: optimizers or schedulers are of other classes, and ``allow`` does not name this.
         """
         self._compare()
-        frozen = self._frozen()
+        frozen = self._frozen_names()
         if frozen is None or self.opened is None:
             return
         self._trainables().freeze_as_saved(frozen, "configure_optimizers")
-        if "optimizer" not in self._reset:
-            self._contents().regroup(self.opened, optimizers)
+        if "optimizer" not in self._accepted_differences:
+            self._run_state().regroup(self.opened, optimizers)
 
-    def keep_trainables(self) -> None:
-        """Undo what ``on_fit_start`` and ``on_train_start`` of a resumed run froze or unfroze."""
-        frozen = self._frozen()
+    def restore_trainables_after_start_hooks(self) -> None:
+        """Undo what ``on_fit_start`` and ``on_train_start`` froze or unfroze in a run that resumes another."""
+        frozen = self._frozen_names()
         if frozen is not None:
             self._trainables().freeze_as_saved(frozen, "on_fit_start or on_train_start")
             self._trainables().set_resuming(False)
         if self.opened is not None:
-            self.opened.close()  # it is not read any more, and may be deleted
+            self.opened.close()  # the checkpoint is not read any more, and may be deleted
 
     def _trainables(self) -> Trainables:
         trainables = self._collect_parts().trainables
         assert trainables is not None
         return trainables
 
-    def _frozen(self) -> set[str] | None:
-        """Return the parameters that were frozen in the resumed run; None if unknown or if no run is resumed."""
+    def _frozen_names(self) -> set[str] | None:
+        """Return the names of the parameters that the resumed run had frozen; None if unknown or not resuming."""
         frozen = None if self.opened is None else self.opened.state().get("frozen")
         return None if frozen is None else set(frozen)
 
-    def newest_before(self, step: int) -> tuple[str, int] | None:
-        """Return the path and step of this run's newest checkpoint that is not after ``step``. Collective."""
+    def newest_up_to(self, step: int) -> tuple[str, int] | None:
+        """Return the path and step of this run's newest checkpoint at or before ``step``, or None. Collective."""
         from drivetrain._engine.saved_state_schema import check_progress
         from drivetrain.checkpoint._format import load
 
@@ -288,7 +297,7 @@ class RunCheckpoints:
         control, found = self._core.strategy.control, None
         if control.rank == 0:
             for path in {path for callback in self._core.callbacks for path in callback.kept_checkpoints}:
-                with suppress(CheckpointError):  # another process removed it
+                with suppress(CheckpointError):  # another process removed the checkpoint
                     checkpoint = load(path)
                     check_progress(checkpoint)
                     saved_step = int(checkpoint.progress["global_step"])
@@ -299,12 +308,12 @@ class RunCheckpoints:
         return None if found is None else (found[0], found[1])
 
     def roll_back(self, path: str) -> None:
-        """Load a checkpoint of this run once all hooks of the current event have run, and resume there. Collective.
+        """Roll back to a checkpoint of this run, once all hooks of the current event have run. Collective.
 
-        Callbacks are notified before and after it; their state is loaded in between.
+        Callbacks are notified before and after the rollback. The state of callbacks is loaded in between.
 
         Raises:
-            CheckpointError: it cannot be opened, or, raised later from the loop, is damaged.
+            CheckpointError: the checkpoint cannot be opened. If it is damaged, the loop raises this later.
         """
         from drivetrain.checkpoint._format import load, run_collectively
 
@@ -317,36 +326,37 @@ class RunCheckpoints:
             self.finish()
             for callback in core.callbacks:
                 callback.before_going_back(core.trainer, core.module)
-            self._contents().load(checkpoint, rolling_back=True)
+            self._run_state().load(checkpoint, rolling_back=True)
             if core.strategy.rank == 0:
                 core.folder.note("went back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
                 callback.after_going_back(core.trainer, core.module, path)
 
-        self.requests.go_back(load_now)
+        self.requests.roll_back(load_now)
 
     def load_weights(self) -> None:
         """Load the weights of the opened checkpoint, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
-                self._contents().load_weights(self.opened)
+                self._run_state().load_weights(self.opened)
             self.opened.close()
 
-    def _folders(self) -> list[str]:
+    def _callback_folders(self) -> list[str]:
+        """Return the folders that callbacks write checkpoints to, each once."""
         return list(dict.fromkeys(folder for callback in self._core.callbacks for folder in callback.writes_to))
 
-    def _contents(self) -> RunCheckpoint:
+    def _run_state(self) -> RunCheckpoint:
         from drivetrain._engine.run_checkpoint import RunCheckpoint
 
         return RunCheckpoint(self._core, self._data, self._collect_parts(), self._memory)
 
-    # Writing
+    # Writing the checkpoints of this run
 
-    def rehearse(self) -> None:
+    def dry_run_save(self) -> None:
         """Check, before the first step, that everything the callbacks will save can be saved. Collective.
 
-        Does what a save does, except for copying and writing. If callbacks save weights only, the rest is needed only
-        after a preemption signal: a problem with it is then a warning.
+        The check does what a save does, except for copying and writing. If all callbacks save weights only, the rest of
+        the state is needed only after a preemption signal, and a problem with the rest is only a warning.
 
         Raises:
             CheckpointError: on every rank: something cannot be saved.
@@ -355,23 +365,23 @@ class RunCheckpoints:
         saving = [callback for callback in core.callbacks if callback.writes_to]
         if not saving:
             return
-        with preserved_generators(core.strategy.device):  # hooks may use the generators
+        with preserved_generators(core.strategy.device):  # the hooks that a save calls may use the generators
             saves_whole = any(callback.saves_whole for callback in saving)
-            self._rehearse(weights_only=not saves_whole)
+            self._dry_run_save(weights_only=not saves_whole)
             if not saves_whole and core.saves_on_signals:
                 try:
-                    self._rehearse(weights_only=False)
+                    self._dry_run_save(weights_only=False)
                 except CheckpointError as error:
                     if core.strategy.rank == 0:
                         logger.warning(
                             "After a preemption signal this run could not save a checkpoint to resume from: %s", error
                         )
 
-    def _rehearse(self, weights_only: bool) -> None:
+    def _dry_run_save(self, weights_only: bool) -> None:
         from drivetrain.checkpoint._format import check_metadata, run_collectively, stage
 
-        control, checkpoint = self._core.strategy.control, self._contents()
-        contents = checkpoint.contents(weights_only, rehearsing=True)
+        control, checkpoint = self._core.strategy.control, self._run_state()
+        contents = checkpoint.contents(weights_only, dry_run=True)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
 
         def check() -> None:
@@ -385,18 +395,19 @@ class RunCheckpoints:
         """Write a checkpoint, now or at the end of the current window. Collective.
 
         Raises:
-            ConfigurationError: the run took place in other processes, and its optimizer state ended with them.
-            CheckpointError: on every rank: it could not be written.
+            ConfigurationError: the run took place in other processes. Its optimizer state was lost when they exited.
+            CheckpointError: on every rank: the checkpoint could not be written.
         """
         core = self._core
         if core.ran_elsewhere and not weights_only:
             raise ConfigurationError(
                 "save_checkpoint after a run that took place in other processes.",
-                "its optimizers' states ended with them; this process has only the trained weights.",
+                "the optimizers' states were lost when they exited; this process has only the trained weights.",
                 "save within the run, from a hook, or with weights_only=True.",
             )
         if core.progress.within_window:
-            # A checkpoint holds no gradients. All ranks are at the same micro-batch of the window.
+            # A checkpoint holds no gradients, so the save waits until the window ends. All ranks do the same, because
+            # all are at the same micro-batch of the window.
             self.requests.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
         else:
             with core.profiling.span("checkpoint"):
@@ -407,7 +418,7 @@ class RunCheckpoints:
         path: str,
         weights_only: bool,
         background: bool = False,
-        then: Callable[[], None] = lambda: None,
+        on_complete: Callable[[], None] = lambda: None,
         identifier: str = "",
         digest: str | None = None,
         trainable_only: bool = False,
@@ -417,19 +428,19 @@ class RunCheckpoints:
         Args:
             path: a path or an fsspec URL.
             weights_only: leave out what only a resumed run needs.
-            background: copy the state, and write it while training continues.
-            then: called once the checkpoint is complete.
-            identifier: the identifier in its manifest; "" for a random one. Rank 0's value is used.
-            digest: the digest to store for each file besides its checksum. Rank 0's value is used.
+            background: copy the state, and write the copy while training continues.
+            on_complete: called once the checkpoint is complete.
+            identifier: the identifier in the checkpoint's manifest; "" for a random one. Rank 0's value is used.
+            digest: the name of the digest to store for each file, in addition to the checksum. Rank 0's value is used.
             trainable_only: store only checksums of parameters that have never trained.
 
         Raises:
-            CheckpointError: on every rank: it, or an earlier one in the background, could not be written.
+            CheckpointError: on every rank: this checkpoint or an earlier background save could not be written.
         """
         from drivetrain.checkpoint._format import save, stage
 
         core, strategy = self._core, self._core.strategy
-        checkpoint = self._contents()
+        checkpoint = self._run_state()
         contents = checkpoint.contents(weights_only, trainable_only)
         contents.digest = digest
         metadata = contents.metadata = self._with_lineage(contents.metadata, identifier or os.urandom(16).hex())
@@ -438,9 +449,9 @@ class RunCheckpoints:
 
             flush_loggers(core.trainer)
 
-        def on_complete() -> None:
+        def record_completion() -> None:
             self.written = path
-            then()
+            on_complete()
             if strategy.rank == 0:
                 core.folder.note_checkpoint(path, metadata)
 
@@ -448,27 +459,27 @@ class RunCheckpoints:
             # After the run every rank holds the whole state, and the ranks no longer communicate.
             if strategy.rank == 0:
                 save(path, contents, LocalControl())
-                on_complete()
+                record_completion()
             return
         if not weights_only:
             strategy.save_beside(path)
         control = strategy.control
         if not background:
             save(path, contents, control, checkpoint.shard_of)
-            on_complete()
+            record_completion()
             return
         if self._background is None:
             from drivetrain._engine.background import BackgroundSaver
 
             self._background = BackgroundSaver(control, self.requests)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
-        self._background.save(path, staged, on_complete)
+        self._background.save(path, staged, record_completion)
 
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
-        """Return ``metadata`` with the lineage of the next checkpoint, which becomes the parent of the one after it."""
-        parent, self._parent = self._parent, identifier
-        self._count += 1
-        lineage = (*self._ancestors, (self._lineage_id, self._count))
+        """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
+        parent, self._parent_checkpoint_id = self._parent_checkpoint_id, identifier
+        self._checkpoints_written += 1
+        lineage = (*self._ancestors, (self._lineage_id, self._checkpoints_written))
         from drivetrain.runs._identity import class_path
 
         folder, module = self._core.folder, class_path(type(self._core.module))
@@ -476,7 +487,7 @@ class RunCheckpoints:
         return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        """Save the state of a failed run as of its last step; only in runs of one process."""
+        """Save the state that a failed run had after its last step. A run of several processes only logs a warning."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
@@ -491,7 +502,7 @@ class RunCheckpoints:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.
 
         Raises:
-            CheckpointError: on every rank: it could not be written.
+            CheckpointError: on every rank: a checkpoint could not be written.
         """
         self.finish()
         core = self._core
@@ -499,7 +510,9 @@ class RunCheckpoints:
         self.requests.run()
         self.finish()
         if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:
-            self._warned_of_no_save = True  # this is called again if an epoch ends as well
+            self._warned_of_no_save = (
+                True  # this method runs a second time if the stop coincides with the end of an epoch
+            )
             logger.warning(
                 "The run ends early and nothing is saved: it has no Checkpoint callback, and no other callback that "
                 "saves in save_before_leaving."
@@ -509,7 +522,7 @@ class RunCheckpoints:
         """Wait for the checkpoint being written in the background.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._background is not None:
             with self._core.profiling.span("checkpoint"):
@@ -521,7 +534,7 @@ class RunCheckpoints:
             self._background.abandon()
 
 
-def _check_form(checkpoint: Checkpoint) -> None:
+def _check_schema(checkpoint: Checkpoint) -> None:
     from drivetrain._engine.checkpoint_compatibility import check_saved_state
 
     check_saved_state(checkpoint)

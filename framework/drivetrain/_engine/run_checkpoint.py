@@ -58,13 +58,14 @@ class RunCheckpoint:
 
     # Saving
 
-    def contents(self, weights_only: bool, trainable_only: bool = False, rehearsing: bool = False) -> Contents:
+    def contents(self, weights_only: bool, trainable_only: bool = False, dry_run: bool = False) -> Contents:
         """Collect this rank's part of the checkpoint; calls the hooks that add to it.
 
         Args:
             weights_only: leave out what only a resumed run needs.
             trainable_only: store only checksums of parameters that have never trained. Collective then.
-            rehearsing: nothing will be written; errors of hooks are ignored, since what they need may not exist yet.
+            dry_run: whether nothing will be written. Errors of hooks are then ignored, since what hooks need may not
+                exist yet.
         """
         core, strategy, module = self._core, self._strategy, self._module
         hyper_parameters, left_out = core.secrets.take_out(module.hparams, tell=strategy.rank == 0)
@@ -89,13 +90,13 @@ class RunCheckpoint:
             ),
         )
         if not weights_only:
-            contents.state = self._state(rehearsing)
+            contents.state = self._state(dry_run)
             contents.rank_state = self._rank_state(contents.weights)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(self._optimization.optimizers)
             ]
-            contents.callbacks = self._callback_tensors(rehearsing)
+            contents.callbacks = self._callback_tensors(dry_run)
         if trainable_only:
             self._leave_out_base(contents)
         return contents
@@ -138,25 +139,25 @@ class RunCheckpoint:
     def _running(self) -> bool:
         return self._strategy.module is not None
 
-    def _state(self, rehearsing: bool) -> dict[str, Any]:
+    def _state(self, dry_run: bool) -> dict[str, Any]:
         """Return the state that is the same on all ranks."""
         trainer, datamodule = self._core.trainer, self._core.datamodule
-        with _ignoring_errors(rehearsing):
+        with _ignoring_errors(dry_run):
             module_state: dict[str, Any] = {}
             self._module.on_save_checkpoint(module_state)
         callbacks = {}
         for key, callback in self._callbacks_by_key():
             state: Any = {}
             extra: dict[str, Any] = {}
-            with _ignoring_errors(rehearsing):
+            with _ignoring_errors(dry_run):
                 callback.on_save_checkpoint(trainer, self._module, extra)
                 state = callback.state_dict()
             callbacks[key] = {"state": state, "extra": extra}
         data_state: Any = {}
-        with _ignoring_errors(rehearsing):
+        with _ignoring_errors(dry_run):
             data_state = {} if datamodule is None else datamodule.state_dict()
         schedulers: list[Any] = []
-        with _ignoring_errors(rehearsing):
+        with _ignoring_errors(dry_run):
             schedulers = [config.scheduler.state_dict() for config in self._optimization.schedulers]
         return {
             "module": module_state,
@@ -171,12 +172,12 @@ class RunCheckpoint:
             "data": self._data.state_dict(),
         }
 
-    def _callback_tensors(self, rehearsing: bool) -> dict[str, Mapping[str, Any]]:
+    def _callback_tensors(self, dry_run: bool) -> dict[str, Mapping[str, Any]]:
         if not self._running:
             return {}  # sharded tensors ended with their processes
         found: dict[str, Mapping[str, Any]] = {}
         for key, callback in self._callbacks_by_key():
-            with _ignoring_errors(rehearsing):
+            with _ignoring_errors(dry_run):
                 tensors = callback.save_tensors(self._core.trainer, self._module)
                 if tensors:
                     found[key] = tensors
@@ -424,11 +425,11 @@ class RunCheckpoint:
 
 
 @contextmanager
-def _ignoring_errors(rehearsing: bool) -> Iterator[None]:
-    """Ignore errors of a user's hook in a rehearsal: what it needs may not exist before training."""
+def _ignoring_errors(dry_run: bool) -> Iterator[None]:
+    """Ignore errors of a user's hook in a dry run: what it needs may not exist before training."""
     try:
         yield
     except Exception:
-        if not rehearsing:
+        if not dry_run:
             raise
-        logger.debug("A hook that saves failed in the rehearsal before training.", exc_info=True)
+        logger.debug("A hook that saves failed in the dry run before training.", exc_info=True)

@@ -146,13 +146,13 @@ def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> 
             search.finish_watch(watch)
             watch = None
         if watch is None:
-            undecided = search.undecided(check)
-            if undecided is None:
+            uncertain = search.run_of_unknown_liveness(check)
+            if uncertain is None:
                 return True
-            watch = HeartbeatWatch(undecided, _liveness.WATCH_SECONDS, search.reread)
+            watch = HeartbeatWatch(uncertain, _liveness.WATCH_SECONDS, search.reread)
             logger.warning(
                 "%s may be under way on another machine: its record is watched for %.0f s.",
-                undecided.name,
+                uncertain.name,
                 _liveness.WATCH_SECONDS,
             )
         return False

@@ -61,7 +61,7 @@ from drivetrain._engine.training_setup import (
     estimated_steps,
     under_context,
 )
-from drivetrain._loops.evaluate import NAMES
+from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
@@ -253,7 +253,7 @@ class Session:
         if not core.request.trial:
             core.callbacks.configure()
         core.callbacks.collect()
-        checkpoints.begin()
+        checkpoints.choose_start()
         profiling.set_folder()
         strategy.control.set_record_folder(self._log.folder)
         with profiling.span("prepare_data"):
@@ -268,7 +268,7 @@ class Session:
         reloading = self._load_data()
         stage_data = data.loaded
         profiling.set_loaders(stage_data.loaders or stage_data.evaluated)
-        checkpoints.check_data()
+        checkpoints.check_module_and_data()
         with profiling.span("setup_module"):
             runner = profiling.call("forward", self._set_up_module(stage_data))
         if trainer.seed is not None and strategy.data_rank > 0:
@@ -327,10 +327,10 @@ class Session:
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
             hook()
-        checkpoints.keep_trainables()
+        checkpoints.restore_trainables_after_start_hooks()
         if already_ended is None:
             with core.profiling.span("set-up"):
-                checkpoints.rehearse()
+                checkpoints.dry_run_save()
             self._record_beginning()
             ending.has_trained = True
             loop.run()
@@ -364,7 +364,7 @@ class Session:
             evaluate: Callable[[], Any] = build_prediction(core, data, runner, move)
         else:
             evaluate = build_evaluation(core, data, core.stage, runner, move)
-        with core.profiling.span(NAMES[core.stage]):
+        with core.profiling.span(HOOK_STAGE_NAMES[core.stage]):
             return evaluate()
 
     # Signals
@@ -424,7 +424,7 @@ class Session:
         self._plan_teardowns()
         for setup in setups:
             setup(core.stage)
-        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_for_appended)
+        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_folder_for_late_callbacks)
         self._plan_teardowns()
 
     def _plan_teardowns(self) -> None:

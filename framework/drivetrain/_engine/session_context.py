@@ -485,7 +485,7 @@ class SessionContext(RunContext):
         self._running("checkpoint_removed").core.folder.note_removal(identifier)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
-        return self._running("checkpoint_before").checkpoints.newest_before(step)
+        return self._running("checkpoint_before").checkpoints.newest_up_to(step)
 
     def roll_back(self, path: str) -> None:
         self._running("roll_back").checkpoints.roll_back(path)

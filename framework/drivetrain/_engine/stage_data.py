@@ -21,7 +21,7 @@ from drivetrain._engine.stage_loaders import (
     shorter,
     training_source,
 )
-from drivetrain._loops.evaluate import NAMES
+from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain.data._batch_source import BatchSource
@@ -161,7 +161,7 @@ class StageData:
                 "there is nothing to run on.",
                 f"pass dataloaders= to {stage}, a DataModule, or write {loader_method(stage)} in the module.",
             )
-        step = f"{NAMES[stage]}_step"
+        step = f"{HOOK_STAGE_NAMES[stage]}_step"
         if stage != "predict" and not is_overridden(step, module, TrainModule):
             raise ConfigurationError(
                 f"{type(module).__name__} has no {step}.",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain._loops.evaluate import NAMES
+from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.data import CombinedLoader, DataModule
 from drivetrain.data._batch_source import BatchSource
@@ -89,7 +89,7 @@ def evaluation_sources(stage: str, loaders: Any, data_split: DataSplit, sequenti
     """Prepare one or several evaluation loaders of a stage, "validate", "test" or "predict"."""
     several, sources = several_loaders(loaders), []
     for index, loader in enumerate(several):
-        name = f"{NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
+        name = f"{HOOK_STAGE_NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
         sources.append(_prepared(name, loader, data_split, training=False, predicting=sequential or stage == "predict"))
     return sources
 

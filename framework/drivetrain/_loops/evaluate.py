@@ -21,8 +21,8 @@ from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.strategies.strategy import Strategy
 
-NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
-"""The name of each stage in the names of its hooks and its step."""
+HOOK_STAGE_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
+"""Maps a stage to the word in its hook and step names (on_validation_start, validation_step)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class EvaluationData:
     """The data of an evaluation.
 
     Attributes:
-        sources: one for each loader.
+        sources: the source of the batches of each loader.
         limits: the maximal number of micro-batches of each loader; None for all.
-        move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if it is there already.
+        move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are there already.
     """
 
     sources: Sequence[BatchSource]
@@ -46,8 +46,8 @@ class EvaluationMode:
 
     Attributes:
         sync_buffers: gives every rank the buffers of rank 0.
-        inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
-        early_exit: lets the ranks interrupt the evaluation; None if it always runs to its end.
+        inference_mode: whether to run in `torch.inference_mode` rather than `torch.no_grad`.
+        early_exit: lets the ranks interrupt the evaluation; None if the evaluation always runs to its end.
     """
 
     sync_buffers: Callable[[], object]
@@ -58,15 +58,15 @@ class EvaluationMode:
 @contextmanager
 def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> Iterator[None]:
     """Put the module into eval mode, without gradients; restore the training flag of every child at the end."""
-    flags = [(child, child.training) for child in module.modules()]
+    training_flags = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
         with no_gradient:
             yield
     finally:
-        for child, training in flags:
+        for child, training in training_flags:
             child.training = training
-            # A buffer that a step created in inference mode could no longer be written to.
+            # A buffer that a step created in inference mode could not be written to after the evaluation.
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_inference():
                     child._buffers[name] = buffer.clone()
@@ -75,7 +75,8 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
 def evaluation_batches(source: BatchSource, strategy: Strategy, name: str, first: int = 0) -> Batches:
     """Return the batches that this rank evaluates, starting with its micro-batch number ``first``.
 
-    If forwards are collective and ranks may have different numbers of batches, this rank joins until all have finished.
+    If forwards are collective and ranks may have different numbers of batches, this rank keeps running forwards on
+    padding batches until all ranks have finished.
     """
     batches = source.epoch(0, first)
     if source.needs_order_check:
@@ -96,10 +97,10 @@ class EvaluateLoop:
         stage: "validate" or "test".
         wrapped: the module and the strategy that runs it.
         hooks: the overridden hooks.
-        position: the batch being processed.
-        data: the loaders.
-        reporting: where values and progress are reported.
-        mode: how the module is prepared.
+        position: the running loop and the batch being processed, which this loop sets.
+        data: the loaders, their limits and the move to the device.
+        reporting: the objects to which values and progress are reported.
+        mode: how the module is prepared, and how the evaluation can be interrupted.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class EvaluateLoop:
         mode: EvaluationMode,
     ) -> None:
         self._stage = stage
-        self._name = name = NAMES[stage]
+        self._name = name = HOOK_STAGE_NAMES[stage]
         self._module = wrapped.module
-        self._run = wrapped.runner
+        self._runner = wrapped.runner
         self._strategy = wrapped.strategy
         self._control: ControlPlane = wrapped.strategy.control
         self._metrics = reporting.metrics
@@ -125,7 +126,7 @@ class EvaluateLoop:
         self._limits = data.limits
         self._move = data.move
         self._lengths = reporting.lengths
-        self._pacing = reporting.pacing
+        self._progress_reports = reporting.pacing
         self._log = reporting.log
         self._mode = mode
         self._early_exit = mode.early_exit
@@ -138,7 +139,7 @@ class EvaluateLoop:
     def run(self) -> list[dict[str, float]]:
         """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
         metrics, hooks, name, early_exit = self._metrics, self._hooks, self._name, self._early_exit
-        if early_exit is not None and early_exit.at_once():
+        if early_exit is not None and early_exit.exits_immediately():
             return []
         self._mode.sync_buffers()
         no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
@@ -151,10 +152,10 @@ class EvaluateLoop:
             for hook in getattr(hooks, f"on_{name}_epoch_start"):
                 hook()
             if early_exit is not None:
-                early_exit.after_hooks()
+                early_exit.mark_start_hooks_done()
             had_data = []
-            if self._pacing is not None:
-                self._pacing.before = 0
+            if self._progress_reports is not None:
+                self._progress_reports.before = 0
             for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
                 metrics.had_data = False
@@ -170,7 +171,7 @@ class EvaluateLoop:
             for hook in epoch_end:
                 hook()
             if epoch_end:
-                results = self._reduce()  # includes what these hooks logged
+                results = self._reduce()  # includes the values that the epoch_end hooks logged
             metrics.reset_metrics()
             numbers = {key: float(value) for key, value in results.items()}
             loaders = {entry.epoch_name: entry.loader_idx for entry in metrics.entries.values()}
@@ -181,8 +182,8 @@ class EvaluateLoop:
         return _by_loader(numbers, len(self._sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
-        """Evaluate one loader; return False if the ranks exit early, in which case its effects are undone."""
-        metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
+        """Evaluate one loader; return False if the ranks exit early, after undoing the effects of the evaluation."""
+        metrics, arguments, runner, step = self._metrics, self._arguments, self._runner, self._step
         early_exit = self._early_exit
         should_exit = None if early_exit is None else early_exit.exit_check()
         several, count, position = len(self._sources) > 1, 0, self._position
@@ -191,7 +192,9 @@ class EvaluateLoop:
         for batch_idx, (host_batch, shard) in enumerate(self._batches(source, limit, name)):
             position.batch_idx = batch_idx
             if shard.joins:
-                count += shard.start >= 0  # a batch of the loader, not the last one repeated
+                # This rank has no samples in the batch, and only joins the forwards of the other ranks, as padding.
+                # Repeated batches of a joining rank have start == -1 and do not count.
+                count += shard.start >= 0
                 self._join(host_batch, batch_idx, index)
                 if should_exit is not None and should_exit():
                     break
@@ -204,7 +207,7 @@ class EvaluateLoop:
             hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
             for hook in self._batch_start:
                 hook(*hook_arguments)
-            outputs = run(step, *arguments(batch, batch_idx, index))
+            outputs = runner(step, *arguments(batch, batch_idx, index))
             for hook in self._batch_end:
                 hook(outputs, *hook_arguments)
             if should_exit is not None and should_exit():
@@ -215,22 +218,25 @@ class EvaluateLoop:
             early_exit.undo()
             early_exit.end()
             return False
-        if self._pacing is not None:
-            self._pacing.before += count
+        if self._progress_reports is not None:
+            self._progress_reports.before += count
         self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return True
 
     def _batches(self, source: BatchSource, limit: int | None, name: str) -> Batches:
         batches = islice(evaluation_batches(source, self._strategy, name), limit)
-        return batches if self._pacing is None else self._pacing.follow(batches)
+        return batches if self._progress_reports is None else self._progress_reports.follow(batches)
 
     def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
-        """Run the step without side effects, if the other ranks' forwards need this rank."""
+        """Join the other ranks with a batch without samples of this rank: run the step without side effects.
+
+        If forwards are not collective, the other ranks do not need this rank, and nothing is run.
+        """
         if not self._strategy.collective_forward:
             return
         batch = host_batch if self._move is None else self._move(host_batch, index)
         with without_side_effects(self._module, self._metrics):
-            self._run(self._step, *self._arguments(batch, batch_idx, index))
+            self._runner(self._step, *self._arguments(batch, batch_idx, index))
 
     def _reduce(self) -> dict[str, torch.Tensor]:
         reducing_ranks, noticing_ranks = self._control.agree(
@@ -250,11 +256,11 @@ class EvaluateLoop:
 
 
 def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int | None]) -> list[dict[str, float]]:
-    """Return the values by loader; a value that was not logged within a loader's batches belongs to all of them."""
+    """Return the values by loader; a value logged outside of any loader's batches is returned for every loader."""
     results: list[dict[str, float]] = [{} for _ in range(count)]
     for key, number in numbers.items():
         loader = loaders.get(key)
-        for position, result in enumerate(results):
-            if loader is None or loader == position:
+        for index, result in enumerate(results):
+            if loader is None or loader == index:
                 result[key] = number
     return results

@@ -40,7 +40,7 @@ class EarlyExit:
         self._buffers: BufferSnapshot | None = None
         self._metric_states: Sequence[tuple[Any, dict[str, Any]]] = ()
 
-    def at_once(self) -> bool:
+    def exits_immediately(self) -> bool:
         """Return whether the ranks exit before the validation begins. Collective."""
         self._stop.agree_after_pause("the beginning of a validation run")
         return self._stop.leaves_together()
@@ -51,8 +51,8 @@ class EarlyExit:
         self._buffers = BufferSnapshot(self._module)
         self._metric_states = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
 
-    def after_hooks(self) -> None:
-        """Check whether the hooks that begin the validation changed the weights. Collective."""
+    def mark_start_hooks_done(self) -> None:
+        """Check whether the hooks that begin the validation, which have now run, changed the weights. Collective."""
         self._must_finish = self._weights_changed("the hooks that begin a validation run")
 
     def exit_check(self) -> Callable[[], bool] | None:

@@ -48,7 +48,7 @@ class PredictLoop:
         before: Callable[[], Sequence[IsPredicted]],
     ) -> None:
         self._module = module = wrapped.module
-        self._run = wrapped.runner
+        self._runner = wrapped.runner
         self._strategy = wrapped.strategy
         self._hooks = hooks
         self._metrics = reporting.metrics
@@ -58,7 +58,7 @@ class PredictLoop:
         self._lengths = reporting.lengths
         self._move = data.move
         self._inference_mode = inference_mode
-        self._pacing = reporting.pacing
+        self._progress_reports = reporting.pacing
         self._keeps = keeps
         self._before = before
         self._predicted_checks: Sequence[IsPredicted] = ()
@@ -108,9 +108,9 @@ class PredictLoop:
         indices_of_batches = source.requested_indices()
         batches = evaluation_batches(source, self._strategy, name, first)
         batches = islice(batches, None if limit is None else limit - first)
-        if self._pacing is not None:
-            self._pacing.before += first
-            batches = self._pacing.follow(batches)
+        if self._progress_reports is not None:
+            self._progress_reports.before += first
+            batches = self._progress_reports.follow(batches)
         for batch_idx, (host_batch, shard) in enumerate(batches, first):
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
@@ -126,12 +126,12 @@ class PredictLoop:
             arguments = self._arguments(batch, batch_idx, index)
             if shard.joins or predicted:
                 with without_side_effects(self._module, self._metrics):
-                    self._run(self._module.predict_step, *arguments)
+                    self._runner(self._module.predict_step, *arguments)
                 continue
             hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
             for hook in self._hooks.on_predict_batch_start:
                 hook(*hook_arguments)
-            output = self._run(self._module.predict_step, *arguments)
+            output = self._runner(self._module.predict_step, *arguments)
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *hook_arguments)
             if self._keeps:
@@ -140,8 +140,8 @@ class PredictLoop:
             del output  # frees the output's memory before the next step
         position.leave(previous)
         position.indices = None
-        if self._pacing is not None:
-            self._pacing.before += count - first
+        if self._progress_reports is not None:
+            self._progress_reports.before += count - first
         self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
 

@@ -22,7 +22,7 @@ class SaveRequests:
         """Request that ``save`` is called at the next point at which a run can be resumed."""
         self.waiting.append(save)
 
-    def go_back(self, load: Callable[[], None]) -> None:
+    def roll_back(self, load: Callable[[], None]) -> None:
         """Request a rollback at the next point at which a run can be resumed: leave the epoch and call ``load``."""
         self.rollback = load
         self.waiting.append(load)  # makes the loop call `run`

@@ -13,12 +13,15 @@ from torch import nn
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 
-def all_ranks() -> None:
-    """Return None, torch's value for the group of all ranks. A named function, since a `Fit` must be picklable."""
+def default_process_group() -> None:
+    """Return None, torch's value for the group of all ranks.
+
+    This is a named function because a lambda could not be pickled with the `Fit`.
+    """
 
 
 class MetricObjects:
-    """The metric objects of a module and the values of those that were logged.
+    """The metric objects of a module, and the epoch values of the metrics that were logged.
 
     Args:
         module: the module with the metrics as attributes.
@@ -26,16 +29,16 @@ class MetricObjects:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.group: Callable[[], Any] = all_ranks
-        """Returns the process group for their reductions, or None for all ranks.
+        self.group: Callable[[], Any] = default_process_group
+        """Returns the process group in which the metrics are reduced, or None for all ranks.
 
-        It is called each time: if a failed rank kept a reference to a process group, peers blocked in it would wait
-        forever.
+        Look the group up on every use and never store it: a stored reference keeps the group alive after a failure, and
+        blocked peers would hang.
         """
-        self._ending = False  # True between an epoch's reduction and its end, when hooks may log or reset metrics
-        self._epoch_values: dict[str, torch.Tensor] = {}
-        self._states: dict[str, dict[str, Any]] = {}
-        self._computed: dict[str, Any] = {}
+        self._is_reduced = False  # True from an epoch's reduction to its end; hooks may log or reset metrics in between
+        self._epoch_values: dict[str, torch.Tensor] = {}  # the computed values of this epoch, by key
+        self._late_states: dict[str, dict[str, Any]] = {}  # states of metrics logged after the reduction, by key
+        self._computed_metrics: dict[str, Any] = {}  # the metrics whose value this epoch computed, by key
 
     def all(self) -> dict[str, Any]:
         """Return all metric objects by attribute name."""
@@ -44,10 +47,10 @@ class MetricObjects:
         return {name: child for name, child in self._module.named_modules() if is_metric(child)}
 
     def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """Return the state of each metric object, merged from those of several ranks.
+        """Return the state of each metric object, merged from the states of several ranks.
 
         Raises:
-            CheckpointError: they cannot be merged.
+            CheckpointError: the states of a metric cannot be merged.
         """
         by_name: dict[str, list[Mapping[str, Any]]] = {}
         for state in states:
@@ -66,7 +69,7 @@ class MetricObjects:
         """Return the attribute name of ``metric``, which was logged as ``name``.
 
         Raises:
-            ConfigurationError: the module does not have it.
+            ConfigurationError: ``metric`` is not an attribute of the module.
         """
         for attribute, child in self._module.named_modules():
             if child is metric:
@@ -77,58 +80,61 @@ class MetricObjects:
             "assign it in __init__ (self.accuracy = ...), or pass metric_attribute=.",
         )
 
-    def logged(self, key: str, metric: Any) -> None:
-        """Note that ``metric`` was logged as the epoch value ``key``; after the reduction, keep its present state."""
-        if self._ending:
-            # The hook may reset the metric next, and computing it now would communicate.
-            self._epoch_values.pop(key, None)
-            self._states[key] = metric_state(metric)
+    def note_logged(self, key: str, metric: Any) -> None:
+        """Record that ``metric`` was logged as the epoch value ``key``.
 
-    def computed(self, name: str, key: str, metric: Any, together: bool) -> torch.Tensor:
-        """Return the epoch value ``key`` as the function `computed` does; cached until the key is logged again."""
+        If the epoch was already reduced, drop the cached value and keep the metric's current state.
+        """
+        if self._is_reduced:
+            # The state is kept because the hook may reset the metric next, and computing the value would communicate.
+            self._epoch_values.pop(key, None)
+            self._late_states[key] = metric_state(metric)
+
+    def epoch_value(self, name: str, key: str, metric: Any, across_ranks: bool) -> torch.Tensor:
+        """Return the epoch value ``key``, computed by `compute_value` and cached until the key is logged again."""
         value = self._epoch_values.get(key)
         if value is None:
-            value = computed(name, metric, together, self.group(), self._states.pop(key, None))
+            value = compute_value(name, metric, across_ranks, self.group(), self._late_states.pop(key, None))
             self._epoch_values[key] = value
-            self._computed[key] = metric
+            self._computed_metrics[key] = metric
         return value
 
-    def end_epoch(self) -> None:
-        """Note that the epoch's data has ended and its values are computed."""
-        self._ending = True
+    def mark_reduced(self) -> None:
+        """Record that the epoch's data has ended and that its values are computed."""
+        self._is_reduced = True
 
     def begin_epoch(self) -> None:
-        """Start a new epoch."""
-        self._ending = False
-        self._epoch_values, self._states, self._computed = {}, {}, {}
+        """Start a new epoch, and drop the values and states of the previous one."""
+        self._is_reduced = False
+        self._epoch_values, self._late_states, self._computed_metrics = {}, {}, {}
 
     def reset(self) -> None:
         """Reset the metrics that this epoch computed, even on a rank without data, and start a new epoch."""
-        for metric in self._computed.values():
+        for metric in self._computed_metrics.values():
             reset(metric)
         self.begin_epoch()
 
 
 def is_metric(value: Any) -> bool:
     """Return True if ``value`` is a `torchmetrics.Metric`."""
-    # Code that has a metric has imported torchmetrics, so it is not imported here.
+    # Code that has a metric has imported torchmetrics, so this module does not import torchmetrics itself.
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def metric_state(metric: Any) -> dict[str, Any]:
-    """Return a copy of the states declared with add_state, and of the metric's own bookkeeping."""
+    """Return a copy of the states declared with add_state, and of torchmetrics' bookkeeping, as the update count."""
     return {name: _copy_state(value) for name, value in _saved_attributes(metric).items()}
 
 
 def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
-    """Restore the result of `metric_state`."""
+    """Give a metric the state that `metric_state` returned."""
     metric.__dict__.update(state)
 
 
 def reset(metric: Any) -> None:
     """Reset a metric object."""
-    # An evaluation ends within torch.inference_mode, and training could not update inference tensors.
+    # An evaluation resets metrics within torch.inference_mode, and training could not update inference tensors.
     with torch.inference_mode(False):
         metric.reset()
 
@@ -136,24 +142,25 @@ def reset(metric: Any) -> None:
 def merge_metric_states(name: str, metric: Any, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the merged state of one metric object from the states of several ranks.
 
-    Uses the ``merge_state`` of the metric's class if it overrides it. Otherwise each state is merged as ``compute``
-    does over ranks. torchmetrics' own ``Metric.merge_state`` is not used: it refuses metrics with
-    ``full_state_update``, even for sums, and stacks states without a reduction, to which the next update would add.
+    If the metric's class overrides ``merge_state``, that method merges the states. Otherwise each state is merged as
+    ``compute`` merges it over ranks. torchmetrics' default ``Metric.merge_state`` is not used, for two reasons. It
+    refuses metrics with ``full_state_update``, even if their states are sums. It stacks states whose reduction is None,
+    and the next update would then add to the stacked tensor.
 
     Args:
         name: the metric's name on the module.
-        metric: the object; unchanged afterwards.
+        metric: the metric object, whose own state is the same afterwards.
         states: the result of `metric_state` on each rank.
 
     Raises:
-        CheckpointError: several states have data, and they cannot be merged.
+        CheckpointError: several states have data and cannot be merged.
     """
     unreducible = [
         key for key, reduction in metric._reductions.items() if reduction is None and _has_tensor(states, key)
     ]
     has_own_merge = type(metric).merge_state is not sys.modules["torchmetrics"].Metric.merge_state
     if has_own_merge or unreducible:
-        # Metrics without data contribute nothing, so they need no merge.
+        # The states of ranks without data contribute nothing, so they need no merge.
         states = [state for state in states if state["_update_count"]] or states[:1]
     if len(states) == 1:
         return states[0]
@@ -167,7 +174,7 @@ def merge_metric_states(name: str, metric: Any, states: Sequence[Mapping[str, An
 
 
 def _merge_by_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    current = _saved_attributes(metric)
+    state_before = _saved_attributes(metric)
     try:
         set_metric_state(metric, {key: _copy_state(value) for key, value in states[0].items()})
         for state in states[1:]:
@@ -175,11 +182,11 @@ def _merge_by_metric(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[s
             metric._update_count += state["_update_count"]
         return {key: getattr(metric, key) for key in metric._defaults}
     finally:
-        set_metric_state(metric, current)
+        set_metric_state(metric, state_before)
 
 
 def _merge_by_reductions(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    from torchmetrics.utilities import dim_zero_cat  # already imported, since there is a metric
+    from torchmetrics.utilities import dim_zero_cat  # the module of the metric has imported torchmetrics already
 
     merged: dict[str, Any] = {}
     for key, reduction in metric._reductions.items():
@@ -216,7 +223,8 @@ def _saved_attributes(metric: Any) -> dict[str, Any]:
 
 def _copy_state(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()  # a tensor with a graph, as from a metric called on a loss, has no deepcopy
+        # deepcopy fails for a non-leaf tensor, such as the state of a metric that was updated with a loss.
+        return value.detach().clone()
     if type(value) in (list, tuple):
         return type(value)(_copy_state(part) for part in value)
     if type(value) is dict:
@@ -224,38 +232,38 @@ def _copy_state(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def computed(
-    name: str, metric: Any, together: bool, group: Any, state: Mapping[str, Any] | None = None
+def compute_value(
+    name: str, metric: Any, across_ranks: bool, group: Any, state: Mapping[str, Any] | None = None
 ) -> torch.Tensor:
     """Return the value of a metric that was logged as ``name``.
 
     Args:
-        name: the key, for errors.
+        name: the logged name, for error messages.
         metric: the metric object.
-        together: whether to compute over all ranks, which is collective.
-        group: the process group, if the metric sets none itself; None for all ranks.
-        state: the state to compute from instead of the present state.
+        across_ranks: whether to compute over all ranks, which is collective.
+        group: the process group to compute in if the metric has none of its own; None for all ranks.
+        state: the state to compute from; None for the metric's current state.
 
     Raises:
         ConfigurationError: the value is not a single number.
     """
-    before, current = (metric.sync_on_compute, metric.process_group), _saved_attributes(metric)
-    metric.sync_on_compute = together
+    settings_before, state_before = (metric.sync_on_compute, metric.process_group), _saved_attributes(metric)
+    metric.sync_on_compute = across_ranks
     metric.process_group = metric.process_group or group
     if state is not None:
         set_metric_state(metric, state)
     try:
         value = metric.compute()
     finally:
-        metric.sync_on_compute, metric.process_group = before
+        metric.sync_on_compute, metric.process_group = settings_before
         if state is not None:
-            set_metric_state(metric, current)
-    # A copy, since the value may be the tensor that the metric updates.
+            set_metric_state(metric, state_before)
+    # The value is copied because it may be the tensor that the metric updates.
     return as_scalar(name, metric, value).to("cpu", copy=True)
 
 
 def forward_value(name: str, metric: Any) -> torch.Tensor | None:
-    """Return the value that a metric logged as ``name`` gave for the current batch; None if it was not called.
+    """Return what a metric that was logged as ``name`` returned for the current batch; None if it was not called.
 
     Raises:
         ConfigurationError: the value is not a single number.
@@ -268,7 +276,7 @@ def as_scalar(name: str, metric: Any, value: Any) -> torch.Tensor:
     """Return a computed value as a tensor of shape () without a graph.
 
     Raises:
-        ConfigurationError: it is not a single number.
+        ConfigurationError: ``value`` is not a single number.
     """
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64)

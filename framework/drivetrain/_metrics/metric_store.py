@@ -128,7 +128,7 @@ class MetricStore:
             entry.last = forward_value(entry.name, metric)
             entry.fresh = True
         if entry.on_epoch:
-            self.objects.logged(entry.epoch_name, metric)
+            self.objects.note_logged(entry.epoch_name, metric)
 
     def _get_or_create(
         self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None
@@ -241,7 +241,7 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
-                    results[name] = self.objects.computed(name, name, self.objects.at(attribute), True)
+                    results[name] = self.objects.epoch_value(name, name, self.objects.at(attribute), True)
                 else:
                     results[name] = combine(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
@@ -253,8 +253,10 @@ class MetricStore:
         for entry in metrics:
             if entry.epoch_name not in results:
                 together = entry.sync_dist is not False
-                results[entry.epoch_name] = self.objects.computed(entry.name, entry.epoch_name, entry.metric, together)
-        self.objects.end_epoch()
+                results[entry.epoch_name] = self.objects.epoch_value(
+                    entry.name, entry.epoch_name, entry.metric, together
+                )
+        self.objects.mark_reduced()
         # A value that was logged in an earlier epoch but not in this one is kept.
         logged = {name: value for name, value in results.items() if value is not None}
         for entry in self.entries.values():

@@ -28,7 +28,7 @@ class ResumeChoice(NamedTuple):
 
     Attributes:
         path: path of the checkpoint; None for a fresh start.
-        record: record of the run whose folder is continued; None for a new folder.
+        record: record of the run into whose folder the new run writes; None for a new folder.
         parent: id of the run that wrote the checkpoint; "" if unknown.
         skipped: the runs that were skipped, each with the reason.
     """
@@ -51,26 +51,26 @@ class RunSearch:
     """Searches the runs in a folder, and folders of checkpoints named by the user, for a checkpoint to resume from.
 
     Args:
-        place: the folder or URL that holds the runs.
+        runs_folder: the folder or URL that holds the runs.
         version: name of the only run folder to consider; None for all.
         identity: the experiment of the new run.
-        jobs: the jobs that its process belongs to.
+        jobs: the jobs that the process of the new run belongs to.
         retry: retries failing storage requests.
     """
 
     def __init__(
-        self, place: str, version: str | None, identity: Identity, jobs: Sequence[Job], retry: StorageRetry
+        self, runs_folder: str, version: str | None, identity: Identity, jobs: Sequence[Job], retry: StorageRetry
     ) -> None:
-        self._place = place
+        self._runs_folder = runs_folder
         self._version = version
         self._identity = identity
         self._jobs = jobs
         self._retry = retry
         self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
-        self._unreadable: set[str] = set()
+        self._unreadable: set[str] = set()  # stored folders whose storage failed
         self._is_search = False  # whether folders are searched, instead of using one given checkpoint
-        self._skipped: list[str] = []
-        self._alive: dict[str, bool | None] = {}  # liveness by folder
+        self._skipped: list[str] = []  # the skipped runs and checkpoints, each with the reason
+        self._liveness: dict[str, bool | None] = {}  # whether each run is alive, by its folder; None if unknown
         self._runs: dict[str, Record] = {}  # runs of this experiment, by id
         self._folder_owner: Record | None = None  # the run, of any experiment, in the new run's folder
         self._user_checkpoints: list[Checkpoint] = []  # in folders that the user named
@@ -80,14 +80,16 @@ class RunSearch:
     def collect_runs(self, folders: Sequence[str]) -> None:
         """Add all runs of this experiment, and the checkpoints in ``folders`` outside the runs' own folders."""
         self._is_search = True
-        names = [self._version] if self._version is not None else self._retry.call(partial(children, self._place))
-        results = [self._retry.call(partial(self._read_if_permitted, child(self._place, name))) for name in names]
+        names = [self._version] if self._version is not None else self._retry.call(partial(children, self._runs_folder))
+        results = [self._retry.call(partial(self._read_if_permitted, child(self._runs_folder, name))) for name in names]
         records = sorted((record for record in results if record is not None), key=_started, reverse=True)
         for record in records:
             if record.is_training and self._is_same_experiment(record):
                 self.add_run(record)
-        in_run_folders = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
-        self.collect_checkpoints([folder for folder in folders if resolve_folder(folder) not in in_run_folders])
+        checkpoint_folders_of_runs = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
+        self.collect_checkpoints(
+            [folder for folder in folders if resolve_folder(folder) not in checkpoint_folders_of_runs]
+        )
 
     def collect_checkpoints(self, folders: Sequence[str]) -> None:
         """Add the checkpoints in folders that the user named."""
@@ -112,7 +114,7 @@ class RunSearch:
 
     def set_folder_owner(self, version: str) -> None:
         """Read the record in the folder that the user named for the new run."""
-        self._folder_owner = self._read(child(self._place, version))
+        self._folder_owner = self._read(child(self._runs_folder, version))
 
     def reread(self, folder: str) -> Record | None:
         """Return the current record of a folder.
@@ -144,10 +146,10 @@ class RunSearch:
         return difference is None
 
     def difference_of(self, checkpoint: Checkpoint) -> str | None:
-        """Describe how the run of a checkpoint differs from this experiment; None if it does not."""
+        """Describe how the run of a checkpoint differs from this experiment; None if both are the same experiment."""
         metadata = checkpoint.manifest.metadata
         module = metadata.run.get("module", "")
-        if not module:  # earlier versions stored the class in the state
+        if not module:  # earlier versions of the format stored the module's class in the state
             try:
                 made_of = checkpoint.state().get("made_of")
             except CheckpointError:
@@ -158,7 +160,7 @@ class RunSearch:
         )
 
     def find_run_of(self, checkpoint: Checkpoint) -> Record | None:
-        """Return the record of the run that wrote a checkpoint; None if it no longer exists."""
+        """Return the record of the run that wrote a checkpoint; None if the record is gone or unreachable."""
         metadata = checkpoint.manifest.metadata
         checkpoints_folder, _, _ = checkpoint.path.rstrip("/").rpartition("/")
         run_folder, _, name = checkpoints_folder.rpartition("/")
@@ -168,20 +170,25 @@ class RunSearch:
         return record if record is not None and record.id == metadata.run.get("id") else None
 
     def _read_stored_folder(self, folder: str) -> Record | None:
-        """Read the record in the folder that a checkpoint stores; it may be unreachable for a copied checkpoint."""
+        """Read the record in the run folder whose path a checkpoint stores; None if there is none.
+
+        The folder may be unreachable if the checkpoint was copied from another machine.
+        """
         if folder and folder not in self._unreadable:
             try:
                 return self._short_retry.call(partial(read, folder))
             except CheckpointError as error:
                 self._unreadable.add(folder)
                 logger.warning(
-                    "It is unknown whether the run in %r is alive; its folder is not continued: %s", folder, error
+                    "It is unknown whether the run in %r is alive; the new run will not write into its folder: %s",
+                    folder,
+                    error,
                 )
         return None
 
     # Liveness
 
-    def undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
+    def run_of_unknown_liveness(self, check: Callable[[Checkpoint], None]) -> Record | None:
         """Return a run that would be chosen if it were dead, but may be alive on another machine, or None.
 
         Args:
@@ -196,9 +203,9 @@ class RunSearch:
         return record if record in uncertain else None
 
     def finish_watch(self, watch: HeartbeatWatch) -> None:
-        """Store the outcome of the watch on a run that `undecided` returned."""
+        """Store the outcome of the watch on a run that `run_of_unknown_liveness` returned."""
         record = watch.record
-        self._alive[record.folder] = bool(watch.is_alive)
+        self._liveness[record.folder] = bool(watch.is_alive)
         if watch.latest is not None and self._runs.get(record.id) is record:
             self._runs[record.id] = watch.latest
         if watch.latest is not None and self._folder_owner is record:
@@ -210,23 +217,24 @@ class RunSearch:
 
     def mark_alive(self, record: Record) -> None:
         """Mark a run as alive because another process has resumed it."""
-        self._alive[record.folder] = True
+        self._liveness[record.folder] = True
 
     def _liveness_of(self, record: Record) -> bool | None:
-        if record.folder not in self._alive:
-            self._alive[record.folder] = is_alive(record, self._jobs)
-        return self._alive[record.folder]
+        if record.folder not in self._liveness:
+            self._liveness[record.folder] = is_alive(record, self._jobs)
+        return self._liveness[record.folder]
 
     # Choosing
 
     def newest(self, check: Callable[[Checkpoint], None], include_running: bool = False) -> ResumeChoice:
-        """Return the newest checkpoint of the experiment, and the run whose folder to continue.
+        """Return the newest checkpoint of the experiment, and the run into whose folder the new run writes.
 
         Checkpoints of an earlier start of the same job take precedence.
 
         Args:
             check: raises `CheckpointError` for a checkpoint that cannot be resumed from.
-            include_running: also consider runs that are alive; used for evaluations, which write nothing there.
+            include_running: also consider runs that are alive. Evaluations set this, because they write nothing into
+                the folders of these runs.
         """
         checkpoint, record = self._newest(check, include_running)
         return self._choice(None if checkpoint is None else checkpoint.path, record, checkpoint)
@@ -234,46 +242,50 @@ class RunSearch:
     def _newest(
         self, check: Callable[[Checkpoint], None], include_running: bool = False
     ) -> tuple[Checkpoint | None, Record | None]:
-        """Return the newest checkpoint and its run; if this job was stopped before its first save, only its run."""
+        """Return the newest checkpoint and its run; (None, run) if an earlier start of this job has not saved yet."""
         by_start = sorted(self._runs.values(), key=_started, reverse=True)
-        candidates = [record for record in by_start if include_running or not self._is_alive(record)]
-        ids = {record.id for record in candidates}
+        candidates = [record for record in by_start if include_running or not self._skip_if_alive(record)]
+        candidate_ids = {record.id for record in candidates}
         job_records = [record for record in candidates if self._is_of_this_job(record)]
         job_run_ids = {record.id for record in job_records}
         user_checkpoints = [
-            checkpoint for checkpoint in self._user_checkpoints if not self._is_of_running_run(checkpoint, ids)
+            checkpoint for checkpoint in self._user_checkpoints if not self._run_is_excluded(checkpoint, candidate_ids)
         ]
         job_checkpoints = [
             checkpoint for checkpoint in user_checkpoints if checkpoint.manifest.metadata.run.get("id") in job_run_ids
         ]
         for records, other_checkpoints in ((job_records, job_checkpoints), (candidates, user_checkpoints)):
-            in_run_folders = {
+            checkpoints_with_run = {
                 checkpoint.path: (checkpoint, record)
                 for record in records
                 for checkpoint in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
                 if checkpoint.manifest.metadata.run.get("id", record.id) == record.id
             }
-            found = [checkpoint for checkpoint, _ in in_run_folders.values()]
+            found = [checkpoint for checkpoint, _ in checkpoints_with_run.values()]
             newest = select_newest([*found, *other_checkpoints], self._retry, check)
             if newest is not None:
                 # Return the record whose liveness was determined; another process may have resumed the run since.
-                in_run = in_run_folders.get(newest.path)
+                in_run = checkpoints_with_run.get(newest.path)
                 return newest, self._known_run(newest) if in_run is None else in_run[1]
-            unfinished = [record for record in records if records is job_records and record.status != FINISHED]
-            if unfinished and not include_running:
-                return None, unfinished[0]
+            if records is job_records and not include_running:
+                unfinished = [record for record in records if record.status != FINISHED]
+                if unfinished:
+                    return None, unfinished[0]
         return None, None
 
     def resume_from(self, checkpoint: Checkpoint) -> ResumeChoice:
-        """Return the choice for a given checkpoint; its run's folder is continued if no newer one is there."""
+        """Return the choice for a given checkpoint.
+
+        The new run writes into the folder of the checkpoint's run if that folder has no newer checkpoint.
+        """
         record = self._known_run(checkpoint)
         resumable = record is not None and self.difference_of(checkpoint) is None and not checkpoint.weights_only
-        if record is None or not resumable or self._is_alive(record):
+        if record is None or not resumable or self._skip_if_alive(record):
             return self._choice(checkpoint.path, None, checkpoint)
         folder = checkpoint.path.rstrip("/").rpartition("/")[0]
-        in_run_folders = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
+        checkpoints_beside = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
         of_its_run = [
-            candidate for candidate in in_run_folders if candidate.manifest.metadata.run.get("id") == record.id
+            candidate for candidate in checkpoints_beside if candidate.manifest.metadata.run.get("id") == record.id
         ]
         newest = select_newest(of_its_run, self._retry)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
@@ -283,9 +295,9 @@ class RunSearch:
         return self._runs.get(checkpoint.manifest.metadata.run.get("id", ""))
 
     def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
-        if record is not None:  # only a run in the requested folder is continued
+        if record is not None:  # the new run writes only into a folder within the requested one
             in_place = self._is_in_place(record)
-            record = record._replace(folder=child(self._place, record.name)) if in_place else None
+            record = record._replace(folder=child(self._runs_folder, record.name)) if in_place else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
         return ResumeChoice(path, record, parent, tuple(self._skipped))
 
@@ -293,9 +305,10 @@ class RunSearch:
         if self._version is not None and record.name != self._version:
             return False
         parent = record.folder.rstrip("/").rpartition("/")[0]
-        return resolve_folder(parent) == resolve_folder(self._place)
+        return resolve_folder(parent) == resolve_folder(self._runs_folder)
 
-    def _is_alive(self, record: Record) -> bool:
+    def _skip_if_alive(self, record: Record) -> bool:
+        """Return whether a run is alive, and if so add it to the skipped runs."""
         alive = self._liveness_of(record)
         if alive:
             process = record.process
@@ -308,10 +321,10 @@ class RunSearch:
     def _is_of_this_job(self, record: Record) -> bool:
         return any(job.is_same(other) for job in self._jobs for other in record.jobs)
 
-    def _is_of_running_run(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
-        """Return whether the checkpoint's run is known and cannot be resumed."""
+    def _run_is_excluded(self, checkpoint: Checkpoint, candidate_ids: set[str]) -> bool:
+        """Return whether the checkpoint's run is known but is not among the runs that can be resumed."""
         run = checkpoint.manifest.metadata.run.get("id", "")
-        return run in self._runs and run not in ids
+        return run in self._runs and run not in candidate_ids
 
 
 def _started(record: Record) -> str:

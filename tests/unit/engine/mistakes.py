@@ -188,7 +188,7 @@ MISTAKES = [
     Mistake("precision misspelt", BUILT, "'bf16-mixd'", "dtypes", "bf16-mixed", setting(precision="bf16-mixd")),
     Mistake("accelerator misspelt", BUILT, "'gpuu'", "type of device", "use one of auto", setting(accelerator="gpuu")),
     Mistake("devices in words", BUILT, "devices='two'", "a count", "devices=2", setting(devices="two")),
-    Mistake("half an epoch", BUILT, "max_epochs=1.5", "a count", "an int", setting(max_epochs=1.5)),
+    Mistake("half an epoch", BUILT, "max_epochs=1.5", "an int >= -1", "such as max_epochs=1", setting(max_epochs=1.5)),
     Mistake("limit in percent", BUILT, "=50.0", "to 1.0", "=0.1 for a tenth", setting(limit_train_batches=50.0)),
     Mistake(
         "time in words", BUILT, "max_time='1h'", "limits the time of training", "'00:12:00:00'", setting(max_time="1h")
@@ -197,7 +197,7 @@ MISTAKES = [
         "minimum above", BUILT, "min_epochs=9", "minimum exceeds the maximum", "lower min_epochs", setting(min_epochs=9)
     ),
     Mistake("switch as text", BUILT, "='no'", "bool('no')", "use True", setting(inference_mode="no")),
-    Mistake("negative clipping", BUILT, "=-1.0", "bounds", "positive", setting(gradient_clip_val=-1.0)),
+    Mistake("negative clipping", BUILT, "=-1.0", "bounds", ">= 0", setting(gradient_clip_val=-1.0)),
     Mistake("gpus", BUILT, "'gpus'", "gpus=1", "devices=", setting(gpus=1)),
     Mistake("fp16", BUILT, "'fp16'", "fp16=True", "precision='16-mixed'", setting(fp16=True)),
     Mistake("steps an epoch", BUILT, "per_epoch", "=5", "limit_train_batches=", setting(max_steps_per_epoch=5)),

@@ -212,5 +212,5 @@ def test_a_run_ended_by_a_third_party_callback_is_finished(tmp_path: Path) -> No
     run = fit(tmp_path, max_epochs=5, callbacks=[Enough(), Saver(tmp_path / "own", every=1)])
     run.fit(Regression(), regression())
     path = f"{tmp_path}/own/mine-{run.global_step}"
-    with pytest.raises(ConfigurationError, match="Enough has ended it: it is enough"):
+    with pytest.raises(ConfigurationError, match="Enough has ended the run: it is enough"):
         fit(tmp_path, max_epochs=5, callbacks=Enough()).fit(Regression(), regression(), ckpt_path=path)

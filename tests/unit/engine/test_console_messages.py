@@ -470,11 +470,11 @@ def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-
 
     path = _trained(tmp_path, callbacks=stopper())
     options: dict[str, Any] = {"max_epochs": 5, "enable_checkpointing": True}
-    with pytest.raises(ConfigurationError, match="EarlyStopping has ended it: val_loss did not improve"):
+    with pytest.raises(ConfigurationError, match="EarlyStopping has ended the run: val_loss did not improve"):
         fit(tmp_path, callbacks=stopper(), **options).fit(Logs(), loader(), loader(), ckpt_path=path)
     module = Logs()
     line = ending(fit(tmp_path, callbacks=stopper(), **options), module, loader(), loader(), ckpt_path="auto")
-    assert "EarlyStopping has ended it" in line
+    assert "EarlyStopping has ended the run" in line
     assert module.seen == []
     patient = fit(tmp_path, callbacks=stopper(9), **options)
     patient.fit(Logs(), loader(), loader(), ckpt_path=path)

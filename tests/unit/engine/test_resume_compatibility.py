@@ -115,7 +115,7 @@ def test_allowed_differences_resume(
     # J-07
     other, batches = module(), loader()
     trainer = fit(other, batches, ckpt_path=saved, allow=(consent,))
-    assert re.search("Differs from the resumed run, and is allowed: ", caplog.text)
+    assert re.search("These differences from the resumed run are allowed: ", caplog.text)
     assert trainer.current_epoch == 2
     here = len(batches.dataset)
     if consent == "data":  # the current epoch restarts
