@@ -39,18 +39,20 @@ def convert(
 
     With ``to="hf"`` the result is a folder as ``save_pretrained`` writes it, for ``from_pretrained``. The input is a
     checkpoint of a module that has a Hugging Face model as an attribute; the model's configuration comes from the
-    checkpoint. Names are the model's own, and one name per tied tensor is stored. For models with PEFT adapters only
-    the adapters are written, as ``save_pretrained`` does.
+    checkpoint. Tensors have the names that they have in the model, and a tied tensor is stored under one name. For a
+    model with PEFT adapters, only the adapters are written, as ``save_pretrained`` does.
 
     Args:
         path: a local file or folder; with ``to="hf"`` a checkpoint's path or URL.
         out: the path or URL of the checkpoint or folder to write.
         prefix: keep only names with this prefix and strip it, such as ``"model."`` for DCP folders saved from
-            ``{"model": ...}``. With ``to="hf"`` the model's name in the module; detected if there is only one.
+            ``{"model": ...}``. With ``to="hf"`` the model's name in the module, which is detected if there is only
+            one model.
         to: "checkpoint" or "hf".
-        config: with ``to="hf"``: a ``config.json``, its folder or its content, instead of the checkpoint's.
-        max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``; larger models
-            are split into several files with an index.
+        config: with ``to="hf"``: a ``config.json``, its folder or its content, which replaces the configuration in the
+            checkpoint.
+        max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``. A larger
+            model is split into several files with an index.
 
     Returns:
         ``out`` as text.
@@ -137,7 +139,7 @@ def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
 
 
 def _find_aliases(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the weights, and aliases for names that share one tensor in the file."""
+    """Return the weights, and the aliases of names that share one tensor in the file."""
     first_names: dict[Any, str] = {}
     aliases = {}
     for name, tensor in weights.items():

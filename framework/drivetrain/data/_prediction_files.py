@@ -45,8 +45,8 @@ class Entry:
         batch: the number of the loader's micro-batch on the rank.
         rank: the data rank.
         samples: the number of samples in the batch.
-        runs: the data-set indices of the samples, in the order of the output, as runs of consecutive indices, each
-            given by its first index and its length. None if samples have no indices.
+        runs: the data-set indices of the samples, in the order of the output, as runs of consecutive indices. Each
+            run is given by its first index and its length. None if samples have no indices.
     """
 
     loader: int
@@ -61,9 +61,9 @@ class Part:
     """Several outputs that are stored together.
 
     Attributes:
-        stem: the common beginning of its files' names.
-        entries: the batches of its outputs.
-        files: the records of its files by name: the file of tensors, if any, and the file of other values.
+        stem: the common beginning of the names of the part's files.
+        entries: one entry for each output, in the order of the outputs.
+        files: the records of the part's files by name: the file of tensors, if any, and the file of other values.
     """
 
     stem: str
@@ -93,7 +93,7 @@ def part_stems(names: Sequence[str]) -> list[str]:
     return sorted(match[1] for name in names if (match := _INDEX.fullmatch(name)))
 
 
-# Documents
+# Encoding and decoding of the start document, the part indices and the manifest
 
 
 def encode_start_document(identity: Mapping[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import fsspec
 
 _VERSION = re.compile(r"version_(\d{1,9})")
-_RANDOM_LETTERS = 6  # of a name that contains a timestamp
+_RANDOM_LETTERS = 6  # number of random letters in a name that contains a timestamp
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in a run's directory."""
@@ -35,15 +35,15 @@ class RunDirectory:
         root: a local path or a URL such as ``s3://bucket/logs``.
         name: sub-directory of the experiment; empty for none.
         version: a number, a directory name, or None for the next free number (at a URL a timestamp with random letters,
-            because two runs could take the same number). It is determined on first use: by the run, by a write, or when
-            `version` is read.
+            because two runs could take the same number). The name is determined on first use: by the run, by a write,
+            or when `version` is read.
     """
 
     def __init__(self, root: str, name: str, version: int | str | None) -> None:
         self.root = root
         self.name = name
         self.fixed = f"version_{version}" if isinstance(version, int) else version
-        """The directory's name, if the user chose it."""
+        """The directory's name if the user chose the name; None otherwise."""
         self._version = self.fixed
         self._claim: Callable[[], str] | None = None
         self._settled_by_run = False
@@ -74,7 +74,7 @@ class RunDirectory:
 
     @property
     def version(self) -> str:
-        """The name of the run's directory; reading it settles the name."""
+        """The name of the run's directory. Reading this property settles the name."""
         if self._version is None:
             self._version = free_version(self.place)
         return self._version
@@ -114,14 +114,14 @@ class RunDirectory:
         return self.path
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_claim": None}  # not picklable; the run sets it again in a spawned process
+        return self.__dict__ | {"_claim": None}  # `_claim` cannot be pickled; the run sets it in a spawned process
 
     def file(self, name: str) -> str:
         """Return the path of the file ``name`` in this directory."""
         return child(self.path, name)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write ``values`` to the file ``name`` as JSON; other values are written as ``str(value)``."""
+        """Write ``values`` to the file ``name`` as JSON. Values that JSON cannot represent are written as text."""
         self.make()
         with self.filesystem.open(self.file(name), "w", encoding="utf-8") as stream:
             json.dump(dict(values), stream, indent=2, default=str)
@@ -136,7 +136,7 @@ def runs_folder_of(root: str, name: str) -> str:
 
 
 def free_version(place: str) -> str:
-    """Return a directory name that is not in use. It is not created, so another run may take it."""
+    """Return a directory name that is not in use. The directory is not created, so another run may take the name."""
     filesystem, root = filesystem_of(place)
     return f"version_{_next_number(root)}" if filesystem is None else _time_name()
 
@@ -145,9 +145,10 @@ def claim_version(place: str, announced: str | None = None, expected: str | None
     """Create a directory that no other run uses, and return its name.
 
     Args:
-        place: the parent folder; created if needed.
-        announced: the name that was announced to the user; used if it is free, or exists without a run's record.
-        expected: the name that `free_version` returned; used at a URL, because collisions cannot be detected there.
+        place: the parent folder, which is created if needed.
+        announced: the name that was announced to the user. It is used if no such directory exists, or if the directory
+            contains no run's record.
+        expected: the name that `free_version` returned. It is used at a URL, because a URL cannot show collisions.
 
     Raises:
         OSError: the directory cannot be created.
@@ -184,7 +185,7 @@ def lock_folder(place: str) -> Iterator[None]:
 
 
 def missing_directories(path: str) -> list[str]:
-    """Return the local directories that creating ``path`` would create, innermost first."""
+    """Return the local directories that have to be created for ``path`` to exist, innermost first."""
     filesystem, root = filesystem_of(path)
     missing: list[str] = []
     if filesystem is None:

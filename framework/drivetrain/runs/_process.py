@@ -1,4 +1,4 @@
-"""Identifies the process of a run's rank 0 and its cluster job, to tell live runs from dead ones.
+"""Identifies the process and the cluster job of a run's rank 0, to tell live runs from dead runs.
 
 References: proc(5) for what distinguishes processes with the same pid; Slurm's sbatch(1) for ``SLURM_RESTART_COUNT``.
 """
@@ -22,10 +22,10 @@ class Process:
 
     Attributes:
         host: the machine's host name.
-        pid: its process id.
-        began: its start time in clock ticks since boot; "" if unknown.
+        pid: the process id.
+        began: the process's start time in clock ticks since boot; "" if unknown.
         boot: id of the machine's boot; "" if unknown.
-        namespace: its pid namespace, which differs between containers; "" if unknown.
+        namespace: the process's pid namespace, which differs between containers; "" if unknown.
     """
 
     host: str
@@ -42,7 +42,7 @@ class Process:
 
     @classmethod
     def from_json(cls, document: Any) -> Self | None:
-        """Return the process from the dict of `as_json`; None for anything else."""
+        """Return the process that `as_json` described by ``document``; None if ``document`` has another form."""
         if not isinstance(document, Mapping):
             return None
         texts = [document.get(name, "") for name in ("host", "began", "boot", "namespace")]
@@ -57,7 +57,7 @@ class Process:
         return asdict(self)
 
     def lives(self) -> bool | None:
-        """Return whether the process is alive; None if unknown (on another machine or in another container)."""
+        """Return whether the process is alive; None if it is on another machine or in another container."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_boot_and_namespace()):
             return None
         try:
@@ -71,13 +71,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cluster job that started this process; a requeued or restarted job keeps its name.
+    """A cluster job that started a process. A requeued or restarted job keeps its name.
 
     Attributes:
         kind: "slurm" or "elastic" (torchrun).
         name: SLURM's job id, or torchrun's run id.
         restarts: how often the job was restarted.
-        step: SLURM's step id, because steps of a job may run concurrently; "" for other kinds.
+        step: SLURM's step id, which tells apart the concurrent steps of a job; "" for other kinds.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Job:
 
     @classmethod
     def from_json(cls, document: Any) -> list[Self]:
-        """Return the jobs from a list of `as_json` dicts; invalid entries are skipped."""
+        """Return the jobs from a list of dicts that `as_json` returned. Invalid entries are skipped."""
         jobs = []
         for entry in document if isinstance(document, list) else []:
             if isinstance(entry, Mapping):

@@ -22,7 +22,7 @@ class Source(Protocol):
     """The bytes of one open file.
 
     Attributes:
-        size: its size in bytes when it was opened.
+        size: size of the file in bytes when the file was opened.
     """
 
     size: int
@@ -31,7 +31,7 @@ class Source(Protocol):
         """Fill ``memory`` with the bytes starting at ``begin``.
 
         Raises:
-            OSError: there are fewer bytes, or the storage failed.
+            OSError: the file has fewer bytes, or the storage failed.
         """
 
     def is_hole(self, begin: int, end: int) -> bool:
@@ -53,15 +53,15 @@ class Folder(Protocol):
         """Open a file.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            OSError: it is not a regular file, or cannot be read.
+            FileNotFoundError: the file does not exist.
+            OSError: the path is not a regular file, or the file cannot be read.
         """
 
     def read_all(self, name: str, limit: int) -> bytes:
         """Return a file's content, truncated to ``limit`` bytes."""
 
     def close(self) -> None:
-        """Close all files; reading opens them again."""
+        """Close all files. A later read opens the files again."""
 
 
 def folder_at(path: str) -> Folder:
@@ -109,7 +109,7 @@ def _missing_error(path: str) -> CheckpointError:
 
 
 class _LocalFolder:
-    readers = 1  # the kernel reads ahead; more threads were not faster (measured, cold and warm)
+    readers = 1  # the kernel reads ahead, and measurements with cold and warm caches showed no gain from more threads
 
     def __init__(self, path: str, root: Path) -> None:
         self.path = path
@@ -172,7 +172,7 @@ class _ObjectFolder:
             return _read_range(self._filesystem, path, 0, size)
 
     def close(self) -> None:
-        """Do nothing: no files are held open."""
+        """Do nothing, because no files are kept open."""
 
 
 class _RemoteFile:
@@ -192,7 +192,7 @@ class _RemoteFile:
 def _read_range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
     """Return exactly the bytes from ``begin`` up to ``end`` of an object, or raise `OSError`."""
     if begin >= end:
-        return b""  # stores reject an empty range
+        return b""  # object stores reject an empty range
     content: bytes = filesystem.cat_file(path, start=begin, end=end)
     if len(content) != end - begin:
         raise OSError(f"{len(content)} bytes were received instead of {end - begin}")

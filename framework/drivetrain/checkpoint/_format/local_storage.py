@@ -25,15 +25,16 @@ from drivetrain.errors import CheckpointError
 # last.
 _MAX_NAME_BYTES = 1024
 _LOCK_NAME = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
-_CLAIM_LOCK = ".choosing.lock"  # locked while a name is chosen; opened for writing, as NFS requires
+# This file is locked while a name is chosen. It is opened for writing, because NFS requires that for a lock.
+_CLAIM_LOCK = ".choosing.lock"
 
 
 class LocalStorage:
-    """A temporary folder that becomes a checkpoint.
+    """A temporary folder that becomes a checkpoint when it is committed.
 
     Args:
         target: path of the checkpoint.
-        token: makes the names of this writer's folders unique.
+        token: random text that makes the names of this writer's folders unique.
         lock: descriptor of the locked file, on rank 0; None on other ranks.
     """
 
@@ -50,7 +51,7 @@ class LocalStorage:
         Args:
             path: path of the checkpoint.
             needed: bytes that all ranks will write.
-            files: number of files that they will write.
+            files: number of files that all ranks will write.
 
         Raises:
             CheckpointError: the target exists and is not a checkpoint, or the disk is too full.
@@ -90,7 +91,7 @@ class LocalStorage:
         return (self._folder / name).stat().st_size
 
     def keep(self) -> None:
-        """Do nothing: an uncommitted folder is never a checkpoint, and a committed one has been renamed."""
+        """Do nothing, because an uncommitted folder is never a checkpoint and a committed folder has been renamed."""
 
     def commit(self, manifest: bytes, identifier: str) -> None:
         with self.open(MANIFEST) as stream:
@@ -132,7 +133,7 @@ class LocalStorage:
 def find_interrupted_replacement(path: str) -> str | None:
     """Return the folder that holds the checkpoint of ``path`` if its writer was killed between two renames, or None.
 
-    Only possible on file systems that cannot exchange two names atomically.
+    Such an interruption is possible only on file systems that cannot exchange two names atomically.
     """
     target = Path(os.path.realpath(path))
     for lock in _find_lock_files(target.parent):
@@ -143,11 +144,12 @@ def find_interrupted_replacement(path: str) -> str | None:
     return None
 
 
-# Other operations on a folder of checkpoints. If one is killed, the next save cleans up what it left.
+# Functions that make other changes to a folder of checkpoints. If a process is killed while it runs one of them, the
+# next save removes the leftover files.
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a checkpoint; it disappears in one step."""
+    """Remove a checkpoint. Its folder is renamed first, so that the checkpoint disappears in one step."""
     target = Path(os.path.realpath(path))
     if target.exists():
         token = secrets.token_hex(8)
@@ -176,7 +178,7 @@ def claim_name(folder: str, choose: Callable[[Container[str]], str]) -> tuple[st
         choose: returns a name, given the names that other runs have reserved.
 
     Returns:
-        The name, and a function that releases it.
+        The name, and a function that releases the name.
     """
     parent = Path(os.path.realpath(folder))
     parent.mkdir(parents=True, exist_ok=True)
@@ -191,14 +193,14 @@ def claim_name(folder: str, choose: Callable[[Container[str]], str]) -> tuple[st
 def _claimed_names(folder: Path) -> set[str]:
     names = set()
     for lock in _find_lock_files(folder):
-        with suppress(FileNotFoundError):  # its writer has finished
+        with suppress(FileNotFoundError):  # the lock file's writer has finished
             names.add(_read_target_name(lock))
     return names
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock while choosing a name in ``folder``, through a lock file in it.
+    """Hold an exclusive lock on a lock file in ``folder`` while a name is chosen in this folder.
 
     Raises:
         OSError: the lock file cannot be written.
@@ -214,7 +216,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in ``folder``. Live writers hold their locks, and their files stay."""
+    """Remove what killed writers left in ``folder``. Live writers hold their locks, so their files are kept."""
     for path in _find_lock_files(folder):
         with suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -240,7 +242,7 @@ def _read_target_name(lock_file: Path) -> str:
 
 
 def _remove_leftovers(lock_file: Path, lock: int) -> None:
-    """Remove a writer's lock file and folders, restore a checkpoint that it had moved aside, and close ``lock``."""
+    """Remove a writer's lock file and folders, restore the checkpoint that it moved aside, and close ``lock``."""
     folder, token = lock_file.parent, _token(lock_file)
     with suppress(OSError):
         target, aside = folder / _read_target_name(lock_file), _moved_aside_path(folder, token)
@@ -275,7 +277,8 @@ def _token(lock_file: Path) -> str:
 def _create_locked(path: Path, name: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # no locks on this file system; docs/checkpoint-format.md describes the consequences
+        # On a file system without locks, the file stays unlocked; docs/checkpoint-format.md gives the consequences.
+        with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         # A concurrent cleanup may have removed the file before it was locked.
         with suppress(FileNotFoundError):
@@ -309,7 +312,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can only sync files
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)

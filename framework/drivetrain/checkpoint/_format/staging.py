@@ -1,4 +1,4 @@
-"""Prepares this rank's contents for writing: encodes, validates and, for background saves, copies them."""
+"""Encodes and validates this rank's contents before writing and, for background saves, copies the tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Contents:
     """What one rank contributes to a checkpoint. All ranks pass the same names in the same order.
 
     Attributes:
-        weights: by parameter name: unsharded tensors, shards, or other values (an ``_extra_state``).
+        weights: unsharded tensors, shards, or other values (an ``_extra_state``), by parameter name.
         metadata: metadata for the manifest.
-        aliases: tied names, ``{tied: first}``; the tied ones are not stored.
-        optimizers: their states by parameter name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
+        aliases: maps each tied name to the first name of its tensor; values are stored only under first names.
+        optimizers: optimizer states by parameter name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
         callbacks: tensors by the callback's key and by name, unsharded or sharded.
         state: nested JSON-able values and tensors; only those of rank 0 are stored. None if there is no state.
-        rank_state: the same, stored for each rank.
+        rank_state: nested JSON-able values and tensors, stored for each rank. None if there is no such state.
         digest: digest to store for each file, if any; the value on rank 0 is used.
     """
 
@@ -50,12 +50,12 @@ class StagedPart:
     """One part of a checkpoint: an encoded document and the tensors that it refers to.
 
     Attributes:
-        stem: beginning of its file names.
+        stem: beginning of the names of the part's files.
         role: "weights", "optimizer", "callback", "state" or "rank".
         document: text of the JSON file; None if there is none, or another rank writes it.
         tensors: tensors and shards by name, in order.
         sizes: how tensors are split into files.
-        key: the callback's key.
+        key: the callback's key; "" in other roles.
         specs: names, dtypes and shapes of the tensors.
     """
 
@@ -75,7 +75,10 @@ class StagedPart:
         return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
 
     def digest(self) -> str:
-        """Return a hash of what must be equal on all ranks; for the "state" part this is only the sharded tensors."""
+        """Return a hash of the tensors' descriptions, which must be equal on all ranks.
+
+        For the "state" part, the hash covers only the sharded tensors.
+        """
         lines = [
             f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], ParameterShard)}"
             for spec in self.specs
@@ -137,8 +140,8 @@ def stage(
 ) -> StagedCheckpoint:
     """Prepare a checkpoint's contents for writing. Not collective.
 
-    Contents that cannot be stored are not reported here, because the other ranks would wait forever; `commit` reports
-    them on all ranks.
+    Contents that cannot be stored do not raise an error here, because the other ranks would wait forever. Instead,
+    `commit` raises the error on all ranks.
 
     Args:
         contents: this rank's contents.
@@ -213,7 +216,7 @@ def _stage_parts(
 
 
 def contributed_region(shard: ParameterShard) -> Region | None:
-    """Return the region that this rank writes; None if it is empty, or another rank writes the same one."""
+    """Return the region that this rank writes; None if it is empty or another rank writes the same region."""
     region = shard.region
     empty = region.start >= region.stop if isinstance(region, Span) else 0 in region.sizes
     return None if empty or not shard.is_primary else region
