@@ -65,7 +65,7 @@ class RunCallbacks:
             bind_logging(callback, self._module)
 
     def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
-        """Collect callbacks that ``setup`` hooks appended to or removed from ``trainer.callbacks``, and set them up.
+        """Set up the callbacks that ``setup`` hooks appended to ``trainer.callbacks``, and drop the removed ones.
 
         Args:
             stage: the argument of their ``setup``.
@@ -83,7 +83,7 @@ class RunCallbacks:
         """Check that no callback was appended after set-up.
 
         Raises:
-            ConfigurationError: one was.
+            ConfigurationError: a callback was appended after set-up.
         """
         appended = self._appended()
         if appended:

@@ -53,10 +53,10 @@ def last_seed() -> int | None:
 
 
 def is_unseeded() -> bool:
-    """Return True if torch still seems to have the random seed of its start.
+    """Return True if torch still appears to have the random seed that it started with.
 
-    The random seed has up to 64 bits. A seed below 2**32, or a seed that was set after this module was imported, counts
-    as a seed of the user.
+    The random seed has up to 64 bits. A seed below 2**32, or a seed that was set after this module was imported, is
+    assumed to be set by the user.
     """
     seed = torch.initial_seed()
     return _last_seed is None and seed == _seed_at_import and seed >= 2**32

@@ -116,7 +116,7 @@ class LRRangeTest(Callback):
         self._average = 0.0
         self._best = math.inf
         self._last_step = 0
-        self._sum: Any = 0.0  # weighted sum of the losses of the open window
+        self._sum: Any = 0.0  # weighted sum of the losses of the current accumulation window
         self._weight = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class LRRangeTest(Callback):
         if weight and outputs.get("loss") is not None:
             self._sum = self._sum + outputs["loss"].double().item() * weight
             self._weight += weight
-        if trainer.global_step == self._last_step:  # The window is open, or an fp16 overflow skipped the step.
+        if trainer.global_step == self._last_step:  # The accumulation window is incomplete, or fp16 skipped it.
             return
         self._last_step = trainer.global_step
         strategy = trainer.strategy
@@ -177,7 +177,7 @@ class LRRangeTest(Callback):
         smoothed = self._average / (1 - _SMOOTHING ** len(self.rates))
         self.losses.append(smoothed)
         if self._threshold is not None and len(self.rates) > 1:
-            # The margin is absolute, because a multiple of a negative loss would be below it.
+            # The margin is a multiple of abs(best): if best is negative, a multiple of best would be below best.
             limit = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
             diverges = not math.isfinite(smoothed) or smoothed > limit
             if diverges:

@@ -27,7 +27,7 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step" logs every ``log_every_n_steps`` steps, "epoch" at the start of each epoch; None logs
-            by steps if a scheduler steps by steps, and otherwise by epochs.
+            by steps if any scheduler has the interval "step", and otherwise by epochs.
         log_momentum: whether to log momentum, or Adam's first beta, as ``<key>-momentum``.
         log_weight_decay: whether to log weight decay, as ``<key>-weight_decay``.
 

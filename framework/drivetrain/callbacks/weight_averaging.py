@@ -106,7 +106,7 @@ class WeightAveraging(Callback):
         return {} if self._averages is None or self.updates == 0 else self._averages.state()
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return the regions of this rank's weights, which are also the regions of its averages."""
+        """Return by name which part of each full tensor this rank holds; it is the same for weights and averages."""
         return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     Args:
         decay: the fraction of the average that is kept at each update.
-        update_every_n_steps: n, to update the averages after step 0 and after every n-th step from step 0.
+        update_every_n_steps: update the averages after every n-th step, starting with step 0.
         update_starting_at_step: the first step, counted from 0, after which to update the averages.
         update_starting_at_epoch: the first epoch, counted from 0, in which to update the averages.
         use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.

@@ -45,7 +45,7 @@ class Logger(ABC):
 
     @property
     def directory(self) -> RunDirectory | None:
-        """The directory that a run claims for this logger's files, shared with other loggers; None without files."""
+        """The run's directory, in which this logger writes its files; None if it writes none."""
         return None
 
     @property
@@ -139,8 +139,8 @@ class Logger(ABC):
     def rewind(self, step: int) -> None:
         """Remove what was logged after optimizer step ``step``, because the run resumes from a checkpoint of that step.
 
-        This method is called when a run resumes in the folder of an earlier run, possibly in another process. The call
-        precedes all logging, also of hyper-parameters. Afterwards, each step should be shown only once.
+        This method is called when a run resumes in the folder of an earlier run, possibly in another process. It is
+        called before anything is logged, including hyper-parameters. Afterwards, each step should be shown only once.
 
         Args:
             step: the checkpoint's step. 0 keeps only what was logged before the first step, and -1 keeps nothing.
