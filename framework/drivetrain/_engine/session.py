@@ -379,7 +379,7 @@ class Session:
             logger.warning("%s: %s. A second signal ends it at once.", name, reaction)
 
     def _leave(self, number: int) -> None:
-        """End a run that a signal stopped early and that is saved already. The hooks that end training are not called."""
+        """End a run that a signal stopped early and that is saved already, without the hooks of the end of training."""
         self._signals.handled = True
         self._ending.exit_error = error = interruption_error(number)
         self.data.rng_replay.end()

@@ -147,7 +147,8 @@ class Signals:
                 exits = leaving and handler is signal.SIG_DFL
                 signal.signal(number, _raise_interruption if exits else handler)
                 if exits:
-                    atexit.register(signal.signal, number, signal.SIG_IGN)  # a signal at exit must not change the exit code
+                    # A signal while the process exits must not change its exit code.
+                    atexit.register(signal.signal, number, signal.SIG_IGN)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._received.is_repeated(number) and not self.handled:
@@ -262,7 +263,7 @@ class _Watcher:
         return self._stopped
 
     def _exit_after_grace(self, number: int, *, twice: bool) -> None:
-        """Wait for the run to end or, after a single signal, for the main thread to raise. Otherwise end the process."""
+        """Wait for the run to end or, after a single signal, for the main thread to raise; else end the process."""
         deadline = time.monotonic() + (_SECOND_SIGNAL_GRACE if twice else _FIRST_SIGNAL_GRACE)
         while (remaining := deadline - time.monotonic()) > 0:
             if self._read(remaining):

@@ -114,7 +114,7 @@ class EngineTrials:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restore, at the end of the block, the generators and loader state that copies share with the user's objects."""
+        """Restore, after the block, the generators and loader state that copies share with the user's objects."""
         trainer = self._trainer
         sources = (self._given.train, self._given.evaluate, self.datamodule)
         shared = [source for source in sources if source is not None]
