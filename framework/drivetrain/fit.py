@@ -224,7 +224,9 @@ class Fit(SessionContext):
             raise ConfigurationError(
                 f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
             )
-        self.loggers: list[Logger] = default_loggers(logger, self.default_root_dir, off=bool(fast_dev_run) or barebones)
+        self.loggers: list[Logger] = default_loggers(
+            logger, self.default_root_dir, only_check=bool(fast_dev_run) or barebones
+        )
         self.callbacks: list[Callback] = default_callbacks(
             callbacks,
             progress_bar=enable_progress_bar,

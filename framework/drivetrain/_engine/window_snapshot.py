@@ -72,7 +72,7 @@ class WindowSnapshot:
     def begin_epoch(self) -> bool:
         """Take the first snapshot of an epoch. If windows have one micro-batch, take none and return False.
 
-        This collects the module's buffers and metric objects again, since hooks at the start of an epoch may change them.
+        Buffers and metric objects are collected again, since hooks at the start of an epoch may change them.
         """
         self._snapshot = None
         if self._size() == 1:
