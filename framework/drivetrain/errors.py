@@ -56,7 +56,8 @@ class LossSpikeError(DrivetrainError):
 def shortened(error: ConfigurationError) -> ConfigurationError:
     """Return ``error`` with drivetrain's own frames removed from its traceback.
 
-    Other frames remain: the user's call, and user code that the engine called. With ``python -X dev`` all frames remain.
+    The frames of the user's code remain: the call, and code that the engine called. With ``python -X dev``, all frames
+    remain.
     """
     return error if sys.flags.dev_mode else error.with_traceback(_without_own_frames(error.__traceback__))
 

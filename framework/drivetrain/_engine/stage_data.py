@@ -13,12 +13,12 @@ from drivetrain._engine.stage_loaders import (
     DataArguments,
     DataSplit,
     evaluation_sources,
+    expected_length,
     find_loaders,
     is_combined,
     limit_of,
     loader_method,
     several_loaders,
-    expected_length,
     training_source,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
