@@ -97,12 +97,12 @@ class _Names:
     packages: dict[str, str] = field(default_factory=dict)
     shadowed: set[int] = field(default_factory=set)
 
-    def new(self, name: str) -> str:
+    def new_name_of(self, name: str) -> str:
         """Return the name that replaces ``name`` in the file; ``name`` itself if it does not change."""
         old = self.classes.get(name)
         return name if old != name or name in self.aliased else _RENAMED_CLASSES.get(name, name)
 
-    def path(self, node: ast.expr) -> list[str] | None:
+    def lightning_path_of(self, node: ast.expr) -> list[str] | None:
         """Return the parts after ``pl`` of an expression such as ``pl.callbacks.Timer``; None for other expressions."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
@@ -116,7 +116,7 @@ class _Names:
         """Return Lightning's name of the class that an expression refers to; "" for other expressions."""
         if isinstance(node, ast.Name):
             return self.classes.get(node.id, "")
-        path = self.path(node)
+        path = self.lightning_path_of(node)
         return path[-1] if path else ""
 
 
@@ -144,8 +144,8 @@ def migrate(source: str) -> Migrated:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             _edit_import(node, lines, names, edits, remaining)
-        elif isinstance(node, ast.Name) and names.new(node.id) != node.id:
-            _add_edit(edits, node, len(node.id.encode()), node.id, names.new(node.id))
+        elif isinstance(node, ast.Name) and names.new_name_of(node.id) != node.id:
+            _add_edit(edits, node, len(node.id.encode()), node.id, names.new_name_of(node.id))
         elif isinstance(node, ast.Attribute):
             _edit_attribute(node, names, edits, remaining)
         elif isinstance(node, ast.Call):
@@ -337,7 +337,7 @@ def _comments(node: ast.stmt, lines: Sequence[bytes]) -> Iterator[bytes]:
 
 def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining: list[tuple[int, str]]) -> None:
     owner = ast.unparse(node.value)
-    path = names.path(node)
+    path = names.lightning_path_of(node)
     if path is None:
         if names.class_of(node.value) == "Trainer" and not hasattr(import_module("drivetrain").Fit, node.attr):
             remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
@@ -398,7 +398,7 @@ def _edit_annotation(
     assert node.end_col_offset is not None
     new = old_text = str(node.value)
     for name in names.classes:
-        new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", names.new(name), new)
+        new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", names.new_name_of(name), new)
     for package in names.packages:
         root = "drivetrain" if package in ("lightning", "pytorch_lightning") else package
         for old, name in _RENAMED_CLASSES.items():

@@ -57,7 +57,7 @@ class BatchMover:
         return batch
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap every hook, copy and cast in a function that times calls. Call it before the first batch is moved."""
+        """Wrap every hook, copy and cast, so that the profiler can time calls. Call it before the first batch."""
         self._before = [wrapper(hook) for hook in self._before]
         self._transfer = None if self._transfer is None else wrapper(self._transfer)
         self._after = [wrapper(change) for change in self._after]

@@ -176,8 +176,8 @@ class RunCheckpoints:
         raise ConfigurationError(
             f"ckpt_path={self._path!r}: {reason}, so that nothing is left to train.",
             f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
-            f"{remedy}, or evaluate the checkpoint with validate or test. With ckpt_path='auto', fit returns at once "
-            "instead of raising this error.",
+            f"{remedy}, or evaluate the checkpoint with validate or test. With ckpt_path='auto', fit ends "
+            "without training and without this error.",
         )
 
     def _stopped_early(self, epoch: int, step: int) -> str | None:

@@ -50,7 +50,7 @@ def build_evaluation(
         data=EvaluationData(
             [core.profiling.evaluated(source) for source in data.loaded.sources[stage]],
             data.loaded.limits[stage] if limits is None else limits,
-            _move_safely(core, data, stage, move),
+            _safe_mover(core, data, stage, move),
         ),
         reporting=Reporting(
             core.metrics, None if limits is not None else core.logger_call(), core.pacing(), data.lengths
@@ -106,7 +106,7 @@ def build_prediction(
         data=EvaluationData(
             [core.profiling.evaluated(source) for source in data.loaded.sources["predict"]],
             data.loaded.limits["predict"],
-            _move_safely(core, data, "predict", move),
+            _safe_mover(core, data, "predict", move),
         ),
         reporting=Reporting(core.metrics, None, core.pacing(), data.lengths),
         inference_mode=_inference_mode(core),
@@ -152,7 +152,7 @@ def _predicted_before(core: RunCore) -> list[IsPredicted]:
     return [part for part in stored if part is not None] if None not in stored else []
 
 
-def _move_safely(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
+def _safe_mover(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
     """Return ``move``; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
     if move is None or core.strategy.device.type != "cuda":
         return move

@@ -138,7 +138,7 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
     if state.get("source") is not None and not isinstance(state["source"], dict):
         raise _malformed(checkpoint, file, "source", state["source"])
     buffers = state.get("buffers", {})
-    if not isinstance(buffers, dict) or not all(isinstance(one, torch.Tensor) for one in buffers.values()):
+    if not isinstance(buffers, dict) or not all(isinstance(buffer, torch.Tensor) for buffer in buffers.values()):
         raise _malformed(checkpoint, file, "buffers", buffers)
     with reporting_malformed(checkpoint, file, "draws"), preserved_generators(_HOST):
         for states in (*state["draws"]["ahead"], state["draws"]["now"]):
@@ -152,8 +152,8 @@ def check_optimizer_groups(checkpoint: Checkpoint, index: int, optimizer: Optimi
         CheckpointError: a value is not a number. The error names the file and the key.
     """
     file = str(checkpoint.manifest.optimizers[index].document)
-    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
-        for key, value in own.items():
+    for number, (current, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        for key, value in current.items():
             if not isinstance(value, int | float) or (key not in saved and key != "lr"):
                 continue  # an option that the saving version of torch did not have yet keeps its default
             loaded = saved.get(key)

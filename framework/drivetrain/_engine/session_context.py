@@ -97,7 +97,7 @@ class SessionContext(RunContext):
         return strategy
 
     def resolved_strategy(self, world_size: int) -> Strategy:
-        """Return the strategy for "auto" with ``world_size`` processes. The last result is reused if possible."""
+        """Return the strategy for "auto" with ``world_size`` processes; the object of the last call if it fits."""
         name = "ddp" if world_size > 1 else "single_device"
         if self._auto_strategy is None or self._auto_strategy.name != name:
             self._auto_strategy = strategy_by_name(name)

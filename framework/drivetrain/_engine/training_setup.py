@@ -156,7 +156,7 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
 def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
     """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
     length = data.train_length if data.first_length is None else data.first_length
-    return _steps_of(trainer, callbacks, length)
+    return _count_steps(trainer, callbacks, length)
 
 
 def estimated_before_data(core: RunCore, data: RunData) -> int | float:
@@ -169,10 +169,10 @@ def estimated_before_data(core: RunCore, data: RunData) -> int | float:
     data_split = DataSplit(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
     loaded = StageData(core.trainer, "train", core.module, data.given, data_split, strategy.control)
     loaded.close()
-    return _steps_of(core.trainer, core.callbacks, loaded.train_length)
+    return _count_steps(core.trainer, core.callbacks, loaded.train_length)
 
 
-def _steps_of(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
+def _count_steps(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
     schedule = next((callback for callback in callbacks if callback.window_of(0) is not None), None)
@@ -271,7 +271,7 @@ def _check_manual(core: RunCore) -> None:
         if value != neutral and not (name == "gradient_clip_val" and value == 0):
             raise ConfigurationError(
                 f"{name}={value} with manual optimization.",
-                "in manual optimization, training_step itself runs backward, clips and steps the optimizers.",
+                "training_step itself runs backward, clips gradients and steps the optimizers.",
                 f"leave out {name}; in training_step, step after several batches, or call self.clip_gradients.",
             )
 

@@ -214,10 +214,10 @@ def _restored_states(shared: list[Any]) -> Iterator[None]:
 
 def _loader_parts(loaders: Any) -> list[Any]:
     """Return the loaders, one or several, with their data sets and samplers."""
-    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
-    several = several if isinstance(several, list | tuple) else [several]
+    values = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    loader_list = values if isinstance(values, list | tuple) else [values]
     names = ("dataset", "sampler", "batch_sampler")
-    parts = [part for loader in several for part in (loader, *(getattr(loader, name, None) for name in names))]
+    parts = [part for loader in loader_list for part in (loader, *(getattr(loader, name, None) for name in names))]
     return [part for part in parts if part is not None]
 
 
