@@ -32,30 +32,30 @@ class RunContext(Protocol):
 
     @property
     def current_epoch(self) -> int:
-        """Completed epochs. After training, an epoch that ``max_steps`` or a request to stop cut short also counts."""
+        """The number of completed epochs. After training, the last epoch counts even if the run ended within it."""
 
     @property
     def global_step(self) -> int:
-        """Completed optimizer steps."""
+        """The number of completed optimizer steps."""
 
     @property
     def batch_idx(self) -> int:
-        """Micro-batches of the current epoch that this rank has trained on."""
+        """The number of micro-batches of the current epoch that this rank has trained on."""
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches trained on by this rank."""
+        """The number of micro-batches that this rank has trained on."""
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on by all ranks together."""
+        """The number of samples that all ranks together have trained on."""
 
     state: str
-    """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
+    """The state of the `Fit`: "idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
 
     @property
     def training(self) -> bool:
-        """True in `Fit.fit`, except during its validations."""
+        """True in `Fit.fit`, except during validations."""
 
     @property
     def validating(self) -> bool:
@@ -75,7 +75,7 @@ class RunContext(Protocol):
 
     @property
     def evaluating(self) -> bool:
-        """True while batches are validated or tested, including those of the sanity check."""
+        """True while the module is validated or tested, including the sanity check."""
 
     @property
     def is_last_batch(self) -> bool:
@@ -101,31 +101,40 @@ class RunContext(Protocol):
         batch automatically or that override ``__iter__``, and in several combined loaders.
         """
 
+    @property
+    def micro_batch_weight(self) -> float:
+        """The number of items over which the loss of this rank's current training micro-batch is a mean.
+
+        The weight is the result of `TrainModule.batch_weight` for the loader's batch, or by default the batch's number
+        of samples. The weight is 0 on a joining rank. Manual optimization does not apply weights, and this property is
+        then always the number of samples.
+        """
+
     # Data
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on each rank, from limits and ``len(loader)``; infinite if both are unknown."""
+        """The number of micro-batches of an epoch on each rank; infinite if neither limits nor loaders give it."""
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Micro-batches of each validation loader."""
+        """The number of micro-batches of each validation loader."""
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Micro-batches of each test loader."""
+        """The number of micro-batches of each test loader."""
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Micro-batches of each prediction loader."""
+        """The number of micro-batches of each prediction loader."""
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Micro-batches of each validation loader in the sanity check."""
+        """The number of micro-batches of each validation loader in the sanity check."""
 
     @property
     def enable_validation(self) -> bool:
-        """Whether this is a fit whose module has a ``validation_step`` and ``limit_val_batches`` is not 0."""
+        """Whether a fit validates: the module has a ``validation_step``, and ``limit_val_batches`` is not 0."""
 
     @property
     def train_dataloader(self) -> Any:
@@ -153,7 +162,7 @@ class RunContext(Protocol):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run; infinite if neither limits nor the data bound their number."""
+        """The number of optimizer steps of the whole run; infinite if neither limits nor the data bound it."""
 
     # The module, the data module and the checkpoint that the run started from
 
@@ -220,7 +229,7 @@ class RunContext(Protocol):
         """The precision's `GradScaler`; None if the precision does not scale the loss."""
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context in which modules are built in the run's dtype, and on its device unless they are sharded.
+        """Return a context in which modules are built in the run's dtype and, unless sharded, on the run's device.
 
         Args:
             empty_init: None or False; True is refused. Layers that are too large to initialize here are built in
@@ -302,7 +311,7 @@ class RunContext(Protocol):
     def profiler(self) -> Profiler:
         """The profiler of the run; without a profiler, an object whose spans do nothing.
 
-        ``with self.trainer.profiler.profile("augmentation"): ...`` adds a phase to the table and the trace.
+        ``with self.trainer.profiler.profile("augmentation"): ...`` adds a phase to the profiler's table and trace.
         """
 
     @property
@@ -313,7 +322,7 @@ class RunContext(Protocol):
 
     # The hooks of `Callback` are annotated with this protocol, so this module cannot import `Callback`.
     callbacks: list[Any]
-    """The `Callback`s of every run, including the default callbacks. Callbacks can be appended until set-up ends."""
+    """The `Callback`s of all runs of this `Fit`, also the default ones. Others can be appended until set-up ends."""
 
     @property
     def checkpoint_callback(self) -> SavedCheckpoints | None:
@@ -363,24 +372,12 @@ class RunContext(Protocol):
     def run_id(self) -> str:
         """The identifier of the run in `log_dir`, kept if the run is resumed in its folder; "" without a folder."""
 
-    def checkpoint_removed(self, identifier: str) -> None:
-        """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
-
-    @property
-    def micro_batch_weight(self) -> float:
-        """The number of items over which the loss of this rank's current training micro-batch is a mean.
-
-        The weight is the result of `TrainModule.batch_weight` for the loader's batch, or by default the batch's number
-        of samples. The weight is 0 on a joining rank. Manual optimization does not apply weights, and this property is
-        then always the number of samples.
-        """
-
     # Checkpoints
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
     ) -> None:
-        """Write a checkpoint. Collective: call it on every rank.
+        """Write a checkpoint. Collective: call this method on every rank.
 
         If this is called within an accumulation window, the checkpoint is written at the end of the window, since
         checkpoints hold no gradients.
@@ -392,9 +389,9 @@ class RunContext(Protocol):
         """
 
     def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` at the next point from which the run can be resumed exactly. Call it on every rank.
+        """Call ``save`` at the next point from which the run can be resumed exactly. Call this method on every rank.
 
-        That point is reached when all hooks of the current event have run and the accumulation window is closed.
+        The point is reached when all hooks of the current event have run and the accumulation window is closed.
         """
 
     def write_checkpoint(
@@ -407,7 +404,7 @@ class RunContext(Protocol):
         digest: str | None = None,
         trainable_only: bool = False,
     ) -> None:
-        """Write a checkpoint now; to be called by the function passed to `defer_save`, as `Checkpoint` does.
+        """Write a checkpoint now. Call this method only in a function passed to `defer_save`, as `Checkpoint` does.
 
         Args:
             path: a path or an fsspec URL.
@@ -423,7 +420,7 @@ class RunContext(Protocol):
         """
 
     def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        """Save the state that a failed run of one process had at its last step. Call it in ``on_exception`` only.
+        """Save the state that a failed run of one process had at its last step. Call this method in ``on_exception`` only.
 
         Args:
             path: a path or an fsspec URL.
@@ -438,7 +435,7 @@ class RunContext(Protocol):
         """
 
     def roll_back(self, path: str) -> None:
-        """Load a complete checkpoint of this run and continue training from it. Call it on every rank.
+        """Load a complete checkpoint of this run and continue training from it. Call this method on every rank.
 
         The checkpoint is loaded when all hooks of the current event have run and the accumulation window is closed.
         Later checkpoints of the run's `Checkpoint` callbacks are deleted.
@@ -446,6 +443,9 @@ class RunContext(Protocol):
         Raises:
             CheckpointError: the checkpoint cannot be opened.
         """
+
+    def checkpoint_removed(self, identifier: str) -> None:
+        """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
 
     # Optimizers
 
@@ -467,9 +467,9 @@ class RunContext(Protocol):
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        """The gradients' total norm before they were last clipped, of shape (); None if they were not clipped yet."""
+        """The total norm of gradients before the last clipping, of shape (); None if none were clipped yet."""
 
-    # The implementation of methods of `TrainModule`, which call these members
+    # Members that methods of `TrainModule` call
 
     @property
     def metrics(self) -> Records:
@@ -484,7 +484,7 @@ class RunContext(Protocol):
 
         Args:
             what: the name of the calling method, for the error that is raised in automatic optimization.
-            does: what the engine itself does in automatic optimization, for the same error.
+            does: the action of the engine in automatic optimization, such as "runs backward on", for the same error.
         """
 
     def manual_backward(self, loss: torch.Tensor) -> None:
