@@ -420,7 +420,7 @@ class RunContext(Protocol):
         """
 
     def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        """Save the state that a failed run of one process had at its last step. Call this method in ``on_exception`` only.
+        """Save the state that a failed run of one process had at its last step. Only ``on_exception`` may call this.
 
         Args:
             path: a path or an fsspec URL.
