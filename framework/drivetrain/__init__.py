@@ -1,6 +1,6 @@
 """drivetrain: train PyTorch models with the same code on one device and on many.
 
-The public names are imported on first use, so that ``import drivetrain`` is as fast as ``import torch``.
+Public names are imported on first use, so that ``import drivetrain`` takes no longer than ``import torch``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "Callback": "drivetrain.callback",
     "CheckpointError": "drivetrain.errors",
     "ConfigurationError": "drivetrain.errors",
@@ -105,13 +105,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+    if name in _MODULE_BY_NAME:
+        value = getattr(import_module(_MODULE_BY_NAME[name]), name)
     elif name in _SUBMODULES:
         value = import_module(f"drivetrain.{name}")
     else:
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    globals()[name] = value  # Later look-ups do not call `__getattr__`.
+    globals()[name] = value  # so that later look-ups do not call `__getattr__`
     return value
 
 

@@ -62,14 +62,14 @@ class Callback:
         """Copy rank 0's state into this object, after a run whose ranks were processes that have since exited.
 
         Args:
-            state_dict: what `state_dict` returned on rank 0. By default it is passed to `load_state_dict`, unless it is
-                empty.
+            state_dict: the state that `state_dict` returned on rank 0. By default the state is passed to
+                `load_state_dict`, unless it is empty.
         """
         if state_dict:
             self.load_state_dict(state_dict)
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
-        """Return tensors, by name, that checkpoints store like weights: each rank writes its own shards.
+        """Return tensors by name. Checkpoints store them like weights: each rank writes the shards that it holds.
 
         The tensors can be loaded at any world size and under any strategy. Names, shapes and dtypes must be the same on
         every rank. Prefer `state_dict` for tensors that are small or the same on every rank.
@@ -129,10 +129,10 @@ class Callback:
     # Hooks: set-up, failure and checkpoints
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Called first, on every rank; ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Called before all other hooks, on every rank; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
-        """Called last, even after a failure."""
+        """Called after all other hooks, even after a failure."""
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Called when the run raised ``exception``, which is re-raised afterwards."""
@@ -141,7 +141,7 @@ class Callback:
         """Add JSON-serializable values or tensors to ``checkpoint``, a dict that is separate for each callback."""
 
     def on_load_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` added."""
+        """Restore the values that `on_save_checkpoint` added to ``checkpoint``."""
 
     # Hooks: training
 
@@ -175,19 +175,19 @@ class Callback:
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Called after a micro-batch; ``outputs["loss"]`` is detached and unscaled."""
+        """Called after a micro-batch. ``outputs["loss"]`` is the loss, detached and without loss scaling."""
 
     def on_before_zero_grad(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Called before a window's gradients are cleared."""
+        """Called at the start of an accumulation window, before gradients are cleared."""
 
     def on_before_backward(self, trainer: RunContext, module: Any, loss: torch.Tensor) -> None:
-        """Called with the loss as `training_step` returned it."""
+        """Called before each backward pass, with the loss as `training_step` returned it."""
 
     def on_after_backward(self, trainer: RunContext, module: Any) -> None:
         """Called after every backward pass."""
 
     def on_before_optimizer_step(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Called with unscaled gradients, before clipping and the step."""
+        """Called before gradients are clipped and the optimizer steps. Gradients carry no loss scale here."""
 
     # Hooks: validation, testing and prediction
 
@@ -264,8 +264,8 @@ class Callback:
 
         Override this method for settings that trial runs determine and that the module or data module reads during
         set-up, such as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls the
-        method. It is not called for callbacks that the module's ``configure_callbacks`` returns, which do not exist
-        yet.
+        method. Callbacks that the module's ``configure_callbacks`` returns do not exist yet, so this method is not
+        called for them.
 
         Args:
             trials: an object that runs a few steps of the requested stage and then restores all state.
@@ -274,7 +274,7 @@ class Callback:
     def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
         """Save a checkpoint to resume from, because a preemption signal or ``max_time`` ends the run early.
 
-        The engine calls this method for every callback on every rank, between two windows. Save with
+        The engine calls this method for every callback on every rank, between two accumulation windows. Save with
         `Fit.save_checkpoint`, or request a save with `Fit.defer_save`. Deferred saves are completed before the run
         ends.
 
@@ -310,11 +310,11 @@ class Callback:
 
     @property
     def saves_whole(self) -> bool:
-        """Whether this callback saves checkpoints that a run can resume from, not only weights."""
+        """Whether this callback saves checkpoints from which a run can resume. Weights alone do not suffice."""
         return False
 
     def before_going_back(self, trainer: RunContext, module: Any) -> None:
-        """Called before the run rolls back to an earlier checkpoint, whose callback state is loaded next."""
+        """Called before the run rolls back to an earlier checkpoint. The checkpoint's callback state is loaded next."""
 
     def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
         """Called after the run rolled back to the checkpoint of step ``trainer.global_step`` at ``path``."""
@@ -323,13 +323,13 @@ class Callback:
     def monitors(self) -> Mapping[str, str]:
         """Logged values that this callback requires, each with the argument that requires it, for error messages.
 
-        For example ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``. A value that nothing logs is reported in the
-        first step.
+        For example ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``. If nothing logs a
+        required value, the engine warns in the first step.
         """
         return {}
 
     def window_of(self, epoch: int) -> int | None:
-        """Return the micro-batches per window in ``epoch``, if this callback changes them during the run, else None.
+        """Return the micro-batches per accumulation window in ``epoch``; None if this callback does not change them.
 
         The engine uses the number to estimate the total number of steps for learning-rate schedules.
         """
@@ -338,14 +338,14 @@ class Callback:
     def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
         """Return why this callback ended the run that saved ``state_dict``; None if this callback did not end it.
 
-        A run that a callback has ended has nothing left to train.
+        A run that a callback ended does not train further when it is resumed.
         """
         return None
 
     def predicted_before(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
-        """Return a function that tells whether a batch's predictions exist from an earlier run.
+        """Return a function that determines whether an earlier run has stored the predictions of a batch.
 
         The engine calls this method once in `Fit.predict` with ``return_predictions=False``. A batch is skipped,
         including its hooks, if the functions of all callbacks return True for it.

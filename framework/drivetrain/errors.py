@@ -13,12 +13,12 @@ class DrivetrainError(Exception):
 
     Args:
         what: what is wrong, with the offending value.
-        why: the reason it cannot be accepted.
-        fix: what to do about it.
+        why: the reason why this is an error.
+        fix: how to fix the error.
     """
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        # All three go to ``args``, so that the error can be pickled.
+        # All three arguments become ``self.args``, so that the error can be pickled.
         super().__init__(what, why, fix)
         self.what = what
         self.why = why
@@ -34,7 +34,7 @@ class DrivetrainError(Exception):
 
 
 class ConfigurationError(DrivetrainError):
-    """A setting or a call is invalid, or contradicts another."""
+    """A setting or a call is invalid, or contradicts another setting."""
 
 
 class CheckpointError(DrivetrainError):
@@ -42,7 +42,7 @@ class CheckpointError(DrivetrainError):
 
 
 class DistributedError(DrivetrainError):
-    """A rank failed, did not respond or disagreed with the others."""
+    """A rank failed, did not respond, or differed from the other ranks."""
 
 
 class NonFiniteError(DrivetrainError):
@@ -56,8 +56,8 @@ class LossSpikeError(DrivetrainError):
 def shortened(error: ConfigurationError) -> ConfigurationError:
     """Return ``error`` with drivetrain's own frames removed from its traceback.
 
-    What remains is the user's code: the line that made the call, and code that the engine called.
-    With ``python -X dev`` nothing is removed.
+    The frames of the user's code remain: the call, and code that the engine called. With ``python -X dev``, all frames
+    remain.
     """
     return error if sys.flags.dev_mode else error.with_traceback(_without_own_frames(error.__traceback__))
 
@@ -79,11 +79,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-_MAX_LISTED = 10  # names in a message
+_MAX_LISTED = 10  # the number of names that a message lists
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the quoted names, separated by commas; of many names only the first ten, and the number of the others."""
+    """Return the quoted names, separated by commas. Of more than ten, only ten and the number of the rest are given."""
     return ", ".join(map(repr, names[:_MAX_LISTED])) + (
         f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     )

@@ -46,9 +46,9 @@ Limit = int | float | None
 
 
 class Fit(SessionContext):
-    """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
+    """Trains, validates, tests and predicts with a `TrainModule`. Building a `Fit` has no side effect.
 
-    `RunContext` documents what can be read during and after a run, and what hooks call.
+    `RunContext` documents the attributes to read during and after a run, and the methods that hooks can call.
 
     Args:
         strategy: how the module runs on its devices: a name ("auto", "ddp", ..., or one that a package registers) or a
@@ -59,17 +59,17 @@ class Fit(SessionContext):
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", a name that a package
             registers, or a `Precision`.
         max_epochs: epochs to train; -1 for no limit. None means 1000 if nothing else limits the run.
-        min_epochs: epochs before which nothing stops the run early.
+        min_epochs: epochs to complete before the run may be stopped early.
         max_steps: optimizer steps to train; -1 for no limit.
-        min_steps: optimizer steps before which nothing stops the run early.
-        max_time: the duration of training: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+        min_steps: optimizer steps to make before the run may be stopped early.
+        max_time: the duration of training: a timedelta, a dict of the arguments of timedelta, or "DD:HH:MM:SS".
         accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: the largest norm (or absolute value) of gradients; None to not clip.
+        gradient_clip_val: the largest norm (or absolute value) of gradients; None for no clipping.
         gradient_clip_algorithm: "norm" (over all gradients together) or "value".
         limit_train_batches: micro-batches per epoch, as a number (int) or a fraction (float in [0, 1]).
-        limit_val_batches: the same for each validation loader.
-        limit_test_batches: the same for each test loader.
-        limit_predict_batches: the same for each prediction loader.
+        limit_val_batches: micro-batches of each validation loader, as a number or a fraction.
+        limit_test_batches: micro-batches of each test loader, as a number or a fraction.
+        limit_predict_batches: micro-batches of each prediction loader, as a number or a fraction.
         val_check_interval: micro-batches (int) or fraction of an epoch (float) between two validations.
         check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count across epochs.
         num_sanity_val_steps: validation micro-batches to run before training; -1 for all.
@@ -79,13 +79,13 @@ class Fit(SessionContext):
         logger: None or True for the default logger, False for none, or one or a list of "csv", "tensorboard", names
             that packages register, and `Logger` objects.
         log_every_n_steps: optimizer steps between two rows of step values; 0 for no rows.
-        enable_progress_bar: show a progress bar and, as training ends, the checkpoints and files.
-        enable_checkpointing: add a `Checkpoint` if none is given: it saves once an epoch and keeps the newest.
+        enable_progress_bar: show a progress bar, and list the written checkpoints and files after training.
+        enable_checkpointing: add a `Checkpoint` that saves every epoch and keeps the newest, unless one is given.
         enable_model_summary: print a summary of the module.
         default_root_dir: the folder for files; the working directory by default.
         seed: the seed of initialization, sample order and every generator.
-        deterministic: use deterministic algorithms only; "warn" warns if an operation has none.
-        benchmark: cuDNN's benchmark mode; None leaves it as it is.
+        deterministic: use deterministic algorithms only; "warn" warns about operations that have none.
+        benchmark: whether cuDNN benchmarks its algorithms; None leaves torch's current setting.
         inference_mode: evaluate in `torch.inference_mode` instead of `torch.no_grad`.
         detect_anomaly: let autograd check every backward for NaN.
         compile: compile the steps; a dict is passed to `torch.compile`.
@@ -102,13 +102,13 @@ class Fit(SessionContext):
         preemption_signals: signals that, like Ctrl-C, make a run save and exit so that it can be resumed: a name or a
             list of names; "auto" for SIGTERM, and in a SLURM job also SIGUSR1; None for none, not even Ctrl-C.
         barebones: run the bare loop, without progress bar, summary, checkpoints and logging.
-        plugins: reserved; always refused.
+        plugins: a reserved name; any value except None is refused.
 
     Raises:
         ConfigurationError: an argument is unknown, invalid, or contradicts another.
     """
 
-    settings: Settings  # set by `resolved_settings`
+    settings: Settings  # the decorator `resolved_settings` sets this attribute
 
     @resolved_settings
     def __init__(
@@ -211,19 +211,22 @@ class Fit(SessionContext):
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):
-            canonical_name(precision)  # whether the device supports it is checked once the device is known
+            # This call refuses an unknown name. The support of the device is checked once the device is known.
+            canonical_name(precision)
         check_launcher(launcher)
         if not isinstance(environment, Environment):
             check_environment_name(environment)
-        # Built here to refuse an unknown name early; "auto" depends on the number of processes.
+        # The strategy is built here to refuse an unknown name early. "auto" needs the number of processes, known later.
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
             self.chosen_strategy = strategy_by_name(strategy)
         elif not isinstance(strategy, str | Strategy):
             raise ConfigurationError(
-                f"strategy={strategy!r}.", "it is a name or a Strategy.", "use strategy='ddp', or DDPStrategy(...)."
+                f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
             )
-        self.loggers: list[Logger] = default_loggers(logger, self.default_root_dir, off=bool(fast_dev_run) or barebones)
+        self.loggers: list[Logger] = default_loggers(
+            logger, self.default_root_dir, only_check=bool(fast_dev_run) or barebones
+        )
         self.callbacks: list[Callback] = default_callbacks(
             callbacks,
             progress_bar=enable_progress_bar,
@@ -242,7 +245,7 @@ class Fit(SessionContext):
         self._collective_calls = CollectiveCalls()
         self._log_queue = None
 
-    # Entry points
+    # Entry points: the methods that start a run
 
     def fit(
         self,
@@ -258,17 +261,17 @@ class Fit(SessionContext):
         """Train ``module``.
 
         Args:
-            module: the module to train; afterwards it holds the trained weights.
+            module: the module to train, which holds the trained weights afterwards.
             train_dataloaders: the training loader, or several as a dict, a list or a `CombinedLoader`.
             val_dataloaders: one or several validation loaders.
-            datamodule: provides the loaders instead.
+            datamodule: a data module that provides the loaders, if none are passed.
             ckpt_path: the checkpoint to resume from: a path or URL, "last", "best" or "auto".
             allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
-                State that no longer fits is reset: that of an optimizer or a scheduler, or the position in the epoch.
+                State that no longer fits is reset: an optimizer's or a scheduler's, or the position in the epoch.
             model: another name of ``module``, as in Lightning.
 
         Raises:
-            ConfigurationError: the call cannot be carried out; nothing was changed.
+            ConfigurationError: the call cannot be carried out. Nothing was changed.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -288,10 +291,10 @@ class Fit(SessionContext):
         """Run ``validation_step`` over the validation loaders and return each loader's reduced values.
 
         Args:
-            module: the module to validate; by default that of the last run, with the weights of its best checkpoint
-                if that run was a fit that kept one.
+            module: the module to validate; by default the module of the last run. If the last run was a fit that kept a
+                best checkpoint, the default module gets the weights of this checkpoint.
             dataloaders: one or several loaders.
-            datamodule: provides the loaders instead.
+            datamodule: a data module that provides the loaders, if none are passed.
             ckpt_path: a checkpoint whose weights are loaded first.
             verbose: print the values.
             model: another name of ``module``, as in Lightning.
@@ -310,7 +313,7 @@ class Fit(SessionContext):
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test loaders and return each loader's values; takes `validate`'s arguments."""
+        """Run ``test_step`` over the test loaders and return each loader's values. Arguments are as for `validate`."""
         return self._evaluate(
             "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose
         )
@@ -352,16 +355,16 @@ class Fit(SessionContext):
         """Run ``predict_step`` and return each micro-batch's output in data-set order, on every rank.
 
         Args:
-            module: the module that predicts; by default as for `validate`.
-            dataloaders: one or several loaders; with several, the result is a list per loader.
-            datamodule: provides the loaders instead.
+            module: the module that predicts; the default is that of `validate`.
+            dataloaders: one or several loaders. With several loaders, the result contains a list for each loader.
+            datamodule: a data module that provides the loaders, if none are passed.
             ckpt_path: a checkpoint whose weights are loaded first.
-            return_predictions: False keeps no outputs, does not exchange them between ranks and returns None: for
-                outputs that exceed memory and that ``on_predict_batch_end`` writes to disk.
+            return_predictions: whether to collect and return the outputs. False is meant for outputs that exceed memory
+                and that ``on_predict_batch_end`` writes to disk: ranks exchange no outputs, and the result is None.
             model: another name of ``module``, as in Lightning.
 
         Returns:
-            The outputs with their tensors on the CPU, or None.
+            The outputs, with their tensors on the CPU; None if ``return_predictions`` is False.
         """
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
@@ -389,18 +392,18 @@ class Fit(SessionContext):
             from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
 
             for index, result in enumerate(results):
-                head = stage if len(results) == 1 else f"{stage}, loader {index}"
+                label = stage if len(results) == 1 else f"{stage}, loader {index}"
                 values = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
-                write_output(sys.stdout, f"{head}: {values}\n")
+                write_output(sys.stdout, f"{label}: {values}\n")
         return results
 
     def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
-        """Return the module and checkpoint to evaluate; by default the last run's module and best checkpoint."""
+        """Return the module and checkpoint to evaluate, which default to the last run's module and best checkpoint."""
         if module is not None or self.session is None:
             return module, ckpt_path
         best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
         if ckpt_path is None and best and self.session.core.stage == "fit":
-            logger.info("%s was given no module: it is the last run's, with the weights of %s.", stage, best)
+            logger.info("%s was given no module: it runs the last run's module with the weights of %s.", stage, best)
             ckpt_path = best
         return self.session.core.module, ckpt_path
 
@@ -417,7 +420,7 @@ class Fit(SessionContext):
             raise ConfigurationError(
                 f"{stage} was given no module.",
                 "no earlier run of this Fit provides one.",
-                f"pass it, as Fit().{stage}(module, ...).",
+                f"pass a module: Fit().{stage}(module, ...).",
             )
         if not isinstance(given.datamodule, DataModule | None):
             raise ConfigurationError(
@@ -428,30 +431,30 @@ class Fit(SessionContext):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "an instance of TrainModule is needed, with its weights.",
-                f"make one: Fit().{stage}({module.__name__}(...), ...).",
+                "an instance is needed, because the instance holds the weights.",
+                f"create an instance: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__} in place of the module.",
-                "the module comes first, the data after it.",
+                "the module is the first argument, and the data is the second.",
                 f"swap them: Fit().{stage}(module, data).",
             )
         if not isinstance(module, TrainModule):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",
-                "the engine drives a drivetrain.TrainModule: its steps, its optimizers, its hooks.",
+                "the engine calls the steps and the hooks of a drivetrain.TrainModule.",
                 "subclass TrainModule, write training_step and configure_optimizers; to compile: Fit(compile=True).",
             )
         if is_attached(module):
             raise ConfigurationError(
                 f"{stage} was called while a run of {type(module).__name__} is under way.",
                 "both runs would use the same module, metrics and processes.",
-                "call it after the run, on every rank; to validate within fit, set val_check_interval.",
+                f"call {stage} after the run, on every rank; to validate within fit, set val_check_interval.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        self._log_queue = None  # drops rows that are left from a failed run
+        self._log_queue = None  # discards the rows that a failed run has not delivered
         try:
             if any(is_overridden("before_launch", callback, Callback) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
@@ -459,12 +462,12 @@ class Fit(SessionContext):
                 run_before_launch_hooks(self, stage, module, given, path)
             return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
-            raise shortened(error)  # noqa: B904 - the same error
+            raise shortened(error)  # noqa: B904 - `shortened` returns the same error
 
 
 def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
     if module is not None and model is not None:
         raise ConfigurationError(
-            f"{stage} was given a module and a model.", "they are two names of one argument.", "pass one of them."
+            f"{stage} was given a module and a model.", "both names stand for one argument.", "pass one of them."
         )
     return module if model is None else model

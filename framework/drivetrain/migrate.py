@@ -1,6 +1,6 @@
 """``python -m drivetrain.migrate FILE...``: rename Lightning's names in a script to drivetrain's.
 
-It changes only names, does not run the file, and lists by line what remains to be done.
+The command changes only names and does not run the file. It lists, by line, the changes that remain to be made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drivetrain._config.lightning_names import strategy_attribute_error, trainer
 from drivetrain._config.old_names import find_replacement
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
-_LIGHTNING_STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # such as an argument of mock.patch
+_LIGHTNING_STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # for example an argument of mock.patch
 _RENAMED_CLASSES = {
     "LightningModule": "TrainModule",
     "LightningDataModule": "DataModule",
@@ -50,16 +50,16 @@ _ARGUMENT_NOTES = {
     "retain_graph": "retain_graph= is refused: add the losses, and call manual_backward once",
 }
 _MODULE_VARIABLES = ("self", "module", "pl_module", "model")
-# Lines as Python's tokenizer splits them. str.splitlines would also split at other separators.
+# Matches a line as Python's tokenizer splits them. str.splitlines would also split at other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 Edits: TypeAlias = dict[tuple[int, int], tuple[tuple[int, int], str, str]]
-"""Maps the start of an edit (line, column in bytes) to its end, the text to replace ("" for any) and the new text."""
+"""Maps the start of an edit (line, column in bytes) to the end, the text to replace ("" for any) and the new text."""
 
 
 @cache
 def _module_by_name() -> dict[str, str]:
-    """Return the module from which to import each public name."""
+    """Return a dictionary from each public name to the module from which to import the name."""
     modules = dict.fromkeys(_STRATEGIES, "drivetrain_strategies")
     for module in _PUBLIC_MODULES:
         for name in import_module(module).__all__:
@@ -73,7 +73,7 @@ class Migrated:
 
     Attributes:
         source: the new text.
-        remaining: what remains to be done, with line numbers in the old text.
+        remaining: the changes that remain to be made by hand, with line numbers in the old text.
     """
 
     source: str
@@ -85,11 +85,11 @@ class _Names:
     """The names by which a file refers to Lightning.
 
     Attributes:
-        classes: Lightning's name for each name that an import binds.
-        aliased: those of ``classes`` that must not change in the file, because the file uses the old or the new name
-            for something else, or exports the old one. They are imported with ``as``.
-        packages: the module for each name that an import binds to a module of Lightning, or to ``lightning`` itself.
-        shadowed: the ids of `ast.Name` nodes that have a name of ``packages`` but refer to arguments or loop variables.
+        classes: maps each name that an import binds to a class to Lightning's name of the class.
+        aliased: the names in ``classes`` that must not change in the file, because the file uses the old or the new
+            name for another object, or exports the old name. These names are imported with ``as``.
+        packages: maps each name that an import binds to a module of Lightning, or to ``lightning``, to that module.
+        shadowed: the ids of `ast.Name` nodes that have a name in ``packages`` but refer to arguments or loop variables.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -97,13 +97,13 @@ class _Names:
     packages: dict[str, str] = field(default_factory=dict)
     shadowed: set[int] = field(default_factory=set)
 
-    def new(self, name: str) -> str:
+    def new_name_of(self, name: str) -> str:
         """Return the name that replaces ``name`` in the file; ``name`` itself if it does not change."""
         old = self.classes.get(name)
         return name if old != name or name in self.aliased else _RENAMED_CLASSES.get(name, name)
 
-    def path(self, node: ast.expr) -> list[str] | None:
-        """Return the path in Lightning of an expression such as ``pl.callbacks.Timer``; None for other expressions."""
+    def lightning_path_of(self, node: ast.expr) -> list[str] | None:
+        """Return the parts after ``pl`` of an expression such as ``pl.callbacks.Timer``; None for other expressions."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -116,17 +116,17 @@ class _Names:
         """Return Lightning's name of the class that an expression refers to; "" for other expressions."""
         if isinstance(node, ast.Name):
             return self.classes.get(node.id, "")
-        path = self.path(node)
+        path = self.lightning_path_of(node)
         return path[-1] if path else ""
 
 
 def _strip_package(path: list[str]) -> list[str]:
-    """Return a path without the package's name at its beginning."""
+    """Return a dotted path without the name of Lightning's package at the beginning."""
     return path[2:] if path[:2] == ["lightning", "pytorch"] else path[1:]
 
 
 def migrate(source: str) -> Migrated:
-    """Return a script with drivetrain's names; a script that does not import Lightning is unchanged.
+    """Return a script with drivetrain's names. A script that does not import Lightning is returned unchanged.
 
     Raises:
         SyntaxError: the text is not valid Python.
@@ -144,8 +144,8 @@ def migrate(source: str) -> Migrated:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             _edit_import(node, lines, names, edits, remaining)
-        elif isinstance(node, ast.Name) and names.new(node.id) != node.id:
-            _add_edit(edits, node, len(node.id.encode()), node.id, names.new(node.id))
+        elif isinstance(node, ast.Name) and names.new_name_of(node.id) != node.id:
+            _add_edit(edits, node, len(node.id.encode()), node.id, names.new_name_of(node.id))
         elif isinstance(node, ast.Attribute):
             _edit_attribute(node, names, edits, remaining)
         elif isinstance(node, ast.Call):
@@ -158,11 +158,11 @@ def migrate(source: str) -> Migrated:
     try:
         ast.parse(changed)
     except SyntaxError:
-        return Migrated(source, [(1, "the file could not be migrated: change it by hand")])
+        return Migrated(source, [(1, "the file could not be migrated: change the file by hand")])
     return Migrated(changed, sorted(set(remaining)))
 
 
-# Find the names that refer to Lightning
+# Finding the names that refer to Lightning
 
 
 def _collect_names(tree: ast.AST) -> _Names:
@@ -212,7 +212,7 @@ def _has_counterpart(module: str) -> bool:
 
 
 def _bound_names(tree: ast.AST, lightning_nodes: set[int]) -> set[str]:
-    """Return all names that the file binds by anything but an import from Lightning."""
+    """Return all names that the file binds, except those that are only imported from Lightning."""
     found_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -231,7 +231,7 @@ def _bound_names(tree: ast.AST, lightning_nodes: set[int]) -> set[str]:
 
 
 def _exported_names(tree: ast.AST) -> set[str]:
-    """Return the strings in ``__all__``: other files may import these names."""
+    """Return the strings in ``__all__``, which are names that other files may import."""
     found_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
@@ -242,7 +242,7 @@ def _exported_names(tree: ast.AST) -> set[str]:
 
 
 def _mark_shadowed(tree: ast.AST, names: _Names) -> None:
-    """Mark the nodes of local variables in functions and comprehensions that have a package's name."""
+    """Mark the uses of local variables, of functions and comprehensions, that have the name of a package."""
     for node in ast.walk(tree):
         scope: Sequence[ast.AST]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -260,11 +260,11 @@ def _mark_shadowed(tree: ast.AST, names: _Names) -> None:
                     names.shadowed.add(id(child))
 
 
-# Collect and apply the edits, and note what remains to be done
+# Collecting and applying the edits, and noting the changes that remain to be made
 
 
 def _add_edit(edits: Edits, node: ast.expr | ast.stmt, size: int, old: str, new: str, from_end: bool = False) -> None:
-    """Add an edit that replaces ``size`` bytes at a node's beginning, or with ``from_end`` those before its end."""
+    """Add an edit that replaces the first ``size`` bytes of a node, or with ``from_end`` the last ones."""
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     line, start = (node.end_lineno, node.end_col_offset - size) if from_end else (node.lineno, node.col_offset)
@@ -300,8 +300,8 @@ def _edit_import(
                 continue
             module_name = _module_by_name().get(name)
             if module_name is None:
-                what = "import the names that are used" if name == "*" else "has no known counterpart"
-                remaining.append((node.lineno, f"{alias.name} of {node.module}{':' if name == '*' else ''} {what}"))
+                note = ": import the names that are used" if name == "*" else " has no known counterpart"
+                remaining.append((node.lineno, f"{alias.name} of {node.module}{note}"))
                 module_name, name = node.module or "", alias.name
             local = alias.asname or (alias.name if alias.name in names.aliased and name != alias.name else None)
             names_by_module.setdefault(module_name, []).append(name + (f" as {local}" if local else ""))
@@ -310,7 +310,7 @@ def _edit_import(
 
 
 def _replace_statement(node: ast.stmt, new: list[str], lines: Sequence[bytes], edits: Edits) -> None:
-    """Replace an import statement by other statements, keeping its comments and the code on its lines."""
+    """Replace an import statement by other statements, and keep comments and other code on the same lines."""
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     end = node.end_lineno, node.end_col_offset
@@ -337,7 +337,7 @@ def _comments(node: ast.stmt, lines: Sequence[bytes]) -> Iterator[bytes]:
 
 def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining: list[tuple[int, str]]) -> None:
     owner = ast.unparse(node.value)
-    path = names.path(node)
+    path = names.lightning_path_of(node)
     if path is None:
         if names.class_of(node.value) == "Trainer" and not hasattr(import_module("drivetrain").Fit, node.attr):
             remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
@@ -357,7 +357,7 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
         new = "drivetrain" if root.id in ("lightning", "pytorch_lightning") else root.id
         edits[node.lineno, node.col_offset] = (node.end_lineno, node.end_col_offset), f"{root.id}.{node.attr}", new
         return
-    if isinstance(node.value, ast.Name) and names.packages[node.value.id] == node.value.id:  # The name has no alias.
+    if isinstance(node.value, ast.Name) and names.packages[node.value.id] == node.value.id:  # imported without `as`
         _add_edit(edits, node.value, len(node.value.id), node.value.id, "drivetrain")
     if len(path) == 1:
         if module_name is None:
@@ -398,7 +398,7 @@ def _edit_annotation(
     assert node.end_col_offset is not None
     new = old_text = str(node.value)
     for name in names.classes:
-        new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", names.new(name), new)
+        new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", names.new_name_of(name), new)
     for package in names.packages:
         root = "drivetrain" if package in ("lightning", "pytorch_lightning") else package
         for old, name in _RENAMED_CLASSES.items():
@@ -442,9 +442,9 @@ def _definition_notes(node: ast.ClassDef | ast.FunctionDef) -> Iterator[tuple[in
             "backward",
         }
         if node.name in removed_hooks or re.fullmatch(r"on_\w+_model_(eval|train|zero_grad)", node.name):
-            yield node.lineno, f"def {node.name}: it is never called; the error of the first run names its replacement"
+            yield node.lineno, f"def {node.name} is never called: the error of the first run names the replacement"
         if "dataloader_iter" in {child.arg for child in node.args.args}:
-            yield node.lineno, f"def {node.name}: it gets a batch instead of dataloader_iter"
+            yield node.lineno, f"def {node.name} is called with a batch instead of dataloader_iter"
 
 
 def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int, str]]) -> str:
@@ -463,20 +463,20 @@ def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int
     return text.decode()
 
 
-# Read and write files
+# Reading and writing files
 
 
 def _read(path: Path) -> tuple[str, str]:
     """Return a file's text, with the original line endings, and its encoding."""
     if path.suffix == ".ipynb":
-        raise ValueError("it is a notebook: convert it to a Python file with jupyter nbconvert --to script")
+        raise ValueError("notebooks are not supported: convert the file to Python with jupyter nbconvert --to script")
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding), encoding
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file atomically, keeping its mode."""
+    """Replace a file atomically, keeping the file's permissions."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -493,7 +493,7 @@ def _diff_lines(path: Path, before: str, after: str) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Migrate the given files; return 1 if one cannot be read or written, else 0."""
+    """Migrate the given files. Return 1 if a file cannot be migrated, else 0."""
     parser = argparse.ArgumentParser(prog="python -m drivetrain.migrate", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Python files written for Lightning")
     parser.add_argument("--write", action="store_true", help="change the files instead of printing a diff")

@@ -1,4 +1,4 @@
-"""RunContext: what modules, data modules, callbacks and loggers can read and call of their run."""
+"""RunContext: the properties and methods of a run that modules, data modules, callbacks and loggers can use."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ if TYPE_CHECKING:
 
 
 class RunContext(Protocol):
-    """The run: ``trainer`` in the hooks of a `Callback`, and ``self.trainer`` in a module or a data module.
+    """A run, passed as ``trainer`` to the hooks of a `Callback`; modules and data modules read it as ``self.trainer``.
 
-    The object is the `Fit`; this interface is the part of it that is useful within a run. Most arguments of `Fit` are
-    attributes of the same name, and all of them are in ``settings``.
+    The object is the `Fit`, and this interface declares the part of `Fit` that is useful within a run. Most arguments
+    of `Fit` are attributes of the same name, and ``settings`` holds all of them.
     """
 
     # Progress
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed. After training it includes an epoch that ``max_steps`` or a request to stop cut short."""
+        """The number of completed epochs. After training, the last epoch counts even if the run ended within it."""
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps made."""
+        """The number of completed optimizer steps."""
 
     @property
     def batch_idx(self) -> int:
-        """Micro-batches of the current epoch that this rank has trained on."""
+        """The number of micro-batches of the current epoch that this rank has trained on."""
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches trained on by this rank."""
+        """The number of micro-batches that this rank has trained on."""
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on by all ranks together."""
+        """The number of samples that all ranks together have trained on."""
 
     state: str
-    """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
+    """The state of the `Fit`: "idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
 
     @property
     def training(self) -> bool:
-        """True in `Fit.fit`, except during its validations."""
+        """True in `Fit.fit`, except during validations."""
 
     @property
     def validating(self) -> bool:
@@ -75,7 +75,7 @@ class RunContext(Protocol):
 
     @property
     def evaluating(self) -> bool:
-        """True while batches are validated or tested, also in the sanity check."""
+        """True while the module is validated or tested, including the sanity check."""
 
     @property
     def is_last_batch(self) -> bool:
@@ -87,45 +87,54 @@ class RunContext(Protocol):
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether the run received SIGTERM and is going to save and exit."""
+        """Whether the run received SIGTERM, after which the run saves a checkpoint and exits."""
 
     @property
     def joining(self) -> bool:
-        """True while this rank has no data left and only takes part in the collectives of the others."""
+        """True while this rank has no data left and only takes part in the collectives of the other ranks."""
 
     @property
     def batch_indices(self) -> Sequence[Any] | None:
         """The data-set indices of the samples of the batch that this rank predicts, in the order of the batch.
 
-        None outside prediction and if samples have no indices: with iterable data sets, with loaders that do not batch
-        automatically or override ``__iter__``, and with several loaders combined.
+        None outside prediction, and None if samples have no indices: in iterable data sets, in loaders that do not
+        batch automatically or that override ``__iter__``, and in several combined loaders.
+        """
+
+    @property
+    def micro_batch_weight(self) -> float:
+        """The number of items over which the loss of this rank's current training micro-batch is a mean.
+
+        The weight is the result of `TrainModule.batch_weight` for the loader's batch, or by default the batch's number
+        of samples. The weight is 0 on a joining rank. Manual optimization does not apply weights, and this property is
+        then always the number of samples.
         """
 
     # Data
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on each rank, from limits and ``len(loader)``; infinite if neither is known."""
+        """The number of micro-batches of an epoch on each rank; infinite if neither limits nor loaders give it."""
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Micro-batches of each validation loader."""
+        """The number of micro-batches of each validation loader."""
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Micro-batches of each test loader."""
+        """The number of micro-batches of each test loader."""
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Micro-batches of each prediction loader."""
+        """The number of micro-batches of each prediction loader."""
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Micro-batches of each validation loader in the sanity check."""
+        """The number of micro-batches of each validation loader in the sanity check."""
 
     @property
     def enable_validation(self) -> bool:
-        """Whether this is a fit whose module has a ``validation_step`` and ``limit_val_batches`` is not 0."""
+        """Whether a fit validates: the module has a ``validation_step``, and ``limit_val_batches`` is not 0."""
 
     @property
     def train_dataloader(self) -> Any:
@@ -145,7 +154,7 @@ class RunContext(Protocol):
 
     @property
     def evaluated_loaders(self) -> Sequence[Any]:
-        """The loaders of validation, test or prediction, as a flat sequence."""
+        """The loaders that the current validation, test or prediction reads, as a flat sequence."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -153,9 +162,9 @@ class RunContext(Protocol):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run; infinite if nothing bounds it."""
+        """The number of optimizer steps of the whole run; infinite if neither limits nor the data bound it."""
 
-    # The module and its data
+    # The module, the data module and the checkpoint that the run started from
 
     @property
     def lightning_module(self) -> Any:
@@ -167,21 +176,21 @@ class RunContext(Protocol):
 
     @property
     def model(self) -> Any:
-        """Same as `lightning_module`; never a wrapper."""
+        """Same as `lightning_module`: the module itself, not a wrapper such as `DistributedDataParallel`."""
 
     @property
     def datamodule(self) -> Any:
-        """The `DataModule` of this run or the last one, if it has one."""
+        """The `DataModule` of this run or the last one; None if no data module was passed."""
 
     @property
     def ckpt_path(self) -> str | None:
-        """The path of the checkpoint that the run started from, with "last", "best" and "auto" resolved; or None."""
+        """The path of the checkpoint that the run started from ("last", "best" and "auto" are resolved), or None."""
 
     # Devices and ranks
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; before a run with "auto", the one for the expected number of processes."""
+        """The strategy. Before a run with "auto", this is the strategy for the expected number of processes."""
 
     @property
     def precision(self) -> Precision:
@@ -193,7 +202,7 @@ class RunContext(Protocol):
 
     @property
     def global_rank(self) -> int:
-        """The rank of this process; before a run, the rank that the environment gives it."""
+        """The rank of this process. Before a run, this is the rank that the environment assigns."""
 
     @property
     def local_rank(self) -> int:
@@ -209,21 +218,22 @@ class RunContext(Protocol):
 
     @property
     def num_devices(self) -> int:
-        """The number of devices, and so of processes, on this node."""
+        """The number of devices on this node, which is also the number of processes on this node."""
 
     @property
     def device_ids(self) -> list[int]:
-        """The indices of these devices; processes on the CPU count from 0."""
+        """The indices of the devices on this node; processes on the CPU count from 0."""
 
     @property
     def scaler(self) -> Any:
-        """The precision's `GradScaler`, if it has one."""
+        """The precision's `GradScaler`; None if the precision does not scale the loss."""
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context in which modules are built in the run's dtype and, unless sharded, on its device.
+        """Return a context in which modules are built in the run's dtype and, unless sharded, on the run's device.
 
         Args:
-            empty_init: True is refused; build layers that are too large to initialize in ``configure_model``.
+            empty_init: None or False; True is refused. Layers that are too large to initialize here are built in
+                ``configure_model``.
         """
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
@@ -241,22 +251,22 @@ class RunContext(Protocol):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The latest values logged with ``prog_bar=True``, as numbers: reading them waits for the device."""
+        """The latest values logged with ``prog_bar=True``, as numbers. Reading this property waits for the device."""
 
     @property
     def progress_bar_values(self) -> dict[str, torch.Tensor]:
-        """The values of `progress_bar_metrics` as tensors on their devices: reading them does not wait."""
+        """The values of `progress_bar_metrics` as tensors on their devices. Reading this property does not wait."""
 
     @property
     def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
-        """Running means on this rank of what the current evaluation has logged with ``prog_bar=True``."""
+        """Running means, on this rank, of the values that the current evaluation has logged with ``prog_bar=True``."""
 
     loggers: list[Logger]
-    """The loggers."""
+    """The loggers, to all of which values are sent."""
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger. Setting it replaces them all."""
+        """The first logger, or None. Setting this property replaces all loggers by the given one."""
 
     @logger.setter
     def logger(self, logger: Logger | None) -> None: ...
@@ -264,8 +274,9 @@ class RunContext(Protocol):
     def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
         """Send values to all loggers, in the order of the calls. Does nothing on ranks other than 0.
 
-        Does not wait for tensors on a GPU: their row and the rows after it reach the loggers once they are copied to
-        the host, at the latest before a checkpoint is written and at the end of the run.
+        The call does not wait for tensors on a GPU. A row with such tensors, and all rows after this row, reach the
+        loggers once the tensors are copied to the host: at the latest before a checkpoint is written and at the end of
+        the run.
 
         Args:
             values: numbers and one-element tensors by name.
@@ -273,48 +284,49 @@ class RunContext(Protocol):
         """
 
     def finish_logging(self) -> None:
-        """Wait for pending rows of `log_metrics` and pass them to the loggers. On rank 0 only."""
+        """Wait for pending rows of `log_metrics` and pass them to the loggers. Does nothing on ranks other than 0."""
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
         """Send a histogram of values that are distributed over ranks to all loggers. Collective.
 
-        Each rank counts its part in common bins, and the counts are summed: no tensor is gathered. A parameter, its
-        gradient or a buffer of the module counts once, however the strategy replicates or shards it. Any other tensor,
-        such as the activations of a micro-batch, is assumed to differ between ranks, and all of them count.
+        Each rank counts the values of its part of the tensor in common bins, and the counts are summed, so no tensor is
+        gathered. A parameter, a gradient of a parameter or a buffer of the module counts once, however the strategy
+        replicates or shards the tensor. Any other tensor, such as the activations of a micro-batch, is assumed to
+        differ between ranks, and the values of all ranks count.
 
         Args:
             name: the name of the histogram.
-            value: a tensor of any shape, or tensors by key, which are logged as ``name/key``; None on a rank that has
-                no part of a tensor.
+            value: a tensor of any shape, or a mapping from keys to tensors, each of which is logged as ``name/key``.
+                None on a rank that has no part of the tensor.
             step: the optimizer step; by default ``global_step``.
             bins: the number of bins of equal width between the smallest and the largest finite value.
         """
 
     def print(self, *args: Any, **options: Any) -> None:
-        """Print on rank 0, on a line of its own above the progress bar."""
+        """Print on rank 0, on a separate line above the progress bar."""
 
     # Profiling
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler of the run; without one, an object whose spans do nothing.
+        """The profiler of the run; without a profiler, an object whose spans do nothing.
 
-        ``with self.trainer.profiler.profile("augmentation"): ...`` adds a phase to the table and the trace.
+        ``with self.trainer.profiler.profile("augmentation"): ...`` adds a phase to the profiler's table and trace.
         """
 
     @property
     def profiles(self) -> bool:
         """Whether `Fit` has a profiler."""
 
-    # Callbacks, and the end of the run
+    # Callbacks, and requests to stop
 
-    # Callback's hooks are annotated with this protocol, which therefore cannot import Callback.
+    # The hooks of `Callback` are annotated with this protocol, so this module cannot import `Callback`.
     callbacks: list[Any]
-    """The `Callback`s of every run, with the default ones. Others can be appended until set-up ends."""
+    """The `Callback`s of all runs of this `Fit`, also the default ones. Others can be appended until set-up ends."""
 
     @property
     def checkpoint_callback(self) -> SavedCheckpoints | None:
-        """The first callback that saves checkpoints."""
+        """The first callback that saves checkpoints; None if there is none."""
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
@@ -322,7 +334,7 @@ class RunContext(Protocol):
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first `EarlyStopping`, if there is one."""
+        """The first `EarlyStopping` callback; None if there is none."""
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
@@ -330,11 +342,11 @@ class RunContext(Protocol):
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The first `ProgressBar`, if there is one."""
+        """The first `ProgressBar` callback; None if there is none."""
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is to end early. Set it on any rank; all ranks then stop after the same step."""
+        """Whether the run is to end early. If any rank sets this property, all ranks stop after the same step."""
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None: ...
@@ -350,46 +362,36 @@ class RunContext(Protocol):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run or the last one, a path or URL, the same on every rank; None if it has none.
+        """The folder of this run or the last one, as a path or URL equal on every rank; None if the run has no folder.
 
-        It holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. The folder of an
-        evaluation exists once a logger has written to it.
+        The folder holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. The folder
+        of an evaluation is created when a logger first writes to it.
         """
 
     @property
     def run_id(self) -> str:
-        """The identifier of that run, which stays the same if it is resumed in its folder; "" without a folder."""
-
-    def checkpoint_removed(self, identifier: str) -> None:
-        """Record that the checkpoint with this identifier in its manifest was deleted."""
-
-    @property
-    def micro_batch_weight(self) -> float:
-        """The number of items over which the loss of this rank's current training micro-batch is a mean.
-
-        It is the result of `TrainModule.batch_weight` for the loader's batch, or by default its number of samples; 0 on
-        a joining rank. Manual optimization does not apply weights, and always has the number of samples.
-        """
+        """The identifier of the run in `log_dir`, kept if the run is resumed in its folder; "" without a folder."""
 
     # Checkpoints
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
     ) -> None:
-        """Write a checkpoint. Collective: call it on every rank.
+        """Write a checkpoint. Collective: call this method on every rank.
 
-        Within an accumulation window it is written at the window's end, since checkpoints hold no gradients.
+        If this is called within an accumulation window, the checkpoint is written at the end of the window, since
+        checkpoints hold no gradients.
 
         Args:
             path: a path or an fsspec URL.
-            weights_only: leave out what only a resumed run needs.
+            weights_only: leave out the state that only a resumed run needs.
             trainable_only: store only checksums of parameters that have never trained.
         """
 
     def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` at the next point from which the run can be resumed exactly. Call it on every rank.
+        """Call ``save`` at the next point from which the run can be resumed exactly. Call this method on every rank.
 
-        That point is reached when all hooks of the current event have run and the accumulation window is closed.
+        The point is reached when all hooks of the current event have run and the accumulation window is closed.
         """
 
     def write_checkpoint(
@@ -402,23 +404,23 @@ class RunContext(Protocol):
         digest: str | None = None,
         trainable_only: bool = False,
     ) -> None:
-        """Write a checkpoint now; to be called by the function passed to `defer_save`, as `Checkpoint` does.
+        """Write a checkpoint now. Call this method only in a function passed to `defer_save`, as `Checkpoint` does.
 
         Args:
             path: a path or an fsspec URL.
-            weights_only: leave out what only a resumed run needs.
-            background: copy the state, and write it while training continues.
+            weights_only: leave out the state that only a resumed run needs.
+            background: copy the state, and write the copy while training continues.
             then: called on every rank once the checkpoint is complete.
-            identifier: the identifier in its manifest; "" for a random one. Rank 0's value is used.
+            identifier: the identifier in the checkpoint's manifest; "" for a random identifier. Rank 0's value is used.
             digest: the digest to store for each file: "sha256", or None for checksums only. Rank 0's value is used.
             trainable_only: store only checksums of parameters that have never trained.
 
         Raises:
-            CheckpointError: on every rank: it could not be written.
+            CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
 
     def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        """Save the state of a failed run of one process as of its last step; for ``on_exception`` only.
+        """Save the state that a failed run of one process had at its last step. Only ``on_exception`` may call this.
 
         Args:
             path: a path or an fsspec URL.
@@ -433,14 +435,17 @@ class RunContext(Protocol):
         """
 
     def roll_back(self, path: str) -> None:
-        """Load a complete checkpoint of this run and continue training from it. Call it on every rank.
+        """Load a complete checkpoint of this run and continue training from it. Call this method on every rank.
 
-        It is loaded when all hooks of the current event have run and the accumulation window is closed. Later
-        checkpoints of the run's `Checkpoint` callbacks are deleted.
+        The checkpoint is loaded when all hooks of the current event have run and the accumulation window is closed.
+        Later checkpoints of the run's `Checkpoint` callbacks are deleted.
 
         Raises:
-            CheckpointError: it cannot be opened.
+            CheckpointError: the checkpoint cannot be opened.
         """
+
+    def checkpoint_removed(self, identifier: str) -> None:
+        """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
 
     # Optimizers
 
@@ -454,7 +459,7 @@ class RunContext(Protocol):
 
     @property
     def scheduler_configs(self) -> Sequence[ScheduledRate]:
-        """The schedulers and when they step."""
+        """Each learning rate scheduler, with the interval at which it steps."""
 
     @property
     def lr_scheduler_configs(self) -> Sequence[ScheduledRate]:
@@ -462,9 +467,9 @@ class RunContext(Protocol):
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        """The total norm before gradients were last clipped, of shape (); None if nothing was clipped."""
+        """The total norm of gradients before the last clipping, of shape (); None if none were clipped yet."""
 
-    # What the methods of `TrainModule` use
+    # Members that methods of `TrainModule` call
 
     @property
     def metrics(self) -> Records:
@@ -472,14 +477,14 @@ class RunContext(Protocol):
 
     @property
     def optimizer_handles(self) -> Sequence[Any]:
-        """What ``self.optimizers()`` returns in a module: each handle has its optimizer's attributes."""
+        """The handles that ``self.optimizers()`` returns in a module. Each handle has its optimizer's attributes."""
 
     def manual_step(self, what: str, does: str) -> ManualOptimization:
         """Return the training step of manual optimization.
 
         Args:
-            what: the method that needs it, for the error in automatic optimization.
-            does: what the engine itself does in automatic optimization, for the same error.
+            what: the name of the calling method, for the error that is raised in automatic optimization.
+            does: the action of the engine in automatic optimization, such as "runs backward on", for the same error.
         """
 
     def manual_backward(self, loss: torch.Tensor) -> None:
@@ -488,18 +493,18 @@ class RunContext(Protocol):
     def pass_over_training_data(self) -> None:
         """Call ``training_step`` on an epoch of the training data without training. Collective.
 
-        There are no gradients, hooks or logging, and the module stays in its mode: this updates statistics, such as
-        those of batch normalization after weights were replaced. Call it from ``on_train_end``: within an epoch it
-        would move the position in the data.
+        The pass computes no gradients, calls no hooks, logs nothing and leaves the module in its mode. Its purpose is
+        to update statistics, such as those of batch normalization after weights were replaced. Call this method from
+        ``on_train_end``, because a pass within an epoch would move the position in the data.
         """
 
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         """Clip the gradients of an optimizer; see `TrainModule.clip_gradients`."""
 
-    # The settings, which `Fit` documents
+    # The settings, each of which is documented as an argument of `Fit`
 
     settings: Settings
-    """Every argument, with the source of its value: code, environment, file or default."""
+    """Every argument of `Fit`, with the source of its value: code, environment, file or default."""
 
     accelerator: str
     devices: int | str | list[int]
@@ -538,10 +543,10 @@ class RunContext(Protocol):
     barebones: bool
 
     searched: set[str]
-    """Names of hyper-parameters that a finder sets."""
+    """Names of hyper-parameters that a finder, such as `LearningRateFinder`, sets."""
 
     built_unseeded: bool
-    """Whether ``Fit(seed=)`` runs a module that was built before the process was seeded."""
+    """Whether the module of a run with ``Fit(seed=)`` was built before the process was seeded."""
 
 
 class Trials(Protocol):
@@ -569,26 +574,26 @@ class Trials(Protocol):
         """Run a number of steps on copies, with ``callback`` as the only callback and without loggers. Collective.
 
         Args:
-            callback: observes the trial and may change the optimizer's settings. Its ``state_dict`` is loaded into the
-                caller's object if the trial ran in other processes.
+            callback: observes the trial and may change the optimizer's settings. If the trial ran in other processes,
+                the ``state_dict`` of the callback there is loaded into the caller's object.
             steps: optimizer steps; in stages other than fit, micro-batches of each loader.
-            prepare: called with the copies of the module and of the data module (or None), and `loaders`; may change
-                the copies, and returns the loaders to use.
+            prepare: a function of three arguments: the copy of the module, the copy of the data module (or None), and
+                `loaders`. The function may change the copies, and returns the loaders to use.
 
         Raises:
             Exception: the trial failed on this rank or another; all state is restored.
         """
 
     def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
-        """Run a trial as `run` does; return whether it fits.
+        """Run a trial as `run` does; return whether the trial fits into memory and the data has a batch for it.
 
-        False means that a rank ran out of memory, or that the data has no batch of that size.
+        False means that a rank ran out of memory, or that the data has no batch of the requested size.
         """
 
     def searches(self, name: str) -> None:
         """Declare that a finder sets hyper-parameter ``name``.
 
-        Runs that differ only in it are the same experiment for ``ckpt_path`` "auto", "last" and "best".
+        ``ckpt_path`` "auto", "last" and "best" look for runs with the same hyper-parameters, and ignore this one.
         """
 
     def say(self, text: str, *values: Any) -> None:
@@ -599,7 +604,7 @@ class SavedCheckpoints(Protocol):
     """The checkpoints that a callback, such as `Checkpoint`, has saved."""
 
     dirpath: str | None
-    """Their folder or URL; None until the run has chosen one."""
+    """The path or URL of the checkpoints' folder; None until the run has chosen a folder."""
 
     @property
     def best_model_path(self) -> str:
@@ -607,7 +612,7 @@ class SavedCheckpoints(Protocol):
 
     @property
     def best_model_score(self) -> float | None:
-        """Its monitored value; None if nothing is monitored."""
+        """The monitored value of the best kept checkpoint; None if nothing is monitored."""
 
     @property
     def current_score(self) -> float | None:
@@ -619,16 +624,16 @@ class SavedCheckpoints(Protocol):
 
 
 class ScheduledRate(Protocol):
-    """A learning-rate scheduler and when it steps."""
+    """A learning-rate scheduler, with the interval at which it steps."""
 
     scheduler: Any
     """The scheduler."""
 
     interval: str
-    """"epoch" or "step" (optimizer steps)."""
+    """The unit of the interval: "epoch" or "step" (optimizer steps)."""
 
     name: str | None
-    """The name that `LearningRateMonitor` logs it under."""
+    """The name under which `LearningRateMonitor` logs the rate; None for a default name."""
 
 
 class Records(Protocol):
@@ -652,7 +657,7 @@ class Records(Protocol):
 
 
 class ManualOptimization(Protocol):
-    """Runs backward and toggles optimizers if ``training_step`` itself steps them."""
+    """The training step of manual optimization: runs backward, and toggles the optimizers' parameters."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a loss of shape ()."""
@@ -661,4 +666,4 @@ class ManualOptimization(Protocol):
         """Let only this optimizer's parameters require gradients."""
 
     def untoggle(self, optimizer: Any) -> None:
-        """Restore which parameters required gradients before `toggle`."""
+        """Restore ``requires_grad`` of all parameters to the values from before `toggle`."""

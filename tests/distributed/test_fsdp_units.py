@@ -144,7 +144,7 @@ def test_refusals_state_the_reason_and_a_fix() -> None:
     # C-06, G-06
     expected = [
         ("'net.head' was loaded with a device_map", "load it without device_map"),
-        ("go on normalising over each rank's own samples", "use strategy='ddp', or normalise with GroupNorm"),
+        ("each rank would still normalise over its own samples", "use strategy='ddp', or normalise with GroupNorm"),
         (
             "AdamW holds a shard of shape (8, 4) that does not belong to the module",
             "build a new optimizer in each configure_optimizers",

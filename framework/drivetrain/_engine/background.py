@@ -14,12 +14,12 @@ from drivetrain.checkpoint._format import StagedCheckpoint, commit
 class BackgroundSaver:
     """Writes one checkpoint at a time in a thread. The next save waits for the thread.
 
-    The state is copied before `save` is called, so training may change it meanwhile. An error is raised at the next
-    point at which a checkpoint could be written, at most a step later, or by `finish`.
+    The state is copied before `save` is called, so training may change the original meanwhile. If writing fails, the
+    error is raised at the next point at which a checkpoint could be written, at most one step later, or by `finish`.
 
     Args:
-        control: connects the ranks; the threads communicate over a clone of it.
-        saves: used to raise an error in the training loop.
+        control: connects the ranks. The threads communicate over a clone of this control plane.
+        saves: the requests through which the training loop raises the error.
     """
 
     def __init__(self, control: ControlPlane, saves: SaveRequests) -> None:
@@ -30,7 +30,7 @@ class BackgroundSaver:
         self._failure: BaseException | None = None
 
     def save(self, path: str, staged: StagedCheckpoint, then: Callable[[], None]) -> None:
-        """Write the staged checkpoint, then call ``then``. Collective; the thread's work is collective too."""
+        """Write the staged checkpoint in a thread, then call ``then`` there. Collective, also in the thread."""
         self.finish()
         if self._clone is None:
             self._clone = self._control.clone()

@@ -1,4 +1,4 @@
-"""Moves batches to the device: transfer hooks, copies and dtype casts; on CUDA one batch ahead of the step."""
+"""Moves batches to the device: calls transfer hooks, copies and casts. On CUDA, copies are one batch ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Move = Callable[[Any, int], Any]
 
 
 class BatchMover:
-    """Prepares a batch for a step by hooks, the copy to the device, the precision's casts, and more hooks.
+    """Prepares a batch for a step: calls hooks, copies the batch to the device, casts dtypes and calls further hooks.
 
     Args:
         before: hooks called with the batch as the loader returned it.
@@ -51,13 +51,13 @@ class BatchMover:
         return batch
 
     def finish(self, batch: Any, dataloader_idx: int) -> Any:
-        """Apply casts and hooks after the copy, on the step's stream, since user code does not synchronise streams."""
+        """Apply casts and hooks after the copy, on the step's CUDA stream: user code does not synchronise streams."""
         for change in self._after:
             batch = change(batch, dataloader_idx)
         return batch
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap every hook, copy and cast, before the first batch is moved. The profiler times the calls this way."""
+        """Wrap every hook, copy and cast, so that the profiler can time calls. Call it before the first batch."""
         self._before = [wrapper(hook) for hook in self._before]
         self._transfer = None if self._transfer is None else wrapper(self._transfer)
         self._after = [wrapper(change) for change in self._after]
@@ -66,7 +66,7 @@ class BatchMover:
 
     @property
     def prefetcher(self) -> Prefetcher | None:
-        """The run's only prefetcher; None on CPU. Memory that one CUDA stream has freed is not reused by another."""
+        """The prefetcher of the run; None on CPU. There is only one, since CUDA streams do not share freed memory."""
         if self._prefetcher is None and self._device is not None and self._device.type == "cuda":
             self._prefetcher = Prefetcher(self._device)
         return self._prefetcher
@@ -95,13 +95,13 @@ def move_micro_batches(
     ahead: bool = True,
     fresh_memory: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches on the device; on CUDA the next one is copied on another stream while one is trained on.
+    """Yield micro-batches on the device. On CUDA the next one is copied, on another stream, during a step.
 
     Args:
         micro_batches: the micro-batches of an epoch.
-        move: moves a batch; None if nothing needs to be done.
+        move: moves a batch; None if batches stay where they are.
         ahead: whether the next batch may be read before the current one is trained on.
-        fresh_memory: whether a batch stays unchanged while the next one is read.
+        fresh_memory: whether each batch has memory of its own, so that reading the next one does not overwrite it.
     """
     if move is None:
         return micro_batches
@@ -148,7 +148,7 @@ def _hooks(name: str, module: TrainModule, datamodule: DataModule | None) -> tup
 
 
 def _transfer_override(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> Move | None:
-    """Return the user's ``transfer_batch_to_device``, the module's first; None if neither overrides it."""
+    """Return ``transfer_batch_to_device`` of the module or else of the data module; None if neither overrides it."""
     name = "transfer_batch_to_device"
     for owner, base in ((module, TrainModule), (datamodule, DataModule)):
         if owner is not None and is_overridden(name, owner, base):

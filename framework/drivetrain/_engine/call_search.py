@@ -1,4 +1,4 @@
-"""Searches the user's source files for calls of a method, since a called method is a helper, not a misnamed hook."""
+"""Searches the user's source files for calls of a method: a method that the user calls is no misnamed hook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 
 _EXCLUDED_OWNERS = ("self", "cls", "trainer")
-"""Calls on ``self`` are searched for in the class's own code, and a trainer has no user-defined methods."""
+"""Owners that are skipped: the caller searches the class itself for ``self``, and a trainer has no user methods."""
 
 
 def is_called_elsewhere(method: str, modules: Iterable[str]) -> bool:
@@ -67,14 +67,14 @@ def _may_own_method(value: ast.expr) -> bool:
 
 
 def _name_pattern(name: ast.expr) -> str:
-    """Return a regular expression for the names that an expression may build: f"{stage}_step" may be "train_step"."""
+    """Return a regular expression for the values of an expression: f"{stage}_step" may be "train_step"."""
     if isinstance(name, ast.Constant):
         return re.escape(str(name.value))
     if isinstance(name, ast.JoinedStr):
         return "".join(_name_pattern(part) if isinstance(part, ast.Constant) else ".+" for part in name.values)
     if isinstance(name, ast.BinOp) and isinstance(name.op, ast.Add):
         return "".join(_name_pattern(part) if _is_text(part) else ".+" for part in (name.left, name.right))
-    return "(?!)"  # any name is possible, so no match is claimed
+    return "(?!)"  # matches nothing: the expression could be any name
 
 
 def _is_text(node: ast.expr) -> bool:

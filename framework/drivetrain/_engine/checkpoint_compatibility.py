@@ -23,7 +23,7 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
         strict: whether missing and unexpected names are an error. Otherwise such names are logged and skipped.
 
     Raises:
-        CheckpointError: lists the names that are missing, unexpected or have another shape.
+        CheckpointError: names are missing or unexpected, or shapes differ. The error lists these names.
     """
     weights = checkpoint.weights()
     saved = {**dict.fromkeys(weights), **weights.sources()}
@@ -36,10 +36,10 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
 
 
 def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedulers: int | None) -> None:
-    """Check the number of optimizers and schedulers; None accepts any.
+    """Check that the number of saved optimizers and schedulers equals the given numbers; None accepts any number.
 
     Raises:
-        CheckpointError: the numbers differ. The error names both.
+        CheckpointError: a number differs. The error states the saved and the given number.
     """
     state = checkpoint.state()
     for kind, saved, configured in (
@@ -50,8 +50,8 @@ def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedul
             raise CheckpointError(
                 f"{checkpoint.path!r} holds the state of {saved} {kind}, and configure_optimizers returned "
                 f"{configured}.",
-                "states are matched by their order.",
-                "return the same ones, or start from the weights alone with load_from_checkpoint.",
+                "the saved states are assigned to optimizers and schedulers by their order.",
+                "return as many as in the saved run, or start from the weights alone with load_from_checkpoint.",
             )
 
 
@@ -69,7 +69,7 @@ def check_resumable(checkpoint: Checkpoint, seed: int | None) -> None:
     """Check that training can resume from a checkpoint, with this ``Fit(seed=)``.
 
     Raises:
-        CheckpointError: it holds weights only, its state is malformed, or its run had another seed.
+        CheckpointError: the checkpoint holds weights only, its state is malformed, or its run had another seed.
     """
     if checkpoint.weights_only:
         raise CheckpointError(
@@ -82,6 +82,6 @@ def check_resumable(checkpoint: Checkpoint, seed: int | None) -> None:
     if seed is not None and seed != saved:
         raise CheckpointError(
             f"Fit(seed={seed}), and the run of {checkpoint.path!r} had seed={saved}.",
-            "the order of samples depends on it: samples already used would be used again.",
+            "the order of samples depends on the seed: samples already used would be used again.",
             "leave seed out: a resumed run takes it from the checkpoint.",
         )

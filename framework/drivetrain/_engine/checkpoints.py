@@ -39,7 +39,7 @@ class RunCheckpoints:
         core: the run.
         data: the data of the run.
         memory: the state that all checkpoints of the run share.
-        collect_parts: returns those parts of a fit that are set up at the time of the call.
+        collect_parts: returns the parts of a fit that exist when the function is called.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class RunCheckpoints:
         """Saves and rollbacks deferred to the end of the accumulation window."""
         self._accepted_differences: set[str] = set()  # the kinds of differences that were found and that `allow` names
         self._background: BackgroundSaver | None = None
-        self._lineage_id = os.urandom(
-            8
-        ).hex()  # identifies this run in checkpoint lineages; only rank 0's value is stored
+        # Identifies this run in checkpoint lineages. Only rank 0's value is stored.
+        self._lineage_id = os.urandom(8).hex()
         self._ancestors: tuple[tuple[str, int], ...] = ()
         self._parent_checkpoint_id = ""  # the parent of the next checkpoint; "" for none
         self._checkpoints_written = 0
@@ -66,7 +65,7 @@ class RunCheckpoints:
         self.opened: Checkpoint | None = None
         """The checkpoint that the run starts from, if any."""
         self.already_ended: str | None = None
-        """Why the run found by "auto" has nothing left to train; None if something is left."""
+        """Why the run that "auto" found has nothing left to train; None if the run can train further."""
         self._warned_of_no_save = False
         self.written: str | None = None
         """The path of the last checkpoint that this run completed."""
@@ -77,8 +76,8 @@ class RunCheckpoints:
         """Choose the run's folder and, for "last", "best" and "auto", the checkpoint to start from. Collective.
 
         Raises:
-            ConfigurationError: on every rank: the folder cannot be created.
-            StorageError: a storage cannot be listed.
+            ConfigurationError: the folder cannot be created. The error is raised on every rank.
+            StorageError: a folder cannot be listed.
         """
         core = self._core
         self._searched_folders = self._callback_folders()
@@ -98,7 +97,7 @@ class RunCheckpoints:
         return [*(type(user).__name__ for user in (*trainer.loggers, *callbacks, *profilers)), *argument]
 
     def claim_folder_for_late_callbacks(self) -> None:
-        """Claim a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
+        """Choose a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
         core = self._core
         if core.stage == "fit" and core.folder.path is None:
             from drivetrain._engine.run_start import begin
@@ -153,10 +152,10 @@ class RunCheckpoints:
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def check_remaining_training(self) -> None:
-        """Check whether, under the current settings, anything is left to train.
+        """Check whether the limits of the current settings leave anything to train.
 
         Raises:
-            ConfigurationError: nothing is left, and ``ckpt_path`` is a path, "last" or "best".
+            ConfigurationError: nothing is left to train, and ``ckpt_path`` is a path, "last" or "best".
         """
         if self.opened is None:
             return
@@ -165,10 +164,10 @@ class RunCheckpoints:
         reason, remedy = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
         loop = self.opened.state()["loop"]
         if loop and loop.get("left_after_last_step") and step == trainer.max_steps:
-            # The saved run stopped at max_steps before a validation or the end of the epoch, which is still to come.
+            # The saved run stopped at max_steps, and a validation or the end of the epoch is still to be run.
             reason = limit_reached(trainer.max_epochs, -1, epoch, step)
         if reason is not None and trainer.fast_dev_run:
-            remedy = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
+            remedy = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets this limit"
         elif reason is None and (not loop or loop.get("asked_to_stop") is None):
             reason, remedy = self._stopped_early(epoch, step), "raise the callback's patience or change its threshold"
         if reason is None or self._path == "auto":
@@ -177,14 +176,14 @@ class RunCheckpoints:
         raise ConfigurationError(
             f"ckpt_path={self._path!r}: {reason}, so that nothing is left to train.",
             f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
-            f"{remedy}, or evaluate the checkpoint with validate or test; with ckpt_path='auto' such a run "
-            "ends without an error.",
+            f"{remedy}, or evaluate the checkpoint with validate or test. With ckpt_path='auto', fit ends "
+            "without training and without this error.",
         )
 
     def _stopped_early(self, epoch: int, step: int) -> str | None:
         """Return why a callback ended the resumed run, or None.
 
-        A callback whose settings differ from its settings in the resumed run has another state key, and is skipped.
+        A callback whose settings have changed since the resumed run has another state key, and is skipped.
         """
         assert self.opened is not None
         trainer, states = self._core.trainer, self.opened.state()["callbacks"]
@@ -225,7 +224,7 @@ class RunCheckpoints:
 
         current = self._memory.components
         if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
-            # The epoch has not begun, and the saved facts describe the loader of the previous epoch.
+            # The next epoch has not begun, so the saved facts describe the loader of the previous epoch.
             current = {name: value for name, value in current.items() if name != "data"}
         found = find_differences(self.opened.state().get("made_of"), current)
         refuse_differences(self.opened.path, found, self._allow)
@@ -250,8 +249,7 @@ class RunCheckpoints:
             changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
             if changed and self._core.strategy.rank == 0:
                 logger.info(
-                    "The trainable flags of these parameters were restored from the resumed run and "
-                    "differ from the code: %s.",
+                    "These parameters were frozen or unfrozen as in the resumed run, and now differ from the code: %s.",
                     listed(changed),
                 )
 
@@ -259,7 +257,7 @@ class RunCheckpoints:
         """Restore the parameter groups and the frozen parameters of the resumed run.
 
         Raises:
-            ConfigurationError: optimizers or schedulers are of other classes, and ``allow`` does not name this.
+            ConfigurationError: optimizers or schedulers have other classes, and ``allow`` does not name the difference.
         """
         self._compare()
         frozen = self._frozen_names()
@@ -276,7 +274,7 @@ class RunCheckpoints:
             self._trainables().freeze_as_saved(frozen, "on_fit_start or on_train_start")
             self._trainables().set_resuming(False)
         if self.opened is not None:
-            self.opened.close()  # the checkpoint is not read any more, and may be deleted
+            self.opened.close()  # the run reads nothing more from the checkpoint, which may be deleted from now on
 
     def _trainables(self) -> Trainables:
         trainables = self._collect_parts().trainables
@@ -284,7 +282,7 @@ class RunCheckpoints:
         return trainables
 
     def _frozen_names(self) -> set[str] | None:
-        """Return the names of the parameters that the resumed run had frozen; None if unknown or not resuming."""
+        """Return the names of the parameters that were frozen in the resumed run; None if unknown or not resuming."""
         frozen = None if self.opened is None else self.opened.state().get("frozen")
         return None if frozen is None else set(frozen)
 
@@ -313,7 +311,7 @@ class RunCheckpoints:
         Callbacks are notified before and after the rollback. The state of callbacks is loaded in between.
 
         Raises:
-            CheckpointError: the checkpoint cannot be opened. If it is damaged, the loop raises this later.
+            CheckpointError: the checkpoint cannot be opened. Damaged contents raise the error later, in the loop.
         """
         from drivetrain.checkpoint._format import load, run_collectively
 
@@ -353,13 +351,13 @@ class RunCheckpoints:
     # Writing the checkpoints of this run
 
     def dry_run_save(self) -> None:
-        """Check, before the first step, that everything the callbacks will save can be saved. Collective.
+        """Check, before the first step, that the state that the callbacks will save can be saved. Collective.
 
-        The check does what a save does, except for copying and writing. If all callbacks save weights only, the rest of
-        the state is needed only after a preemption signal, and a problem with the rest is only a warning.
+        The check does everything that a save does, except copying and writing. If all callbacks save only weights, the
+        rest of the state is saved only after a preemption signal, and a problem with the rest is logged as a warning.
 
         Raises:
-            CheckpointError: on every rank: something cannot be saved.
+            CheckpointError: a part of the state cannot be saved. The error is raised on every rank.
         """
         core = self._core
         saving = [callback for callback in core.callbacks if callback.writes_to]
@@ -395,19 +393,20 @@ class RunCheckpoints:
         """Write a checkpoint, now or at the end of the current window. Collective.
 
         Raises:
-            ConfigurationError: the run took place in other processes. Its optimizer state was lost when they exited.
-            CheckpointError: on every rank: the checkpoint could not be written.
+            ConfigurationError: the run took place in other processes, and the optimizers' states were lost when these
+                processes exited.
+            CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
         core = self._core
         if core.ran_elsewhere and not weights_only:
             raise ConfigurationError(
                 "save_checkpoint after a run that took place in other processes.",
-                "the optimizers' states were lost when they exited; this process has only the trained weights.",
-                "save within the run, from a hook, or with weights_only=True.",
+                "the optimizers' states were lost when these processes exited; this one has only the trained weights.",
+                "call save_checkpoint within the run, from a hook, or with weights_only=True.",
             )
         if core.progress.within_window:
-            # A checkpoint holds no gradients, so the save waits until the window ends. All ranks do the same, because
-            # all are at the same micro-batch of the window.
+            # A checkpoint holds no gradients, so the save waits until the window ends. All ranks wait, because all are
+            # at the same micro-batch of the window.
             self.requests.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
         else:
             with core.profiling.span("checkpoint"):
@@ -427,15 +426,16 @@ class RunCheckpoints:
 
         Args:
             path: a path or an fsspec URL.
-            weights_only: leave out what only a resumed run needs.
+            weights_only: leave out the state that only a resumed run needs.
             background: copy the state, and write the copy while training continues.
             on_complete: called once the checkpoint is complete.
-            identifier: the identifier in the checkpoint's manifest; "" for a random one. Rank 0's value is used.
+            identifier: the identifier in the checkpoint's manifest; "" for a random identifier. Rank 0's value is used.
             digest: the name of the digest to store for each file, in addition to the checksum. Rank 0's value is used.
             trainable_only: store only checksums of parameters that have never trained.
 
         Raises:
-            CheckpointError: on every rank: this checkpoint or an earlier background save could not be written.
+            CheckpointError: this checkpoint or an earlier background save could not be written. The error is raised on
+                every rank.
         """
         from drivetrain.checkpoint._format import save, stage
 
@@ -456,7 +456,7 @@ class RunCheckpoints:
                 core.folder.note_checkpoint(path, metadata)
 
         if strategy.module is None:
-            # After the run every rank holds the whole state, and the ranks no longer communicate.
+            # The run has ended: every rank holds the whole state, and the ranks no longer communicate.
             if strategy.rank == 0:
                 save(path, contents, LocalControl())
                 record_completion()
@@ -502,7 +502,7 @@ class RunCheckpoints:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.
 
         Raises:
-            CheckpointError: on every rank: a checkpoint could not be written.
+            CheckpointError: a checkpoint could not be written. The error is raised on every rank.
         """
         self.finish()
         core = self._core
@@ -510,16 +510,15 @@ class RunCheckpoints:
         self.requests.run()
         self.finish()
         if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:
-            self._warned_of_no_save = (
-                True  # this method runs a second time if the stop coincides with the end of an epoch
-            )
+            # This method runs a second time if the run stops at the end of an epoch.
+            self._warned_of_no_save = True
             logger.warning(
-                "The run ends early and nothing is saved: it has no Checkpoint callback, and no other callback that "
-                "saves in save_before_leaving."
+                "The run ends early and nothing is saved: it has no Checkpoint callback, and no other callback saves a "
+                "checkpoint in save_before_leaving."
             )
 
     def finish(self) -> None:
-        """Wait for the checkpoint being written in the background.
+        """Wait for the checkpoint that is being written in the background.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -529,7 +528,7 @@ class RunCheckpoints:
                 self._background.finish()
 
     def abandon(self) -> None:
-        """Wait for the checkpoint being written in the background, and ignore its errors: the run failed already."""
+        """Wait for the checkpoint that is being written in the background. Its errors are ignored: the run failed."""
         if self._background is not None:
             self._background.abandon()
 

@@ -19,27 +19,27 @@ from drivetrain.errors import DistributedError
 from drivetrain.strategies.strategy import Strategy
 
 _ARRIVAL_TIMEOUT = timedelta(seconds=30)
-_FIRST_PROGRESS_CHECK = 0.01  # seconds of waiting before the other ranks' progress is read
+_FIRST_PROGRESS_CHECK = 0.01  # seconds to wait before the progress of the other ranks is read
 _MAX_PROGRESS_INTERVAL = 1.0  # the most seconds between two readings of the other ranks' progress
 _FAILURE_CHECK_INTERVAL = 1.0  # seconds between two checks whether a rank has failed
-_MIN_SLEEP = 0.0001  # seconds between two checks whether all ranks have arrived, at least
+_MIN_SLEEP = 0.0001  # the least seconds between two checks whether all ranks have arrived
 _STACK_DEPTH = 16  # the number of innermost frames that distinguish two call sites
 _MAX_CALL_SITES = 10_000  # the number of call sites and code objects that are remembered
-_CAUTIOUS_CALLS = 16  # the number of calls that wait after a call at which not all ranks waited
+_CAUTIOUS_CALLS = 16  # the number of calls at which to wait after a call at which not all ranks waited
 
 _WHY = "a collective method must be called by every rank, in the same order."
-_FIX = "look for a call under `if trainer.is_global_zero:` and move it out."
+_FIX = "look for a call under `if trainer.is_global_zero:`, and move the call out of the condition."
 
 
 class CollectiveCalls:
-    """Verifies that all ranks make the same collective calls, so that one under ``if is_global_zero:`` raises an error.
+    """Verifies that all ranks make the same collective calls. A call under ``if is_global_zero:`` raises an error.
 
     Each rank counts its calls. In the store it publishes the number of its last call, the call's kind and the call's
     position in the run. A rank that reaches a call site for the first time waits there until the other ranks have
     published the same call. At a known call site a rank does not wait. Ranks may differ in which sites are new, for
-    instance with code that is generated or compiled on each rank. If a rank waited and another rank did not, the next
-    `_CAUTIOUS_CALLS` calls of the rank that waited wait too. They detect a call that was made on one rank alone and was
-    paired with the next call of the other ranks.
+    instance with code that is generated or compiled on each rank. If a rank waited at a call and another rank did not,
+    the rank that waited also waits at its next `_CAUTIOUS_CALLS` calls. This detects a call that only one rank made and
+    that was paired with the next call of the other ranks.
     """
 
     def __init__(self) -> None:
@@ -51,24 +51,24 @@ class CollectiveCalls:
     def __reduce__(self) -> Any:
         return CollectiveCalls, ()  # all call sites are new in another process
 
-    def check(self, control: ControlPlane, kind: str, where: Callable[[], str], every_time: bool = False) -> None:
+    def check(self, control: ControlPlane, kind: str, position: Callable[[], str], every_time: bool = False) -> None:
         """Wait for the other ranks to reach the same call.
 
         Args:
             control: connects the ranks.
             kind: the kind of call, such as "all_gather".
-            where: returns the position in the run, equal on every rank that makes this call.
+            position: returns the position in the run, equal on every rank that makes this call.
             every_time: whether to wait at a known call site too.
 
         Raises:
-            DistributedError: some ranks did not reach the call within 30 s, or reached another. The error names them.
+            DistributedError: ranks did not reach the call within 30 s, or reached another call. The error names them.
         """
         if control.world_size == 1:
             return
         if control is not self._control:  # another run has another store
             self._control, self._number, self._cautious_calls_left = control, 0, 0
         self._number += 1
-        call = _Call(self._number, f"{kind} ({where()})")
+        call = _Call(self._number, f"{kind} ({position()})")
         store = control.store
         assert store is not None
         store.set(f"calls/{control.rank}", f"{call.number} {call.text}")
@@ -77,7 +77,7 @@ class CollectiveCalls:
             self._cautious_calls_left = max(0, self._cautious_calls_left - 1) if all_waited else _CAUTIOUS_CALLS
 
     def gather(self, strategy: Strategy, data: Any, sync_grads: bool) -> Any:
-        """Gather every tensor and number of a nested collection; a value of shape (*S) becomes (W, *S)."""
+        """Gather every tensor and number of a nested collection. Shape (*S) becomes (W, *S) for world size W."""
 
         def gathered(value: Any) -> Any:
             return strategy.all_gather(value, sync_grads) if isinstance(value, torch.Tensor) else value
@@ -86,10 +86,10 @@ class CollectiveCalls:
 
 
 class _CallSites:
-    """The call sites that this process has called from.
+    """The call sites from which this process has made collective calls.
 
     A call site is a stack of bytecode offsets in code objects. File names and line numbers do not suffice:
-    generated code may share both or have neither. Functions with equal code count as one function.
+    generated code may share or lack them. Functions with equal code count as one function.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class _CallSites:
         if call_site in self._seen:
             return False
         if len(self._seen) + len(self._by_identity) > _MAX_CALL_SITES:
-            for cache in (self._code_numbers, self._by_identity, self._seen):  # known sites wait once more
+            for cache in (self._code_numbers, self._by_identity, self._seen):  # forgets all call sites, to bound memory
                 cache.clear()
         else:
             self._seen.add(call_site)
@@ -150,7 +150,7 @@ def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
             continue
         absent = _ranks_behind(control, store, call)
         if not absent:
-            return bool(store.check([f"{key}/all"]))  # False if others knew the call site and are in the call
+            return bool(store.check([f"{key}/all"]))  # False if other ranks knew the call site and did not wait
         next_progress_check = time.monotonic() + min(max(waited, _FIRST_PROGRESS_CHECK), _MAX_PROGRESS_INTERVAL)
         if time.monotonic() > next_failure_check:
             next_failure_check += _FAILURE_CHECK_INTERVAL
@@ -158,9 +158,9 @@ def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
             if failure is not None:
                 raise RankFailedError(failure)
         if time.monotonic() > end:
-            where = control.collect_stacks(absent, late=True)
+            stacks = control.collect_stacks(absent, late=True)
             waiting = f"Rank {control.rank} reached {call.text} at {_calling_line()} and waited {waited:.0f} s"
-            raise absent_error(f"{waiting} for rank(s) {absent}.", _WHY, _FIX, where, control.records())
+            raise absent_error(f"{waiting} for rank(s) {absent}.", _WHY, _FIX, stacks, control.records())
     return True
 
 
@@ -178,9 +178,9 @@ def _ranks_behind(control: ControlPlane, store: Store, call: _Call) -> list[int]
     ranks_by_call = spread(reached)
     absent = ranks_by_call.pop(None, [])
     if len(ranks_by_call) > 1:
-        listed = "; ".join(f"rank(s) {ranks} reached {text}" for text, ranks in ranks_by_call.items())
+        calls = "; ".join(f"rank(s) {ranks} reached {text}" for text, ranks in ranks_by_call.items())
         raise DistributedError(
-            f"The ranks made different collective calls: {listed}. Rank {control.rank} is at {_calling_line()}.",
+            f"The ranks made different collective calls: {calls}. Rank {control.rank} is at {_calling_line()}.",
             _WHY,
             _FIX,
         )

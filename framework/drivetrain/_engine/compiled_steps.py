@@ -25,7 +25,7 @@ class CompiledSteps:
         self._attributes = module.__dict__
         self._replaced_attributes: dict[str, Any] = {}
         options = setting if isinstance(setting, dict) else {}
-        # Logging writes to plain Python objects; if traced, dynamo would guard on every value they hold.
+        # Logging writes to plain Python objects. If it were traced, dynamo would guard on every value in these objects.
         metrics.record = torch.compiler.disable(metrics.record)  # type: ignore[method-assign,no-untyped-call]
         for name in _STEPS:
             self._replaced_attributes[name] = self._attributes.get(name)

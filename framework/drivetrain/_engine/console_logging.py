@@ -15,7 +15,7 @@ _LOGGED: set[str] = set()
 
 
 def log_once(text: str) -> None:
-    """Log ``text`` once per process, since the message would be the same for every run."""
+    """Log ``text``, a message that would be the same for every run, once per process."""
     if text not in _LOGGED and _LOGGER.isEnabledFor(logging.INFO):
         _LOGGED.add(text)
         _LOGGER.info(text)
@@ -37,7 +37,7 @@ def log_to_console(enabled: bool) -> Iterator[None]:
     """Write the framework's messages to standard error within the block, unless logging is configured already.
 
     Args:
-        enabled: False leaves logging unchanged: on ranks other than 0, and if nothing is to be shown.
+        enabled: whether to show messages. If False, as on ranks other than 0, logging is unchanged.
     """
     if not enabled or _LOGGER.hasHandlers() or _LOGGER.level != logging.NOTSET:
         yield

@@ -1,4 +1,4 @@
-"""The position in the training data: a run resumes there exactly, or with the rest resharded to other ranks."""
+"""Cursor: how an epoch's samples are split over ranks, so that a run can resume in the epoch at any world size."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Cursor:
 
     Attributes:
         world_size: the number of ranks that the data is sharded over.
-        epoch: the epoch that began with another sharding; -1 for none.
-        begins: where the rest of that epoch begins.
+        epoch: the epoch that began with another sharding before the run was resumed; -1 for none.
+        begins: the position from which the rest of that epoch is sharded anew.
     """
 
     world_size: int = 1
@@ -30,7 +30,7 @@ class Cursor:
         return self.begins if epoch == self.epoch else EPOCH_START
 
     def state_dict(self, source: BatchSource | None) -> dict[str, Any]:
-        """Return how the data is sharded. The counters are in `Progress`."""
+        """Return how the data is sharded. The number of samples used is in `Progress`."""
         return {
             "world_size": self.world_size,
             "stride": None if source is None else source.stride,
@@ -41,13 +41,14 @@ class Cursor:
     def load_state_dict(
         self, state: Mapping[str, Any], source: BatchSource, progress: Progress, new_loader: bool = False
     ) -> bool:
-        """Resume from ``state``; with another sharding, convert ``progress.batch_idx`` to the new batch size.
+        """Resume from ``state``. If the sharding differs, convert ``progress.batch_idx`` to the new batch size.
 
         Args:
-            state: what `state_dict` returned.
+            state: the state that `state_dict` returned.
             source: the batches of this run.
-            progress: the counters, already loaded.
-            new_loader: whether the epoch, not yet begun, gets a new loader, whose batch size may differ.
+            progress: the counters, which are loaded already.
+            new_loader: whether no batch of the epoch is used yet and the epoch has a new loader, perhaps with another
+                batch size.
 
         Returns:
             Whether the data is sharded as in the saved run, so that the run can resume bit for bit.
@@ -57,7 +58,7 @@ class Cursor:
             self.epoch, self.begins = state["epoch"], ShardingOrigin(*state["begins"])
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
-            # The number of micro-batches of the new size that the used samples fill.
+            # The number of micro-batches of the new size that contain the used samples.
             stride = source.stride
             number = -(-done // stride) if stride else -(-before * state["world_size"] // self.world_size)
             self.epoch, self.begins = progress.epoch, ShardingOrigin(done, number)

@@ -1,4 +1,4 @@
-"""The callbacks and loggers of a run: those that the user passed, and default ones."""
+"""The callbacks and loggers of a run: the user's, and the default ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.loggers import Logger
 
 
 def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
-    """Return the user's callbacks, and each default callback unless the user passed one of its class.
+    """Return the user's callbacks, and each default callback unless the user passed a callback of its class.
 
     Raises:
         ConfigurationError: an item is not a `Callback`.
@@ -37,21 +37,22 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
     return callbacks
 
 
-def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]:
+def default_loggers(given: Any, root: str, *, only_check: bool = False) -> list[Logger]:
     """Return the loggers for ``Fit(logger=...)``.
 
     Args:
-        given: None or True for the default logger, False for none; else a logger, a logger's name, or a list of both.
+        given: None or True for the default logger, False for no logger, or a logger, a logger's name, or a list of
+            loggers and names.
         root: the run's ``default_root_dir``, passed to loggers that are built by name.
-        off: whether to only check ``given``, and return no loggers.
+        only_check: whether to check ``given`` and return no loggers.
 
     Raises:
-        ConfigurationError: an item is not a `Logger`, or no logger has that name.
+        ConfigurationError: an item is neither a `Logger` nor the name of one.
     """
     if given is False:
         return []
     if given is None or given is True:
-        if off:
+        if only_check:
             return []
         from drivetrain.loggers._default_logger import default_logger
 
@@ -62,17 +63,17 @@ def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]
             from drivetrain.loggers._logger_names import check_logger_name, logger_by_name
 
             check_logger_name(item)
-            if not off:
+            if not only_check:
                 loggers.append(logger_by_name(item, root))
         elif isinstance(item, Logger):
             loggers.append(item)
         else:
             raise ConfigurationError(
                 f"logger holds a {type(item).__name__}, which is not a Logger.",
-                "the engine sends it numbers through that interface.",
+                "the engine sends logged values through the interface of Logger.",
                 "pass a drivetrain.Logger, a name such as 'csv', a list of them, True, False or None.",
             )
-    return [] if off else loggers
+    return [] if only_check else loggers
 
 
 def checked_callbacks(given: Any, subject: str) -> list[Callback]:
@@ -91,7 +92,7 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
             named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigurationError(
                 f"{subject} {named}, which is not a Callback.",
-                "the engine calls a Callback's hooks.",
+                "the engine calls the hooks of drivetrain.Callback.",
                 "pass an instance of a drivetrain.Callback subclass.",
             )
         if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
@@ -102,6 +103,6 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
 
 
 def with_module_callbacks(given: list[Callback], from_module: list[Callback]) -> list[Callback]:
-    """Return ``given`` and the module's ``configure_callbacks``, which replace callbacks of the same class."""
+    """Return ``given`` and ``from_module``, without the callbacks in ``given`` whose class is in ``from_module``."""
     replaced = {type(callback) for callback in from_module}
     return [callback for callback in given if type(callback) not in replaced] + from_module

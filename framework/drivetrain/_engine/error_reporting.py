@@ -1,4 +1,4 @@
-"""Notes that say where a run failed, and one-line output from ranks that fail because another rank did."""
+"""Notes that state where a run failed, and one-line output of ranks that fail because another rank failed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INFERENCE_TENSOR_MESSAGES = (
 def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
     """Add a note with the rank, epoch, step and batch index at which the run failed.
 
-    Errors that already contain this (`NonFiniteError`, `LossSpikeError`, `RankFailedError`) are left unchanged.
+    Errors that already name this position (`NonFiniteError`, `LossSpikeError`, `RankFailedError`) get no note.
 
     Args:
         error: the error that ends the run.
@@ -53,19 +53,19 @@ def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
 
 
 def note_inference_tensors(error: BaseException) -> None:
-    """Add a fix to the error that torch raises when training uses a tensor created during an evaluation."""
+    """Add a note with a fix to torch's error about a tensor that was created in an evaluation and is trained on."""
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
         error.add_note(
-            "Fix: evaluation runs in torch.inference_mode, and a tensor that was kept from it (a cache, a running "
-            "mean) cannot train. Use Fit(inference_mode=False), or keep a .clone() made in training_step."
+            "Fix: evaluation runs in torch.inference_mode, and a tensor that was kept from an evaluation (a cache, a "
+            "running mean) cannot train. Use Fit(inference_mode=False), or keep a .clone() made in training_step."
         )
 
 
 @contextmanager
 def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
-    """Print a `RankFailedError` that leaves the block uncaught as one line.
+    """Print a `RankFailedError` that the block raises and nobody catches as one line.
 
-    Only the rank that failed first prints a traceback, which the tracebacks of the other ranks would bury.
+    Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
 
     Args:
         rank: this process's rank; None if it is to be looked up among the processes that the framework has started.
@@ -82,8 +82,8 @@ def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
 def print_in_one_line(error: BaseException, summary: str) -> None:
     """Make Python print ``summary`` and the error's notes instead of a traceback if ``error`` ends the process.
 
-    `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches the error finds the
-    hook unchanged. A hook that the user has set is never replaced. docs/decisions/0024 gives the reasons.
+    `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches and drops the error
+    gets the previous hook back. A hook of the user is never replaced. docs/decisions/0024 gives the reasons.
     """
     hook = sys.excepthook
     if threading.current_thread() is not threading.main_thread() or not _is_replaceable(hook):
@@ -94,7 +94,7 @@ def print_in_one_line(error: BaseException, summary: str) -> None:
 
 
 class OneLineHook:
-    """Replaces `sys.excepthook` to print the errors that it has marked as one line each.
+    """Replaces `sys.excepthook`, to print each error that was passed to `mark` as one line.
 
     Args:
         previous: the hook that prints all other errors. It is restored once no marked error is left.
@@ -108,7 +108,7 @@ class OneLineHook:
         """Attach to ``error`` the line that is printed in place of its traceback."""
         self._marked_count += 1
         attached = error.__dict__[_LINE_ATTRIBUTE] = _Line(line)
-        # The line lives as long as the error. Most built-in exceptions do not support weak references.
+        # The finalizer is on the line, which lives as long as the error: most exceptions have no weak references.
         weakref.finalize(attached, self._release).atexit = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -128,17 +128,17 @@ class OneLineHook:
 
 
 class _Line(str):
-    """The line to print. A subclass, because `str` itself does not support weak references."""
+    """The line to print. `str` itself does not support weak references, and this subclass does."""
 
 
 _LINE_ATTRIBUTE = "__drivetrain_one_line__"
 
 _EXIT_DELAY = 0.5
-"""Seconds to stay after printing: torchrun and SLURM end all processes when the first exits, and the rank with the
-traceback may not have printed it yet."""
+"""Seconds to wait after printing: torchrun and SLURM end all processes when the first exits, and the rank that prints
+a traceback may not have finished."""
 
 
 def _is_replaceable(hook: Any) -> bool:
-    """Whether the hook is Python's, torch's (which prefixes the rank) or ours, and not one that the user has set."""
+    """Whether the hook is Python's, torch's (which adds the rank) or an `OneLineHook`, rather than the user's."""
     module = getattr(hook, "__module__", "") or ""
     return hook is sys.__excepthook__ or isinstance(hook, OneLineHook) or module.startswith("torch.distributed")

@@ -21,7 +21,7 @@ class _ReplacedBuffer(NamedTuple):
         name: the buffer's name in ``layer``.
         existed: whether ``layer`` had a buffer of this name before the broadcast.
         original: the buffer before the broadcast.
-        original_values: a copy of the values of ``original``, if the broadcast wrote into it; otherwise None.
+        original_values: a copy of the values of ``original``, if the broadcast changed them in place; otherwise None.
         received: the buffer after the broadcast.
         received_values: a copy of the values of ``received``.
     """
@@ -35,13 +35,13 @@ class _ReplacedBuffer(NamedTuple):
     received_values: Tensor | None
 
     def is_unchanged(self) -> bool:
-        """Whether the evaluation has left the buffer and its values as they were received."""
+        """Whether the evaluation has changed neither the received buffer nor its values."""
         if self.layer._buffers.get(self.name) is not self.received:
             return False
         return self.received is None or self.received_values is None or _same_bits(self.received, self.received_values)
 
     def restore(self) -> None:
-        """Restore the buffer as it was before the broadcast."""
+        """Restore the buffer and its values from before the broadcast."""
         if not self.existed:
             delattr(self.layer, self.name)
         elif self.original_values is None or self.original is None:
@@ -51,10 +51,10 @@ class _ReplacedBuffer(NamedTuple):
 
 
 class EvaluationBuffers:
-    """Takes rank 0's buffers for an evaluation and restores this rank's own afterwards.
+    """Replaces this rank's buffers by rank 0's for an evaluation, and restores this rank's buffers afterwards.
 
-    A buffer that the evaluation's steps or hooks have changed keeps its new value. With one rank there is nothing to
-    restore.
+    A buffer that the evaluation's steps or hooks have changed keeps its new value. With one rank, no buffer is
+    replaced.
 
     Args:
         module: the user's module.
@@ -91,14 +91,14 @@ class EvaluationBuffers:
 
     @contextmanager
     def restored_at_end(self) -> Iterator[None]:
-        """Restore at the end of the block the buffers that `take_from_rank_0` has replaced in it."""
+        """Restore, after the block, the buffers that `take_from_rank_0` has replaced within the block."""
         try:
             yield
         finally:
             self.restore()
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values to be restored, by name. A checkpoint written during an evaluation contains them."""
+        """Return the buffers' values to restore, by name. A checkpoint written during an evaluation contains them."""
         if not self._replaced:
             return {}
         paths = {id(layer): f"{path}." if path else "" for path, layer in self._module.named_modules()}
@@ -134,7 +134,7 @@ def _replaced_in(
 
 
 def has_local_values(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether ``buffer`` is a tensor whose values this rank holds: not a meta tensor and not a DTensor."""
+    """Whether ``buffer`` is a tensor whose values this rank holds, rather than None, a meta tensor or a DTensor."""
     return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 

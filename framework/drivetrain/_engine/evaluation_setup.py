@@ -1,4 +1,4 @@
-"""Builds evaluation: validation within fit, the sanity check before training, and validate, test and predict."""
+"""Builds the loops of validation within fit, of the sanity check, and of `validate`, `test` and `predict`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def build_evaluation(
 
     Args:
         core: the run.
-        data: its data.
+        data: the run's data.
         stage: "validate" or "test".
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
         limits: the number of micro-batches of each loader in a sanity check, whose values are not logged; None for the
             limits of the run.
-        early: lets all ranks leave before the end; None if the ranks always finish.
+        early: lets all ranks end the evaluation early after a signal; None if they always finish.
     """
     strategy = core.strategy
     sync_buffers = partial(strategy.sync_buffers, core.module)
@@ -50,7 +50,7 @@ def build_evaluation(
         data=EvaluationData(
             [core.profiling.evaluated(source) for source in data.loaded.sources[stage]],
             data.loaded.limits[stage] if limits is None else limits,
-            _without_overwrites(core, data, stage, move),
+            _safe_mover(core, data, stage, move),
         ),
         reporting=Reporting(
             core.metrics, None if limits is not None else core.logger_call(), core.pacing(), data.lengths
@@ -66,7 +66,7 @@ def build_evaluation(
 def build_validation(
     core: RunCore, data: RunData, stopping: Stopping, runner: StepRunner, move: Move | None
 ) -> Callable[[], list[dict[str, float]]]:
-    """Return a function that validates within fit, and restores training's generators and buffers afterwards."""
+    """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None
     if core.saves_on_signals:
         early = EarlyExit(stopping.stop, core.module, core.metrics, core.strategy)
@@ -87,7 +87,7 @@ def build_validation(
             except Exception:
                 if early is not None:
                     with suppress(Exception):  # the device may have failed
-                        early.undo()  # a run that resumes from a checkpoint saved now repeats this validation
+                        early.undo()  # a checkpoint saved after this error resumes before this validation
                 raise
             finally:
                 evaluation.validating = False
@@ -106,7 +106,7 @@ def build_prediction(
         data=EvaluationData(
             [core.profiling.evaluated(source) for source in data.loaded.sources["predict"]],
             data.loaded.limits["predict"],
-            _without_overwrites(core, data, "predict", move),
+            _safe_mover(core, data, "predict", move),
         ),
         reporting=Reporting(core.metrics, None, core.pacing(), data.lengths),
         inference_mode=_inference_mode(core),
@@ -118,13 +118,13 @@ def build_prediction(
 def run_sanity_check(
     core: RunCore, data: RunData, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
 ) -> None:
-    """Validate on a few micro-batches before training, so that a broken validation fails at once.
+    """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
     Generators, buffers and logged values are restored afterwards.
 
     Args:
         core: the run.
-        data: its data.
+        data: the run's data.
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
         after_evaluation: called before the logged values are cleared.
@@ -146,14 +146,14 @@ def run_sanity_check(
 
 
 def _predicted_before(core: RunCore) -> list[IsPredicted]:
-    """Return the outputs that callbacks stored of an interrupted prediction; empty if one of them stored nothing."""
+    """Return each callback's function that finds stored predictions; empty if a callback has stored none."""
     storing = [callback for callback in core.callbacks if is_overridden("predicted_before", callback, Callback)]
     stored = [callback.predicted_before(core.trainer, core.module) for callback in storing]
     return [part for part in stored if part is not None] if None not in stored else []
 
 
-def _without_overwrites(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
-    """Return ``move``, made safe against loaders that reuse a batch's memory while it is copied to a GPU."""
+def _safe_mover(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
+    """Return ``move``; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
     if move is None or core.strategy.device.type != "cuda":
         return move
     return safe_move(move, all(source.fresh_memory for source in data.loaded.sources[stage]))
@@ -169,6 +169,6 @@ def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager
 
 
 def _inference_mode(core: RunCore) -> bool:
-    # Sharded parameters are gathered into the same tensors repeatedly. If these tensors were created in inference
-    # mode, a later training step would fail. Where one rank holds a whole parameter, the next forward would fail.
+    # With sharded parameters, inference mode is not used: parameters are gathered into the same tensors repeatedly, and
+    # tensors that were created in inference mode would make a later training step or forward fail.
     return core.trainer.inference_mode and not core.strategy.shards_parameters

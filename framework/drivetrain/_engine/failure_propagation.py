@@ -1,4 +1,4 @@
-"""Propagates a rank's failure: every rank is informed, none waits forever, and the user sees the first cause."""
+"""Propagates a rank's failure, so that all ranks end and the user sees the error that caused the failure."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from drivetrain.launchers import World
 Answer = TypeVar("Answer")
 
 _CAUSE_TIMEOUT = timedelta(seconds=10)
-"""How long a rank that lost its connection waits for a report of the cause."""
+"""How long a rank that lost its connection waits until another rank reports the cause."""
 
 _POLL_INTERVAL = timedelta(seconds=0.2)
-"""How long such a rank waits for a report in the store before it checks the processes."""
+"""How long a rank waits for a report in the store before it checks whether processes have exited."""
 
 _TIMEOUT_MESSAGES = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Texts of gloo's and NCCL's errors for a rank that did not join a collective in time."""
 
 _SHORT_LINGER = timedelta(seconds=1)
-"""How long a failed rank stays if it has waited for the others already, or if another process hosts the store."""
+"""How long a failed rank stays if it has waited for the other ranks already, or if another process hosts the store."""
 
 _LINGER = timedelta(seconds=5)
-"""How long a failed rank stays so that the others can read its report."""
+"""How long a failed rank stays alive, so that the other ranks can read its report from the store that it may host."""
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-"""The limit for a request to the store. After a network cut, a request would block for the system's 15 minutes."""
+"""The limit for a request to the store. After a network failure, a request would block for 15 minutes."""
 
 
 def publish_failure(control: ControlPlane, failure: Failure) -> None:
-    """Report this rank's failure to the others.
+    """Report this rank's failure to the other ranks.
 
-    The function has to be called before the process group is destroyed, because then the collectives of the other
-    ranks fail, and those ranks look for a report.
+    Call the function before the process group is destroyed: destroying it makes the collectives of the other ranks
+    fail, and these ranks then look for a report.
     """
     try:
         _call_with_timeout(_STORE_TIMEOUT, lambda: control.report_failure(failure))
@@ -48,7 +48,7 @@ def publish_failure(control: ControlPlane, failure: Failure) -> None:
 
 
 def error_to_report(control: ControlPlane, error: BaseException) -> BaseException:
-    """Return ``error``, or for a bare collective timeout an error that says where the other ranks are."""
+    """Return ``error``; for the timeout of a collective, return an error with the stacks of the other ranks."""
     if not any(text in str(error) for text in _TIMEOUT_MESSAGES):
         return error
     try:
@@ -60,7 +60,7 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
     located = absent_error(
         f"Rank {control.rank} waited in a collective, and not all of rank(s) {list(stacks)} joined it in time.",
         str(error).splitlines()[0],
-        "see what the rank that has not joined is waiting for; if it only takes long, raise the strategy's timeout "
+        "find out what the rank that has not joined is waiting for. If it is only slow, raise the strategy's timeout "
         "or step_timeout.",
         stacks,
         control.records(),
@@ -72,10 +72,10 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
 def resolve_cause(
     control: ControlPlane, world: World | None, failure: Failure, error: BaseException
 ) -> tuple[BaseException, int | None]:
-    """Return the error to raise, and the rank that prints its traceback instead of this one, if any.
+    """Return the error to raise, and the rank that prints the traceback; None if this rank prints it.
 
-    The error is ``error`` itself, or a `RankFailedError` with the cause if another rank's failure has caused it.
-    If all ranks fail with the same error, only the lowest rank prints its traceback.
+    The error is ``error`` itself or, if another rank's failure has caused it, a `RankFailedError` with the cause.
+    If all ranks fail with the same error, only the lowest rank prints the traceback.
     """
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
@@ -89,25 +89,25 @@ def resolve_cause(
                 linger + _STORE_TIMEOUT, lambda: _lowest_rank_with_same_error(control, failure, linger)
             )
         cause = _call_with_timeout(
-            _CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: _cause_elsewhere(control, world, failure, error)
+            _CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: _find_cause_elsewhere(control, world, failure, error)
         )
         return cause, None
     except RuntimeError:
         if failure.distance < 2 or is_cause:
             return error, None
-        return _lost_connection(failure, "the store where all ranks meet"), None
+        return _lost_connection_error(failure, "the store where all ranks meet"), None
 
 
 def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
-    """Wait for the other ranks' failures; return the lowest rank with the same one, or None if that is this rank."""
+    """Wait for the other ranks' failures. Return the lowest rank with the same error, or None if it is this rank."""
     end = time.monotonic() + linger.total_seconds()
-    same = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
+    ranks = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
     control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
-    lowest = min(same, default=failure.rank)
+    lowest = min(ranks, default=failure.rank)
     return lowest if lowest < failure.rank else None
 
 
-def _cause_elsewhere(
+def _find_cause_elsewhere(
     control: ControlPlane, world: World | None, failure: Failure, error: BaseException
 ) -> BaseException:
     cause = _wait_for_cause(control, world)
@@ -116,12 +116,12 @@ def _cause_elsewhere(
     if cause is not None and cause.distance < failure.distance:
         return RankFailedError(cause)
     if failure.distance == 2 and silent:
-        return _lost_connection(failure, f"rank {', '.join(map(str, silent))}")
+        return _lost_connection_error(failure, f"rank {', '.join(map(str, silent))}")
     return error
 
 
-def _lost_connection(failure: Failure, peer: str) -> DistributedError:
-    # The connection's message is kept, because `Failure.distance` recognises a consequence by this text.
+def _lost_connection_error(failure: Failure, peer: str) -> DistributedError:
+    # The message of the connection error is part of the text, because `Failure.distance` searches for it.
     return DistributedError(
         f"Rank {failure.rank} has lost {peer}: {failure.message}",
         "it reported no error: it was killed, its machine went down, or the network between them failed",
@@ -150,10 +150,10 @@ class _StoreTimeoutError(RuntimeError):
 
 
 def _call_with_timeout(limit: timedelta, call: Callable[[], Answer]) -> Answer:
-    """Make a request to the store in a daemon thread, which is abandoned on a timeout: requests cannot be cancelled.
+    """Make a request to the store in a daemon thread. A timeout abandons the thread, as requests cannot be cancelled.
 
     Raises:
-        RuntimeError: the store is gone, or has not answered within ``limit``.
+        RuntimeError: the store has exited, or has not answered within ``limit``.
     """
     answers: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 

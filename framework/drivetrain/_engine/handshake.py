@@ -20,7 +20,7 @@ def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     """Compare ``facts``, which must be serialisable as JSON, with rank 0's. Collective.
 
     Raises:
-        DistributedError: on every rank, if facts differ. The error names each such fact, the ranks and their values.
+        DistributedError: facts differ. Every rank raises the error, which names each such fact and the ranks' values.
     """
     if control.world_size == 1:
         return
@@ -37,19 +37,20 @@ def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     raise DistributedError(
         f"The ranks do not agree on {len(lines)} thing(s): " + " | ".join(lines[:20]),
         "they would compute different things, or wait for each other forever.",
-        "look for what only one rank reads or draws: an unseeded split, a flag, an environment variable.",
+        "look for a value that differs between ranks: an unseeded split, a flag, an environment variable.",
     )
 
 
 def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> None:
-    """Check that either all ranks or none need a folder for the run, since ranks choose one together. Collective.
+    """Check that either all ranks or no rank need a folder, because ranks choose the folder together. Collective.
 
     Args:
         control: connects the ranks.
-        wanted_by: what needs a folder on this rank: class names of loggers, callbacks and a profiler, "ckpt_path".
+        wanted_by: the class names of the loggers, callbacks and profiler that need a folder on this rank, and
+            "ckpt_path" if that argument is given.
 
     Raises:
-        DistributedError: on every rank, if ranks differ. The error names what needs the folder, and the ranks.
+        DistributedError: ranks differ. Every rank raises the error, which lists ``wanted_by`` for the ranks.
     """
     if control.world_size == 1:
         return
@@ -59,16 +60,16 @@ def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> N
         return
     ranks_by_users = spread([", ".join(users) or "nothing" for users in control.gather_objects(list(wanted_by))])
     raise DistributedError(
-        "Some ranks want a folder for the run and some do not: "
+        "Some ranks need a folder for the run and others do not: "
         + "; ".join(f"{users} on rank(s) {ranks}" for users, ranks in ranks_by_users.items())
         + ".",
-        "rank 0 chooses the folder for all ranks: loggers, Checkpoint and a profiler must exist on every rank.",
-        "give Fit the same ones on every rank; they write on rank 0 only if one file is enough.",
+        "rank 0 chooses the folder for all ranks, so loggers, Checkpoint and a profiler must exist on every rank.",
+        "give Fit the same objects on every rank; they write on rank 0 only where one file is enough.",
     )
 
 
 def module_facts(module: nn.Module) -> dict[str, Any]:
-    """Return what must be equal on all ranks: each parameter's shape, dtype and whether it trains, and their order."""
+    """Return the facts about parameters that must be equal on all ranks, such as shapes, dtypes and order."""
     facts: dict[str, Any] = {
         f"parameter {name!r}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
         for name, parameter in module.named_parameters()
@@ -81,20 +82,20 @@ def module_facts(module: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_facts(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """Return what must be equal on all ranks so that replicas do not diverge: optimizer classes and group options."""
+    """Return the optimizer classes and group options, which must be equal on all ranks or replicas would diverge."""
     facts: dict[str, Any] = {"schedulers": [type(scheduler).__name__ for scheduler in schedulers]}
     for index, optimizer in enumerate(optimizers):
         facts[f"optimizer {index}"] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
-            where = f"optimizer {index}, group {number}"
-            facts[f"{where}, parameters"] = len(group["params"])
+            group_name = f"optimizer {index}, group {number}"
+            facts[f"{group_name}, parameters"] = len(group["params"])
             options = {name: _as_json(value) for name, value in group.items() if name != "params"}
-            facts |= {f"{where}, {name}": value for name, value in options.items() if value is not None}
+            facts |= {f"{group_name}, {name}": value for name, value in options.items() if value is not None}
     return facts
 
 
 def _as_json(value: Any) -> Any:
-    """Return numbers, text and sequences of these unchanged, a one-element tensor as a number, and else None."""
+    """Return a number, a string or a list of them unchanged, a one-element tensor as a number, and otherwise None."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, list | tuple) else [value]
@@ -112,5 +113,5 @@ def setting_facts(trainer: RunContext) -> dict[str, Any]:
     facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
     facts["strategy"] = trainer.strategy.name
     facts["precision"] = trainer.strategy.precision.name
-    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # its summary is collective
+    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # summaries are collective
     return facts

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) -> None:
-    """Implement `RunContext.log_histogram`. Collective: two exchanges of a few numbers per tensor.
+    """Implement `RunContext.log_histogram`. Collective: ranks exchange a few numbers per tensor, twice.
 
     Raises:
-        ConfigurationError: on every rank, if a value on any rank is not a tensor.
+        ConfigurationError: a value on any rank is not a tensor. Every rank raises the error.
     """
     control = run.strategy.control
     tensors = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -33,8 +33,8 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
     if (invalid := next((each for each, _ in from_ranks if each is not None), None)) is not None:
         raise ConfigurationError(
             f"log_histogram takes tensors, and was given {invalid}.",
-            "it counts a tensor's values.",
-            "give a tensor, or tensors by name; None on ranks that hold no part of it.",
+            "a histogram counts the values of a tensor.",
+            "pass a tensor, or a mapping from names to tensors, and None on ranks that hold no part of a tensor.",
         )
     ranges, local_counts = {}, {}
     for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # the keys of all ranks, in the same order
@@ -82,8 +82,8 @@ def _local_values(run: RunCore, tensors: Mapping[str, torch.Tensor | None]) -> d
         elif hasattr(part, "full_tensor"):
             raise ConfigurationError(
                 f"log_histogram was given {key!r}, a DTensor that {type(strategy).__name__} did not shard.",
-                "it cannot tell which part of it this rank holds.",
-                "give tensor.full_tensor() on every rank.",
+                "log_histogram cannot determine which part of the tensor this rank holds.",
+                "pass tensor.full_tensor() on every rank.",
             )
         elif belongs_to_module and strategy.rank > 0:
             values[key] = None  # rank 0 counts a replicated tensor

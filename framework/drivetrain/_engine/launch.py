@@ -35,7 +35,7 @@ DEFAULT_MAX_EPOCHS = 1000
 
 
 def launch(request: RunRequest[SessionContext]) -> Any:
-    """Run a stage, after starting processes if they are missing, and return its result."""
+    """Run a stage, after starting processes if needed, and return the stage's result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
     environment = resolve_environment(trainer.environment)
@@ -57,7 +57,7 @@ def launch(request: RunRequest[SessionContext]) -> Any:
         raise ConfigurationError(
             f"{type(launcher).__name__}.run returned without executing the run.",
             "nothing was trained.",
-            "call work.here(world) or work.elsewhere(call).",
+            "call work.here(world) or work.elsewhere(call) in the launcher's run method.",
         )
     return work.result
 
@@ -68,7 +68,7 @@ def _run_as_rank(request: RunRequest[SessionContext], topology: Topology) -> Any
 
 
 def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
-    """Run a stage in this process, whose place among the processes is known."""
+    """Run a stage in this process, whose rank and world size are known."""
     trainer, stage = request.trainer, request.stage
     if topology.world is not None and topology.placement.world_size > 1:
         topology.world.wait_for_all()
@@ -85,7 +85,7 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
     previous_folder = None if trainer.session is None else trainer.session.core.folder
-    # An evaluation keeps the counters of the fit before it.
+    # An evaluation keeps the counters of the preceding fit.
     session = Session(request, strategy, topology, previous_folder, None if stage == "fit" else trainer.progress)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
@@ -112,7 +112,7 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
 
 
 def _launcher_setting(trainer: SessionContext) -> str | Launcher:
-    """Return the launcher of the strategy, if it has one, or else the trainer's ``launcher`` launcher_or_name."""
+    """Return the launcher of the strategy, if there is one, or else the argument ``launcher`` of `Fit`."""
     strategy_launcher: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return strategy_launcher or trainer.launcher
 
@@ -128,19 +128,19 @@ def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device:
     if not (strategy.single_process or strategy.supports_sync_batchnorm):
         raise ConfigurationError(
             f"sync_batchnorm=True with strategy={strategy.name!r}.",
-            "it would go on normalising over each rank's own samples.",
+            "each rank would still normalise over its own samples only.",
             "use strategy='ddp', or normalise with GroupNorm or LayerNorm.",
         )
     if device.type == "cpu":
         raise ConfigurationError(
             "sync_batchnorm=True on the CPU.",
             "torch's SyncBatchNorm needs an accelerator.",
-            "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
+            "leave out sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
         )
     return True
 
 
-# Running in processes started for the run, and taking over their results
+# Runs in processes that are started for the run, whose results are copied to the caller's objects
 
 
 class _WorkOfRun(Work):
@@ -188,8 +188,8 @@ class _WorkOfRun(Work):
         if not isinstance(outcome, Outcome):
             raise ConfigurationError(
                 f"What a launcher gave to work.elsewhere returned a {type(outcome).__name__}.",
-                "it must call the function on every rank, and return what the function returned on rank 0.",
-                "return that object unchanged.",
+                "it must call the function on every rank, and return the function's result on rank 0.",
+                "return this result unchanged.",
             )
         _apply_outcome(outcome, self._topology, self._request)
         self.result, self.done = outcome.result, True
@@ -197,22 +197,22 @@ class _WorkOfRun(Work):
 
 
 def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
-    """Refuse a run whose weights would remain sharded over processes that end with the run.
+    """Raise an error if the weights would remain sharded over processes that end with the run.
 
     Raises:
-        ConfigurationError: the weights exceed the strategy's gather_limit.
+        ConfigurationError: the weights exceed the strategy's ``gather_limit``.
     """
     strategy = trainer.chosen_strategy
     if strategy is not None and strategy.leaves_shards(module):
         raise ConfigurationError(
             f"The parameters of {type(module).__name__} take more than the gather_limit of strategy={strategy.name!r}.",
-            "each rank would be left with its part, in a process that was started for the run and ends with it.",
-            "raise the strategy's gather_limit, or use launcher='subprocess' or torchrun, whose ranks stay.",
+            "each rank would keep its shards, in a process that was started for the run and ends with the run.",
+            "raise the strategy's gather_limit, or use launcher='subprocess' or torchrun, whose ranks go on after it.",
         )
 
 
 def _apply_outcome(outcome: Outcome, topology: Topology, request: RunRequest[SessionContext]) -> None:
-    """Give the caller's objects the state that they would have after a run in this process."""
+    """Set the state of the caller's objects to the state that they would have after a run in this process."""
     trainer = request.trainer
     if not request.trial:
         outcome.fill(request.module)
@@ -261,8 +261,8 @@ def _worker(
 
     before = InitialLayers.of(module)
     if not resolve_environment(trainer.environment).started_us:
-        trainer.environment = "auto"  # the caller's launcher_or_name described the caller's process
+        trainer.environment = "auto"  # the caller's setting described the caller's process
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:
-        _refuse_shards(trainer, module)  # again, since configure_model may have added parameters
+        _refuse_shards(trainer, module)  # checked again, because configure_model may have added parameters
     return Outcome.of(trainer, module, result, before, with_module=not trial)

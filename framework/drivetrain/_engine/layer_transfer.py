@@ -1,4 +1,4 @@
-"""Transfers layers that a run in other processes has built to the caller's module."""
+"""Transfers layers from a run in other processes, which has built them, to the caller's module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
 LayerStructure = tuple[tuple[str, str], ...]
-"""Every layer's name and class, and every parameter's and buffer's name and number; tied ones have the same number."""
+"""Every layer's name and class, and every tensor's name and number. Tied parameters have the same number."""
 
 _CONTAINERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class InitialLayers(NamedTuple):
-    """A module's structure before a run, and the names of its attributes that had a value."""
+    """A module's structure before a run, and the names of the attributes that were not None."""
 
     structure: LayerStructure
     attributes: frozenset[str]
@@ -33,11 +33,12 @@ class InitialLayers(NamedTuple):
 
 @dataclass(slots=True)
 class BuiltLayers:
-    """The layers that a run has given a module.
+    """The layers of a module after a run that has changed the module's structure.
 
     Attributes:
         structure: the layers and tensors of the module.
-        pickled: the module's own containers, and its attributes that had no value before; None if pickling failed.
+        pickled: the module's dictionaries of layers and tensors, and the attributes that were None or missing before
+            the run; None if pickling failed.
         pickling_error: the error with which pickling failed, as text.
     """
 
@@ -47,7 +48,7 @@ class BuiltLayers:
 
     @classmethod
     def of(cls, module: TrainModule, before: InitialLayers) -> Self | None:
-        """Collect the layers after a run; None if the module has the same structure as ``before``."""
+        """Collect the layers after a run. Return None if the module has the same structure as ``before``."""
         structure = layer_structure(module)
         if structure == before.structure:
             return None
@@ -62,19 +63,19 @@ class BuiltLayers:
             return cls(structure, None, f"{type(error).__name__}: {error}")
 
     def put_into(self, module: TrainModule) -> None:
-        """Give the caller's module the same layers, by unpickling them or by calling its ``configure_model``.
+        """Build the same layers in the caller's module, by unpickling them or by calling ``configure_model``.
 
         Raises:
-            ConfigurationError: the layers could not be pickled, and ``configure_model`` does not build them here.
+            ConfigurationError: the layers could not be pickled, and ``configure_model`` does not build the same ones.
         """
         if self.pickled is not None:
             state: dict[str, Any] = pickle.loads(self.pickled)
             module.__dict__.update(state)
             for name in (*state["_modules"], *state["_parameters"], *state["_buffers"]):
-                module.__dict__.pop(name, None)  # a plain `self.net = None` would hide the layer
+                module.__dict__.pop(name, None)  # an attribute from `self.net = None` would hide the layer
             return
         cause: Exception | None = None
-        with torch.random.fork_rng(devices=[]):  # the values are copied from the run, so draws here must not count
+        with torch.random.fork_rng(devices=[]):  # values are copied later, so draws here must not count
             try:
                 module.configure_model()
             except Exception as error:
@@ -83,8 +84,8 @@ class BuiltLayers:
             raise ConfigurationError(
                 f"The layers that the run gave {type(module).__name__} cannot be sent to the process that called fit: "
                 f"{self.pickling_error}.",
-                "its configure_model does not build them there either.",
-                "build them in __init__, or in configure_model alone; or use launcher='subprocess'.",
+                "calling configure_model in that process does not build the same layers either.",
+                "build all layers in __init__ or in configure_model, or use launcher='subprocess'.",
             ) from cause
 
 

@@ -13,10 +13,10 @@ _MAX_LISTED = 8
 
 
 def refuse_lazy_layers(module: nn.Module) -> NoReturn:
-    """Raise the error for a module with lazy layers that have not seen an input.
+    """Raise the error for a module with uninitialised lazy layers.
 
     Raises:
-        ConfigurationError: names the layers.
+        ConfigurationError: always. The error names the layers.
     """
     lazy = [
         f"{name or 'the module itself'} ({type(layer).__name__})"
@@ -27,5 +27,5 @@ def refuse_lazy_layers(module: nn.Module) -> NoReturn:
     raise ConfigurationError(
         f"{type(module).__name__} has lazy layers that are not yet initialised: {', '.join(lazy[:_MAX_LISTED])}{more}.",
         "their parameters get a shape in the first forward; optimizers, strategies and checkpoints need it earlier.",
-        "run one forward on an example batch, under torch.no_grad(): before the call, or in configure_model.",
+        "run one forward on an example batch under torch.no_grad(), before you call fit or in configure_model.",
     )

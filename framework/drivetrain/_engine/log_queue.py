@@ -1,4 +1,4 @@
-"""LogQueue: delivers logged rows to loggers in order, without making a step wait for device values."""
+"""LogQueue: delivers logged rows to loggers in order, without making a step wait for values on the device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from drivetrain.loggers import Logger
 class LogQueue:
     """Holds rows until their values are on the host, and delivers them to the loggers in order.
 
-    On the CPU a row is delivered immediately. On CUDA the copy to the host is queued behind the current work and polled
-    when the next row is added.
+    A row of CPU tensors and numbers is delivered immediately. The copy of CUDA tensors to the host is queued behind the
+    current work of the device. Whether it is complete is checked when the next row is added.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class LogQueue:
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:
-        """Deliver the rows that are complete; with ``wait``, wait for the other rows and deliver these too.
+        """Deliver the rows whose values are on the host. With ``wait``, wait for the other rows and deliver them too.
 
         Raises:
             Exception: the first error of a logger, after the rows were delivered to all loggers.

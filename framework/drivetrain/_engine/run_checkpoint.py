@@ -204,7 +204,7 @@ class RunCheckpoint:
         """Return the state that differs between ranks."""
         core, data, snapshot = self._core, self._data, self._snapshot
         buffers = self._own_buffers(weights) if self._running else {}
-        if snapshot is not None and snapshot.in_force:
+        if snapshot is not None and snapshot.is_active:
             return {**snapshot.rank_state(), "buffers": buffers}
         source = None if data.stage_data is None else data.stage_data.train
         return {

@@ -1,4 +1,4 @@
-"""Validates the structure of a run's saved state before any of it is restored."""
+"""Validates the structure of a run's saved state before the state is restored."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_progress(checkpoint: Checkpoint) -> None:
     """Check that the saved counters are non-negative integers.
 
     Raises:
-        CheckpointError: one is not; names the file and the key.
+        CheckpointError: a counter is invalid. The error names the file and the key.
     """
     progress = checkpoint.progress
     for name in dict.fromkeys(("epoch", "global_step", *progress)):
@@ -58,7 +58,7 @@ def check_state(checkpoint: Checkpoint) -> None:
     """Check the structure of the run's state.
 
     Raises:
-        CheckpointError: it is malformed; names the file and the key.
+        CheckpointError: the state is malformed. The error names the file and the key.
     """
     part = checkpoint.manifest.state
     file = "state.json" if part is None or part.document is None else part.document
@@ -91,7 +91,7 @@ def check_state(checkpoint: Checkpoint) -> None:
             },
         ),
     }
-    for name in ("frozen", "trained"):  # older versions did not write them
+    for name in ("frozen", "trained"):  # checkpoints of older versions lack these keys
         if state.get(name) is not None:
             checks[""][1][name] = _are_names  # type: ignore[index]
     for prefix, (values, key_checks) in checks.items():
@@ -126,7 +126,7 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
     """Check the structure of a rank's own state.
 
     Raises:
-        CheckpointError: it is malformed; names the file and the key.
+        CheckpointError: the state is malformed. The error names the file and the key.
     """
     ranks = checkpoint.manifest.ranks
     file = f"rank-{rank:05d}.json" if rank >= len(ranks) else str(ranks[rank].document)
@@ -138,7 +138,7 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
     if state.get("source") is not None and not isinstance(state["source"], dict):
         raise _malformed(checkpoint, file, "source", state["source"])
     buffers = state.get("buffers", {})
-    if not isinstance(buffers, dict) or not all(isinstance(one, torch.Tensor) for one in buffers.values()):
+    if not isinstance(buffers, dict) or not all(isinstance(buffer, torch.Tensor) for buffer in buffers.values()):
         raise _malformed(checkpoint, file, "buffers", buffers)
     with reporting_malformed(checkpoint, file, "draws"), preserved_generators(_HOST):
         for states in (*state["draws"]["ahead"], state["draws"]["now"]):
@@ -146,16 +146,16 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
 
 
 def check_optimizer_groups(checkpoint: Checkpoint, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Check that the saved parameter groups hold a number wherever the optimizer's own groups do.
+    """Check that saved parameter groups hold a number for each option that is a number in the optimizer's groups.
 
     Raises:
-        CheckpointError: a value is not a number; names the file and the key.
+        CheckpointError: a value is not a number. The error names the file and the key.
     """
     file = str(checkpoint.manifest.optimizers[index].document)
-    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
-        for key, value in own.items():
+    for number, (current, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        for key, value in current.items():
             if not isinstance(value, int | float) or (key not in saved and key != "lr"):
-                continue  # an option that the saving version of torch did not have keeps its default
+                continue  # an option that the saving version of torch did not have yet keeps its default
             loaded = saved.get(key)
             length = loaded.numel() if isinstance(loaded, torch.Tensor) else int(isinstance(loaded, int | float))
             if length != 1 or (isinstance(loaded, int) and abs(loaded) >= 2**63):
@@ -164,10 +164,10 @@ def check_optimizer_groups(checkpoint: Checkpoint, index: int, optimizer: Optimi
 
 @contextmanager
 def reporting_malformed(checkpoint: Checkpoint, file: str, key: str) -> Iterator[None]:
-    """Turn built-in errors about a value, raised while state is restored, into one that names the file and the key.
+    """Replace a built-in error that restoring a value raises by an error that names the file and the key.
 
     Raises:
-        CheckpointError: replaces a KeyError, TypeError, ValueError or the like.
+        CheckpointError: the block raised a KeyError, TypeError, ValueError or similar error.
     """
     try:
         yield
@@ -175,7 +175,7 @@ def reporting_malformed(checkpoint: Checkpoint, file: str, key: str) -> Iterator
         raise CheckpointError(
             f"The checkpoint {checkpoint.path!r} is malformed: {key!r} in {file} cannot be restored: "
             f"{type(error).__name__}: {error}.",
-            "its content is not what the object's state_dict returns.",
+            "the value does not have the form that the object's state_dict returns.",
             "use another checkpoint, or load the weights alone with load_from_checkpoint.",
         ) from error
 

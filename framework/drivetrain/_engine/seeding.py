@@ -18,7 +18,7 @@ _reported_unseeded = False
 def order_seed(seed: int | None, control: ControlPlane) -> int:
     """Return the seed for the order of samples, equal on every rank. Collective.
 
-    It is ``Fit(seed=)``, else that of `seed_everything`, else drawn from rank 0's torch generator.
+    The seed is ``Fit(seed=)``, or else the seed of `seed_everything`, or else a number from rank 0's torch generator.
     """
     if seed is None:
         seed = last_seed()
@@ -28,9 +28,9 @@ def order_seed(seed: int | None, control: ControlPlane) -> int:
 
 
 def seed_rank(seed: int, data_rank: int) -> None:
-    """Seed Python, NumPy and torch: data rank 0 with ``seed``, the others with seeds derived from it.
+    """Seed Python, NumPy and torch: data rank 0 with ``seed``, the other ranks with seeds derived from ``seed``.
 
-    With equal seeds all ranks would draw the same dropout masks.
+    With equal seeds, all ranks would draw the same dropout masks.
     """
     seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))
 
@@ -38,7 +38,7 @@ def seed_rank(seed: int, data_rank: int) -> None:
 def built_unseeded(module: nn.Module) -> bool:
     """Return True once per process, if ``module``'s parameters were initialised before any generator was seeded.
 
-    Call it in the process that built the module, before other processes are started.
+    Call this function in the process that built the module, before other processes are started.
     """
     global _reported_unseeded
     unseeded = not _reported_unseeded and is_unseeded() and has_drawn() and next(module.parameters(), None) is not None
@@ -49,9 +49,9 @@ def built_unseeded(module: nn.Module) -> bool:
 def warn_unseeded(module: nn.Module, seed: int) -> None:
     """Warn that the run's seed was set after ``module`` was initialised."""
     logger.warning(
-        "Fit(seed=%d) seeds the run, and %s was built before it with unseeded generators: its random initial weights "
-        "will differ in the next run. Call drivetrain.seed_everything(%d) before it is built, or build its layers in "
-        "configure_model. This is logged once.",
+        "Fit(seed=%d) seeds the run, but %s was built before the run with unseeded generators: the random initial "
+        "weights will differ in the next run. Call drivetrain.seed_everything(%d) before the module is built, or build "
+        "its layers in configure_model. This is logged once.",
         seed,
         type(module).__name__,
         seed,

@@ -104,11 +104,11 @@ class Session:
     """Runs one stage: sets it up, executes it and tears it down.
 
     Args:
-        request: what was called.
-        strategy: runs the module; it is bound to this process already.
+        request: the entry point that was called, with its arguments.
+        strategy: runs the module, and is bound to this process already.
         topology: this process's place among all processes.
         previous: the folder of the last run of the same `Fit`.
-        progress: the counters of that run, which an evaluation does not change; None for new ones.
+        progress: the counters of the last run, for an evaluation, which does not change them; None for new counters.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class Session:
         self._memory = CheckpointMemory()
         self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
         self.last_line: str | None = None
-        """Printed instead of this rank's error if a lower rank failed the same way and shows it."""
+        """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self._topology = topology
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
-        self._teardowns: list[Callable[[str], None]] = []  # not yet called; empty before the first setup hook
+        self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
         handled = handled_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
         self._handled_signals = handled
         self._signals = Signals(handled, self._on_signal)
@@ -159,7 +159,7 @@ class Session:
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
-        """Run the stage and return its result. All process state is restored afterwards, also after a failure.
+        """Run the stage and return the result. All process state is restored afterwards, also after a failure.
 
         Raises:
             Exception: this rank's error, or `RankFailedError` if another rank failed first.
@@ -186,7 +186,7 @@ class Session:
                         raise
                     raise cause from error
                 finally:
-                    del cause  # breaks the cycle of the error and this frame
+                    del cause  # breaks the reference cycle between the error and this frame
             finally:
                 for child, training in flags:
                     child.training = training
@@ -197,7 +197,7 @@ class Session:
             raise self._ending.exit_error
         return result
 
-    # What hooks and users read
+    # Methods and properties that implement members of `RunContext`
 
     def describe_position(self) -> str:
         """Return the run's position as text that is the same on every rank."""
@@ -207,9 +207,10 @@ class Session:
 
     @property
     def estimated_steps(self) -> int | float:
-        """The optimizer steps of the whole run; infinite if neither data nor limits bound it.
+        """The number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
 
-        In `setup` of a fit this builds the training loader, which the run then uses, and is collective.
+        In `setup` of a fit, reading this property builds the training loader, which the run then uses, and is
+        collective.
         """
         core, data = self.core, self.data
         data.estimate_was_read = True
@@ -239,7 +240,7 @@ class Session:
         trainer, strategy, profiling = core.trainer, core.strategy, core.profiling
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
         if trainer.seed is not None:
-            seed_rank(trainer.seed, 0)  # the same on every rank, for initialization
+            seed_rank(trainer.seed, 0)  # every rank initializes the module with the same seed
         with profiling.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
@@ -378,7 +379,7 @@ class Session:
             logger.warning("%s: %s. A second signal ends it at once.", name, reaction)
 
     def _leave(self, number: int) -> None:
-        """End a run that a signal cut short. It is saved already, and the hooks that end training are not called."""
+        """End a run that a signal stopped early and that is saved already, without the hooks of the end of training."""
         self._signals.handled = True
         self._ending.exit_error = error = interruption_error(number)
         self.data.rng_replay.end()
@@ -397,7 +398,7 @@ class Session:
     # Set-up
 
     def _connect_ranks(self) -> None:
-        """Pass the strategy's control plane, which exists from now on, to the parts that use it."""
+        """Pass the strategy's control plane, created by `setup_environment`, to the parts of the run that use it."""
         core, strategy, world = self.core, self.core.strategy, self._topology.world
         check_control_plane(strategy, self._topology.placement)
         check_distinct_devices(strategy)
@@ -442,7 +443,7 @@ class Session:
             check_writable_folders(core.strategy, writing, loggers)
 
     def _load_data(self) -> Reloading | None:
-        """Build the loaders; return the object that rebuilds them, if they are to be reloaded."""
+        """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""
         core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
         data.cursor.world_size = strategy.data_world_size
         data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
@@ -462,16 +463,16 @@ class Session:
         strategy.take_settings(self._settings(data))
         with strategy.module_init_context(), core.profiling.span("configure_model"):
             module.configure_model()
-        self._attach()  # the modules that configure_model built
+        self._attach()  # attaches the modules that configure_model has built
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             from drivetrain._engine.lazy_parameters import refuse_lazy_layers
 
             refuse_lazy_layers(module)
         if core.stage == "fit":
-            self.checkpoints.restore_trainables()  # before the strategy wraps the parameters that train
+            self.checkpoints.restore_trainables()  # must come before the strategy wraps the parameters that train
         strategy.check(module)
         facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
-        check_ranks_agree(strategy.control, facts)  # before wrapping, which would hang if ranks differed
+        check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
@@ -502,7 +503,7 @@ class Session:
                 attach(child, self.core.trainer)
 
     def _check_changes(self) -> None:
-        """Check the changes that hooks have made since the last epoch. Called as an epoch begins."""
+        """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
         self.core.callbacks.refuse_appended()
         assert self._trainables is not None
         self._trainables.settle()
@@ -514,7 +515,7 @@ class Session:
         loop = None if self.training is None else self.training.loop
         return CheckpointParts(self.optimization, self.stopping, self._trainables, loop)
 
-    # The end
+    # Tear-down, after success and after a failure
 
     def _tear_down(self) -> None:
         core, strategy = self.core, self.core.strategy
@@ -529,7 +530,7 @@ class Session:
         strategy.teardown()
 
     def _finish(self, status: str) -> None:
-        """Close the loaders, the loggers and the run's record."""
+        """Close the loaders, and on rank 0 the loggers and the run's record."""
         if self.data.stage_data is not None:
             self.data.stage_data.close()
         if self.core.strategy.rank == 0:
@@ -557,7 +558,7 @@ class Session:
         return [*([] if datamodule is None else [datamodule.on_exception]), *self.core.hooks.on_exception]
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Report a failure to hooks and ranks, tear everything down, and return the error to raise."""
+        """Report a failure to the hooks and the other ranks, tear down the run, and return the error to raise."""
         with self.core.profiling.span("failure"):
             return self._tear_down_failed(error)
 
@@ -578,7 +579,8 @@ class Session:
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         ending.set_failure(error)
         calls += [self.checkpoints.abandon, partial(self._finish, status)]
-        calls += [lambda: ending.log(self.checkpoints.written), strategy.teardown]  # known once `abandon` has waited
+        # `written` is final only when `abandon` has waited, so the lambda reads it later.
+        calls += [lambda: ending.log(self.checkpoints.written), strategy.teardown]
         for call in calls:
             try:
                 call()

@@ -1,7 +1,7 @@
-"""SessionContext: implements `RunContext` by means of a `Session`; the base class of `Fit`.
+"""SessionContext: the base class of `Fit`, which implements `RunContext` by means of a `Session`.
 
-`Fit` adds the arguments and the entry points. The two are separate classes to avoid an import cycle: `Fit` imports the
-modules that launch runs and trials, and these modules work on a `SessionContext`.
+`Fit` adds the arguments and the entry points. `Fit` and `SessionContext` are separate classes to avoid an import cycle:
+`Fit` imports the modules that launch runs and trials, and these modules work on a `SessionContext`.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
 
 
 class SessionContext(RunContext):
-    """Implements `RunContext` with the state of the current session, or of the last one."""
+    """Implements `RunContext` with the state of the current session. After a run, the last session stays readable."""
 
     callbacks: list[Callback]
 
     launcher: str | Launcher
-    """The argument ``launcher``."""
+    """The argument ``launcher`` of `Fit`."""
 
     precision_setting: str | int | Precision
-    """The argument ``precision``."""
+    """The argument ``precision`` of `Fit`."""
 
     chosen_strategy: Strategy | None
     """The strategy; None with strategy="auto" until the number of processes is known."""
 
     _auto_strategy: Strategy | None = None
-    """The strategy that "auto" resolved to, for the number of processes that was last expected."""
+    """The strategy that "auto" was last resolved to."""
 
     session: Session | None
-    """The current run, or the last one; None before the first."""
+    """The session of the current run, or of the last one; None before the first run."""
 
     given_profiler: Profiler | None
-    """The profiler that measures runs, if any."""
+    """The profiler of `Fit`; None without one."""
 
     _collective_calls: CollectiveCalls
     """Checks that all ranks call the same collective methods."""
 
     _log_queue: LogQueue | None
-    """Rows that wait for the loggers."""
+    """The rows that are not delivered to the loggers yet; None if nothing was logged."""
 
     @property
     def metrics(self) -> MetricStore:
@@ -79,7 +79,7 @@ class SessionContext(RunContext):
 
     @property
     def progress(self) -> Progress:
-        """The counters."""
+        """The counters of epochs, micro-batches and steps."""
         return Progress() if self.session is None else self.session.core.progress
 
     @property
@@ -91,13 +91,13 @@ class SessionContext(RunContext):
 
     def _strategy_before_a_run(self) -> Strategy:
         strategy = self.chosen_strategy or self.resolved_strategy(self.world_size)
-        with suppress(ConfigurationError):  # the device is missing here; the run reports it
+        with suppress(ConfigurationError):  # the device is missing on this machine; starting the run raises this error
             strategy.device = resolve_devices(self.accelerator, self.devices).of(self.local_rank)
             strategy.precision = resolve_precision(self.precision_setting, strategy.device)
         return strategy
 
     def resolved_strategy(self, world_size: int) -> Strategy:
-        """Return the strategy for "auto" with ``world_size`` processes; the same object for the same number."""
+        """Return the strategy for "auto" with ``world_size`` processes; the object of the last call if it fits."""
         name = "ddp" if world_size > 1 else "single_device"
         if self._auto_strategy is None or self._auto_strategy.name != name:
             self._auto_strategy = strategy_by_name(name)
@@ -215,7 +215,7 @@ class SessionContext(RunContext):
         if session.core.position.loop == "training" and session.core.metrics.batch is not None:
             return session.core.position.batch_idx + 1 == length
         progress = session.core.progress
-        epoch_has_ended = progress.batch_idx == 0 and progress.epoch > 0  # the next epoch has not begun
+        epoch_has_ended = progress.batch_idx == 0 and progress.epoch > 0  # the next epoch has not begun yet
         return epoch_has_ended or progress.batch_idx == length
 
     @property
@@ -256,7 +256,7 @@ class SessionContext(RunContext):
     def _indices(self) -> list[int]:
         try:
             return list(resolve_devices(self.accelerator, self.devices).indices)
-        except ConfigurationError:  # the device is missing here; the run reports it
+        except ConfigurationError:  # the device is missing on this machine; starting the run raises this error
             return []
 
     @property
@@ -268,8 +268,8 @@ class SessionContext(RunContext):
         if empty_init:
             raise ConfigurationError(
                 "init_module(empty_init=True).",
-                "a module built this way has no values until a checkpoint is loaded.",
-                "build large layers in configure_model, which strategies call where they hold parts of them.",
+                "the parameters of a module built this way have no values until a checkpoint is loaded.",
+                "build large layers in configure_model, which the strategy calls in the way that suits sharding.",
             )
         strategy = self.strategy
         on_device = nullcontext() if strategy.shards_parameters else strategy.device
@@ -402,7 +402,7 @@ class SessionContext(RunContext):
         if training is None or training.manual is None:
             raise ConfigurationError(
                 f"{what} was called in automatic optimization.",
-                f"the engine {does} what training_step returns.",
+                f"the engine itself {does} what training_step returns.",
                 "set self.automatic_optimization = False in __init__, or return the loss.",
             )
         return training.manual
@@ -440,7 +440,7 @@ class SessionContext(RunContext):
         return next(iter(self.checkpoint_callbacks), None)
 
     def _all_callbacks(self) -> list[Callback]:
-        """Return the callbacks, including those that ``configure_callbacks`` returned in this run or the last one."""
+        """Return the callbacks of `Fit` and those that ``configure_callbacks`` returned in this run or the last one."""
         return (
             self.callbacks
             if self.session is None
@@ -449,7 +449,7 @@ class SessionContext(RunContext):
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        from drivetrain.callbacks import Checkpoint  # imports the code that writes checkpoints
+        from drivetrain.callbacks import Checkpoint  # importing it imports the code that writes checkpoints
 
         return [callback for callback in self._all_callbacks() if isinstance(callback, Checkpoint)]
 
@@ -490,7 +490,7 @@ class SessionContext(RunContext):
     def roll_back(self, path: str) -> None:
         self._running("roll_back").checkpoints.roll_back(path)
 
-    # What hooks and users call
+    # Methods that hooks and users call
 
     def save_checkpoint(
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
@@ -576,7 +576,7 @@ class SessionContext(RunContext):
         if self.session is None:
             raise ConfigurationError(
                 f"{what} was used outside a run.",
-                "it exists only while fit, validate, test or predict runs.",
+                "it is available only while fit, validate, test or predict runs.",
                 "use it from a step or a hook.",
             )
         return self.session

@@ -20,17 +20,17 @@ from drivetrain._distributed.failure import RankFailedError
 from drivetrain.launchers.choose import is_interactive
 
 _DUPLICATE_INTERVAL = 0.5
-"""Seconds within which a repeated signal is a duplicate: a launcher forwards signals that the group got already."""
+"""Seconds within which a repeated signal is a duplicate: launchers forward signals that each process got already."""
 
 _SECOND_SIGNAL_GRACE = 1.0
-"""Seconds for the main thread to raise after a second signal: it may be in a collective that never ends."""
+"""Seconds in which the main thread has to raise after a second signal. It may be in a collective that never ends."""
 
 _FIRST_SIGNAL_GRACE = 12.0
-"""Seconds for the main thread to raise after a first signal with nothing to save: schedulers allow 15 s or more."""
+"""Seconds in which the main thread has to raise after a first signal with nothing to save. Schedulers allow 15 s."""
 
 
 def handled_signals(setting: str | list[str] | None, variables: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the signals that a run handles: SIGINT and those of ``Fit(preemption_signals=setting)``, or none.
+    """Return the signals that a run handles: SIGINT and the signals of ``Fit(preemption_signals=setting)``, or none.
 
     Args:
         setting: "auto", one name, several names, or None to handle no signal.
@@ -50,7 +50,7 @@ def interruption_error(number: int) -> BaseException:
 
 
 def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseException:
-    """Return ``error``, or the exception for a signal if it only reports that another rank stopped for that signal.
+    """Return ``error``; if it reports that another rank stopped for a signal, return the exception for this signal.
 
     Args:
         error: the error that was caught.
@@ -63,16 +63,16 @@ def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseExcepti
 
 
 class Signals:
-    """Handles signals within its ``with`` block. It does nothing in threads other than the main thread.
+    """Handles signals within its ``with`` block, which has no effect in threads other than the main thread.
 
-    Until `defer_to_run` there is nothing to save: a signal that would have ended the process raises immediately, and
-    the user's own handlers stay in place. After it, the first signal is passed to the run, and a second one raises in
-    the main thread. Python runs no handler while the main thread is in a call that does not return, such as a
-    collective: a watcher thread then ends the process.
+    Until `defer_to_run` is called, there is nothing to save: a signal that would have ended the process raises
+    immediately, and handlers of the user stay in place. From then on, the first signal is passed to the run, and a
+    second signal raises in the main thread. Python runs no handler while the main thread is in a call that does not
+    return, such as a collective. In this case a watcher thread ends the process.
 
     Args:
         numbers: the signals to handle.
-        arrived: called with the first signal that the run should act on.
+        arrived: called with the first signal after `defer_to_run`.
     """
 
     def __init__(self, numbers: Sequence[int], arrived: Callable[[int], None]) -> None:
@@ -85,9 +85,9 @@ class Signals:
         self._received = _SignalHistory()
         self._watcher: _Watcher | None = None
         self.handled = False
-        """Whether the run has stopped for the signal."""
+        """Whether the run has stopped because of the signal."""
         self.raised = 0
-        """The signal that raised because there was nothing to save; 0 for none."""
+        """The signal that raised an exception before `defer_to_run`; 0 for none."""
 
     def __enter__(self) -> Self:
         if not self._numbers or threading.current_thread() is not threading.main_thread():
@@ -140,14 +140,15 @@ class Signals:
     def restore_handlers(self) -> None:
         """Restore the previous handlers."""
         signal.set_wakeup_fd(self._wakeup)
-        # Launchers signal the other ranks once one has exited; a rank that is stopping anyway keeps its exit code.
+        # Launchers signal the other ranks once a rank has exited. A rank that is stopping already keeps its exit code.
         leaving = self.handled and os.environ.get("WORLD_SIZE", "1") != "1"
         for number, handler in self._previous.items():
             if signal.getsignal(number) in (self._handle, self._raise) and handler is not None:
                 exits = leaving and handler is signal.SIG_DFL
                 signal.signal(number, _raise_interruption if exits else handler)
                 if exits:
-                    atexit.register(signal.signal, number, signal.SIG_IGN)  # its exit code is decided by then
+                    # A signal while the process exits must not change its exit code.
+                    atexit.register(signal.signal, number, signal.SIG_IGN)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._received.is_repeated(number) and not self.handled:
@@ -166,7 +167,7 @@ class Signals:
 
 
 def _ends_the_process(handler: Any) -> bool:
-    """Whether a handler is the default one, or the one that torch elastic sets in processes that run a function."""
+    """Whether a handler is the default handler, or the handler that torch elastic sets in processes that it starts."""
     return handler is signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("torch.distributed.elastic")
 
 
@@ -204,9 +205,9 @@ class _SignalHistory:
         self._since = 0.0
 
     def is_repeated(self, number: int) -> bool:
-        """Record a signal and return whether it asks to end now: the first signal again, or Ctrl-C.
+        """Record a signal. Return whether it ends the run immediately: it repeats the first signal, or is Ctrl-C.
 
-        SIGTERM after SIGUSR1 is a scheduler's next warning, which must not interrupt a save.
+        SIGTERM after SIGUSR1 is a second warning of a scheduler, and must not interrupt a save.
         """
         now = time.monotonic()
         if self.first == 0:
@@ -216,12 +217,12 @@ class _SignalHistory:
 
 
 class _Watcher:
-    """Reads signal numbers from the wakeup pipe, and ends the process if the main thread does not act on one in time.
+    """Reads signal numbers from the wakeup pipe, and ends the process if the main thread does not react in time.
 
     Args:
         pipe: the read end of the pipe.
         forward: the previous wakeup descriptor, to which the numbers are forwarded; -1 for none.
-        may_exit: whether to end the process; False in an interactive one.
+        may_exit: whether to end the process; False in an interactive process.
     """
 
     def __init__(self, pipe: int, forward: int, *, may_exit: bool) -> None:
@@ -238,7 +239,7 @@ class _Watcher:
         """Whether the main thread has raised for the first signal."""
 
     def expect(self, numbers: Sequence[int], *, at_once: bool) -> None:
-        """Act on these signals from now on: on the first one if ``at_once``, else on a second one only."""
+        """Act on these signals from now on: on the first signal if ``at_once``, otherwise only on a second one."""
         self._expected = (numbers, at_once)
 
     def run(self) -> None:
@@ -256,7 +257,7 @@ class _Watcher:
                     self._exit_after_grace(number, twice=False)
 
     def _read(self, timeout: float | None) -> bool:
-        """Wait for signal numbers, at most ``timeout`` seconds; return whether the run has ended, which writes a 0."""
+        """Wait at most ``timeout`` seconds for signal numbers. Return whether the run has ended, which writes a 0."""
         if not self._stopped:
             ready = self._poll.poll(None if timeout is None else timeout * 1000)
             self._numbers = os.read(self._pipe, 64) if ready else b""
@@ -264,7 +265,7 @@ class _Watcher:
         return self._stopped
 
     def _exit_after_grace(self, number: int, *, twice: bool) -> None:
-        """End the process, unless the run ends in time or, after a single signal, the main thread has raised."""
+        """Wait for the run to end or, after a single signal, for the main thread to raise; else end the process."""
         deadline = time.monotonic() + (_SECOND_SIGNAL_GRACE if twice else _FIRST_SIGNAL_GRACE)
         while (remaining := deadline - time.monotonic()) > 0:
             if self._read(remaining):

@@ -1,4 +1,4 @@
-"""The loaders of one stage, prepared for this rank, and how much of each is read."""
+"""StageData: the loaders of one stage, prepared for this rank, with their limits and lengths."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from drivetrain._engine.stage_loaders import (
     DataArguments,
     DataSplit,
     evaluation_sources,
+    expected_length,
     find_loaders,
     is_combined,
     limit_of,
     loader_method,
     several_loaders,
-    shorter,
     training_source,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
@@ -40,7 +40,7 @@ class StageData:
     Args:
         trainer: the `Fit`, whose limits apply.
         stage: "fit", "validate", "test" or "predict"; or "train" for fit without its validation.
-        module: provides loaders if none were passed.
+        module: the module of the run, which may provide loaders.
         given: the loaders or the data module that were passed.
         data_split: how the data is split over ranks.
         control: exchanges lengths between ranks whose loaders differ.
@@ -68,13 +68,13 @@ class StageData:
         self.loaders: tuple[Any, ...] = ()
         """The training loader(s) as the user passed them."""
         self.train_limit: int | None = None
-        """Micro-batches after which a training epoch is cut off; None if it ends with its data."""
+        """The limit of micro-batches of a training epoch; None if the epoch ends with its data."""
         self.train_length: int | None = None
         """Expected micro-batches of a training epoch, the same on every rank; None if unknown."""
         self.train_certain = True
         """Whether ``train_length`` is exact, rather than a loader's estimate."""
         self.batch_size: int | None = None
-        """Samples of one rank's training micro-batch; None if the loader has no ``batch_size``."""
+        """The number of samples in one rank's training micro-batch; None if the loader has no ``batch_size``."""
         self.evaluated: tuple[Any, ...] = ()
         """The evaluation loaders, as a flat sequence."""
         self.given_to_evaluate: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class StageData:
             raise ConfigurationError(
                 "fit was given no training loader.",
                 "there is nothing to train on.",
-                "pass it to fit, as Fit().fit(module, loader), in a DataModule, or as module.train_dataloader().",
+                "pass one, Fit().fit(module, loader), or provide one by a DataModule or by module.train_dataloader().",
             )
         self.loaders = (loaders,)
         self.batch_size = getattr(loaders, "batch_size", None)
@@ -136,11 +136,12 @@ class StageData:
         if trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
         length = self.train.length
-        if not self.train.shards_known:  # each rank knows only its own length; the longest ends the epoch
+        if not self.train.shards_known:
+            # Each rank knows only the length of its own loader, and the longest loader ends the epoch.
             lengths = self._control.gather_objects(length)
             length = None if None in lengths else max(lengths)
         self.train_limit = limit = limit_of(setting, length, name)
-        self.train_length = shorter(limit, length)
+        self.train_length = expected_length(limit, length)
         is_exact = self.train.shards_known and self.train.length_is_exact
         self.train_certain = is_exact or (limit is not None and limit == self.train_length)
 
@@ -151,21 +152,21 @@ class StageData:
             if within_fit:
                 if self._control.rank == 0 and trainer.limit_val_batches != 0:
                     logger.warning(
-                        "%s has a validation_step, and fit was given no validation loader: nothing is validated while "
-                        "it trains. Pass val_dataloaders, unless you call validate separately.",
+                        "%s has a validation_step, and fit was given no validation loader: fit does not validate. Pass "
+                        "val_dataloaders, unless you call validate separately.",
                         type(module).__name__,
                     )
                 return
             raise ConfigurationError(
                 f"{stage} was given no loader.",
-                "there is nothing to run on.",
+                "there is no data to run on.",
                 f"pass dataloaders= to {stage}, a DataModule, or write {loader_method(stage)} in the module.",
             )
         step = f"{HOOK_STAGE_NAMES[stage]}_step"
         if stage != "predict" and not is_overridden(step, module, TrainModule):
             raise ConfigurationError(
                 f"{type(module).__name__} has no {step}.",
-                f"{stage} runs it on every batch.",
+                f"{stage} runs {step} on every batch.",
                 f"write def {step}(self, batch, batch_idx).",
             )
         name = "limit_val_batches" if stage == "validate" else f"limit_{stage}_batches"
@@ -174,7 +175,7 @@ class StageData:
             return
         if within_fit and trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
-            if not is_combined(self.loaders[0]):  # one copy of the training loader per validation loader
+            if not is_combined(self.loaders[0]):  # the training loader takes the place of each validation loader
                 several = is_combined(loaders)
                 loaders = [self.loaders[0]] * len(several_loaders(loaders)) if several else self.loaders[0]
         self.given_to_evaluate[stage] = loaders
@@ -184,5 +185,6 @@ class StageData:
         )
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
         self.lengths[stage] = [
-            shorter(limit, source.length) for limit, source in zip(self.limits[stage], self.sources[stage], strict=True)
+            expected_length(limit, source.length)
+            for limit, source in zip(self.limits[stage], self.sources[stage], strict=True)
         ]

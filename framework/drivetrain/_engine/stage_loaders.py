@@ -16,14 +16,14 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
 _CHECKED_ENTRIES = 8
-"""The number of entries of a list to check for loaders; a list may hold many batches."""
+"""The number of entries of a list in which to look for loaders. A list may also be a long list of batches."""
 
-_KINDS = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
+_METHOD_PREFIXES = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
 @dataclass(frozen=True, slots=True)
 class DataArguments:
-    """The data that was passed to `Fit.fit` or another entry point."""
+    """The data arguments of a call of `Fit.fit` or another entry point."""
 
     train: Any = None
     evaluate: Any = None
@@ -51,13 +51,13 @@ class DataSplit:
 
 def loader_method(kind: str) -> str:
     """Return the name of the method that provides the loader(s) for ``kind``."""
-    return f"{_KINDS[kind]}_dataloader"
+    return f"{_METHOD_PREFIXES[kind]}_dataloader"
 
 
 def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
     """Return the loader(s) for ``kind`` ("train", "validate", "test", "predict"), or None if there are none.
 
-    Loaders that were passed take precedence over the data module's, and those over the module's.
+    Loaders that were passed take precedence over the loaders of the data module, and these over the module's.
 
     Raises:
         ConfigurationError: loaders and a data module were both passed.
@@ -66,8 +66,8 @@ def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: T
     if given is not None and datamodule is not None:
         raise ConfigurationError(
             f"Both {kind} loaders and a datamodule were given.",
-            "one of them would be ignored.",
-            "pass the loaders, or datamodule=.",
+            "the loaders or the datamodule would be ignored.",
+            "pass either the loaders or datamodule=.",
         )
     if given is not None:
         return given
@@ -79,10 +79,10 @@ def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: T
 
 
 def training_source(loaders: Any, data_split: DataSplit, sequential: bool) -> BatchSource:
-    """Prepare the training loader; several loaders are combined, and the longest ends the epoch."""
+    """Prepare the training loader. Several loaders are combined into one, and the longest ends the epoch."""
     if _is_several(loaders):
         loaders = CombinedLoader(loaders, mode="max_size_cycle")
-    return _prepared("training loader", loaders, data_split, training=True, predicting=sequential)
+    return _prepare("training loader", loaders, data_split, training=True, predicting=sequential)
 
 
 def evaluation_sources(stage: str, loaders: Any, data_split: DataSplit, sequential: bool = False) -> list[BatchSource]:
@@ -90,7 +90,7 @@ def evaluation_sources(stage: str, loaders: Any, data_split: DataSplit, sequenti
     several, sources = several_loaders(loaders), []
     for index, loader in enumerate(several):
         name = f"{HOOK_STAGE_NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
-        sources.append(_prepared(name, loader, data_split, training=False, predicting=sequential or stage == "predict"))
+        sources.append(_prepare(name, loader, data_split, training=False, predicting=sequential or stage == "predict"))
     return sources
 
 
@@ -104,12 +104,12 @@ def several_loaders(loaders: Any) -> list[Any]:
 
 
 def is_combined(loaders: Any) -> bool:
-    """Return whether training combines several loaders."""
+    """Return whether ``loaders`` are several loaders, which training combines."""
     return isinstance(loaders, CombinedLoader) or _is_several(loaders)
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
-    """Convert a limit to a number of micro-batches; None stands for all that a loader yields.
+    """Convert a limit to a number of micro-batches; None means no limit.
 
     Raises:
         ConfigurationError: the limit is a fraction of an unknown length, or rounds down to 0.
@@ -130,18 +130,18 @@ def limit_of(setting: int | float | None, length: int | None, name: str) -> int 
     if limit == 0:
         raise ConfigurationError(
             f"{name}={setting} of {length} micro-batches rounds down to 0.",
-            "it would train or measure nothing.",
-            f"raise it to at least {1 / length:.3g}, or use 0 to leave the loader out.",
+            "nothing would be trained or measured.",
+            f"raise {name} to at least {1 / length:.3g}, or use 0 to leave the loader out.",
         )
     return limit
 
 
-def shorter(limit: int | None, length: int | None) -> int | None:
+def expected_length(limit: int | None, length: int | None) -> int | None:
     """Return the number of micro-batches to expect; None if neither is known."""
     return limit if length is None else length if limit is None else min(limit, length)
 
 
-def _prepared(name: str, loader: Any, data_split: DataSplit, *, training: bool, predicting: bool) -> BatchSource:
+def _prepare(name: str, loader: Any, data_split: DataSplit, *, training: bool, predicting: bool) -> BatchSource:
     try:
         return prepare_loader(
             loader,
@@ -157,7 +157,7 @@ def _prepared(name: str, loader: Any, data_split: DataSplit, *, training: bool, 
 
 
 def _is_several(loaders: Any) -> bool:
-    """Return whether this is a collection of loaders, as opposed to one loader that is a list of batches."""
+    """Return whether ``loaders`` is a collection of loaders. A list may also be one loader, a list of batches."""
     if isinstance(loaders, Mapping):
         return True
     if not isinstance(loaders, list | tuple):

@@ -31,13 +31,14 @@ class Topology:
     """This process's place among the processes of a run.
 
     Attributes:
-        placement: its rank and world size; if ``missing``, those that the first process of this node will have.
-        store: connects the processes; None before they are started, for a single-process strategy, and in a process
-            group that the user has initialised.
+        placement: the rank and the world size of this process. If ``missing``, the rank and the world size that the
+            first process of this node will have.
+        store: connects the processes; None before the processes are started, for a single-process strategy, and in a
+            process group that the user has initialised.
         world: the processes that the framework has started; None if it has started none.
         missing: whether the processes of this node have yet to be started.
-        address: the first node's address, if processes are started on several nodes.
-        port: the port of the store there; 0 lets the system choose.
+        address: the address of the first node, if processes are started on several nodes.
+        port: the port of the store on the first node; 0 lets the system choose a port.
     """
 
     placement: Placement
@@ -55,12 +56,12 @@ def find_topology(environment: Environment, devices: Devices, num_nodes: int, st
         environment: describes what started the processes.
         devices: the devices that the run requests on this node.
         num_nodes: the number of nodes.
-        strategy: the run's strategy; None if it is not known yet. With a single-process strategy, each process does
-            its own run.
+        strategy: the run's strategy; None if it is not known yet. With a single-process strategy, each process
+            executes a separate run.
 
     Raises:
-        ConfigurationError: the number of processes differs from the requested one; or the port of the store is taken,
-            or belongs to another job.
+        ConfigurationError: the number of processes differs from the requested number, or the port of the store is in
+            use, possibly by another job.
         DistributedError: no process hosts the store.
     """
     requested = len(devices.indices) * num_nodes
@@ -93,16 +94,16 @@ def resolve_environment(setting: str | Environment) -> Environment:
 
 
 def is_standalone(environment: Environment) -> bool:
-    """Whether nothing (no cluster, launcher or process group) has made this process a rank of a run."""
+    """Whether this process is no rank of a run yet: no cluster, launcher or process group has made it one."""
     in_group = dist.is_available() and dist.is_initialized()
     return not (environment.started_us or in_group or current_world() is not None)
 
 
 def first_rank_topology(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
-    """Return rank 0's place in a run whose launcher starts all processes elsewhere, on ``devices`` of each node.
+    """Return rank 0's place in a run whose launcher starts all processes elsewhere, one for each device of each node.
 
     Raises:
-        ConfigurationError: the strategy is for a single process, and there would be several.
+        ConfigurationError: the strategy supports only a single process, and several are requested.
     """
     local_world_size = len(devices.indices)
     _is_single_process(strategy, local_world_size * num_nodes)
@@ -115,11 +116,11 @@ def first_rank_topology(devices: Devices, num_nodes: int, strategy: Strategy | N
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
     """Return this process's expected placement before a run begins, for scripts that read the rank early.
 
-    Processes that were started to run the caller's script again have the rank that they were started for. Conflicting
-    settings are not refused here, but when the run begins.
+    A process that was started to run the caller's script again has the rank that it was started for. Conflicting
+    settings raise an error when the run begins, not in this function.
     """
     if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
-        return Placement()  # each process of the script does its own run
+        return Placement()  # each process of the script executes a separate run
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return Placement(rank, world_size, rank, world_size)
@@ -131,7 +132,7 @@ def _is_single_process(strategy: Strategy | None, requested: int) -> bool:
     """Whether the run's strategy is for a single process.
 
     Raises:
-        ConfigurationError: it is, and several devices are requested.
+        ConfigurationError: the strategy is for a single process, and several devices are requested.
     """
     single = strategy is not None and strategy.single_process
     if strategy is not None and single and requested > 1:
@@ -185,13 +186,13 @@ def _open_store(environment: Environment, placement: Placement) -> Store:
     if not _is_reachable(store):  # its host has ended, and another store may listen on the port now
         _connect.cache_clear()
         store = _connect(address, port, placement, environment.job, environment.agent_store)
-    # A store that outlives the processes still holds the keys from before a restart.
+    # A store that outlives the processes still contains the keys from before a restart, so each restart has a prefix.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 
 
 @lru_cache(maxsize=8)
 def _connect(address: str, port: int, placement: Placement, name: str | None, agent_hosts: bool) -> TCPStore:
-    # Cached for the life of the process: rank 0 cannot host a second store on the port, nor can a rank join it twice.
+    # The store is cached until the process ends: rank 0 cannot host a second one on the port, and no rank joins twice.
     ranks = (placement.rank, placement.local_rank, placement.node_rank)
     job = Job.of_this_process(name or ("none" if agent_hosts else None), ranks)
     if placement.rank == 0 and not agent_hosts:
@@ -217,7 +218,7 @@ def _is_reachable(store: Store) -> bool:
 
 
 def check_control_plane(strategy: Strategy, placement: Placement) -> None:
-    """Check that a strategy's control plane connects the run's ranks: without it each would train on its own.
+    """Check that a strategy's control plane connects the ranks. Unconnected ranks would train separately.
 
     Args:
         strategy: the strategy, after its `setup_environment`.
@@ -247,13 +248,13 @@ def check_control_plane(strategy: Strategy, placement: Placement) -> None:
 
 
 def check_distinct_devices(strategy: Strategy) -> None:
-    """Check that no two ranks use one GPU; NCCL's own error in the first collective names no ranks. Collective.
+    """Check that no two ranks use one GPU. NCCL's error in the first collective does not name the ranks. Collective.
 
     Args:
         strategy: the strategy, after its `setup_environment`.
 
     Raises:
-        ConfigurationError: on every rank; names the ranks that share a GPU.
+        ConfigurationError: ranks share a GPU. Every rank raises the error, which names these ranks.
     """
     if strategy.device.type == "cuda" and strategy.world_size > 1:
         refuse_shared_devices(strategy.control.gather_objects(_identity(strategy.device)))
@@ -265,7 +266,7 @@ def _identity(device: torch.device) -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if not identity:
         return f"{device} of {visible} on {socket.gethostname()}"
-    return f"{identity} {visible}" if "MIG" in visible else identity  # slices of one GPU are several devices
+    return f"{identity} {visible}" if "MIG" in visible else identity  # each MIG slice of a GPU is a device
 
 
 def refuse_shared_devices(devices: Sequence[str]) -> None:
@@ -275,7 +276,7 @@ def refuse_shared_devices(devices: Sequence[str]) -> None:
         devices: the unique name of each rank's device.
 
     Raises:
-        ConfigurationError: names the ranks.
+        ConfigurationError: ranks share a device. The error names the ranks.
     """
     for identity in dict.fromkeys(devices):
         ranks = [rank for rank, device in enumerate(devices) if device == identity]
@@ -289,15 +290,15 @@ def refuse_shared_devices(devices: Sequence[str]) -> None:
 
 
 def check_module_setup(strategy: Strategy, module: Module, run_step: object) -> None:
-    """Check the result of a strategy's `setup_module`. Mistakes in it would show up as wrong values or names later.
+    """Check the result of a strategy's `setup_module`. Mistakes would otherwise cause wrong values or names later.
 
     Args:
         strategy: the strategy, after its `setup_module`.
         module: the run's module.
-        run_step: what `setup_module` returned.
+        run_step: the return value of `setup_module`.
 
     Raises:
-        ConfigurationError: names what is missing.
+        ConfigurationError: ``strategy.module`` is not the module, or ``run_step`` is not a function.
     """
     name = type(strategy).__name__
     if strategy.module is not module:

@@ -1,4 +1,4 @@
-"""Builds the training loop. Each feature selects its code path here, before the first step."""
+"""Builds the training loop from the settings, so that steps do not check which features are enabled."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def build_training(
 
     Args:
         parts: the parts of the run.
-        runner: calls a step of the module; what `Strategy.setup_module` returned.
+        runner: calls a step of the module. `Strategy.setup_module` returned this function.
         move: moves a batch to the device; None if batches stay where they are.
-        settle: called after the hooks that begin an epoch.
-        save: writes the checkpoint from which a run that ends early is resumed. Collective.
+        settle: called after the hooks at the beginning of an epoch.
+        save: writes a checkpoint to resume from if the run ends early. Collective.
         after_first_batch: called once on rank 0, after the first micro-batch.
     """
     core, data, stopping = parts.core, parts.data, parts.stopping
@@ -136,7 +136,7 @@ def build_training_pass(
 
 
 def build_stopping(core: RunCore, data: RunData) -> Stopping:
-    """Build what may end training early, and the snapshot that lets it end within a window."""
+    """Build the request that ends training early, and the snapshot with which a run can end within a window."""
     trainer = core.trainer
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
@@ -154,25 +154,25 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
 
 
 def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
-    """Return the optimizer steps of the whole run, from its limits and the data's length; infinite without a bound."""
+    """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
     length = data.train_length if data.first_length is None else data.first_length
-    return _steps_of(trainer, callbacks, length)
+    return _count_steps(trainer, callbacks, length)
 
 
 def estimated_before_data(core: RunCore, data: RunData) -> int | float:
-    """Return `estimated_steps` in ``setup``. Collective.
+    """Return `estimated_steps` for a call in ``setup``, when no loaders exist yet. Collective.
 
-    Builds the training loader, which the run then uses.
+    This function builds the training loader, which the run then uses.
     """
     strategy, given = core.strategy, data.given
     data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
     data_split = DataSplit(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
     loaded = StageData(core.trainer, "train", core.module, data.given, data_split, strategy.control)
     loaded.close()
-    return _steps_of(core.trainer, core.callbacks, loaded.train_length)
+    return _count_steps(core.trainer, core.callbacks, loaded.train_length)
 
 
-def _steps_of(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
+def _count_steps(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
     schedule = next((callback for callback in callbacks if callback.window_of(0) is not None), None)
@@ -194,8 +194,8 @@ class _LossScaleWarning:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were repeatedly not finite, however "
-                "small the scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
+                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite even with a small "
+                "scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
                 "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
                 round(math.log2(scale)),
             )
@@ -205,7 +205,7 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
     """Return a runner that enters the precision's forward context; ``runner`` itself if there is no context."""
     if not precision.has_forward_context:
         return runner
-    # One context object for all steps: building it costs more than entering it.
+    # All steps share one context object, because building it costs more than entering it.
     context = precision.forward_context()
 
     def run(step: Callable[..., Any], *args: Any) -> Any:
@@ -254,7 +254,7 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     if strategy.precision.scales_loss:
         raise ConfigurationError(
             f"precision={strategy.precision.name!r} with {type(optimization.optimizers[0]).__name__}.",
-            "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
+            "the optimizer evaluates the loss several times a step, and each evaluation may overflow by itself.",
             "use precision='bf16-mixed' or '32-true'.",
         )
     from drivetrain._loops.closure_step import ClosureStep  # only closure optimizers need it
@@ -271,8 +271,8 @@ def _check_manual(core: RunCore) -> None:
         if value != neutral and not (name == "gradient_clip_val" and value == 0):
             raise ConfigurationError(
                 f"{name}={value} with manual optimization.",
-                "training_step runs backward and steps the optimizers itself.",
-                f"drop {name}; step after several batches, or call self.clip_gradients, in training_step.",
+                "training_step itself runs backward, clips gradients and steps the optimizers.",
+                f"leave out {name}; in training_step, step after several batches, or call self.clip_gradients.",
             )
 
 
@@ -297,9 +297,9 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
 
 
 def _unscales_first(core: RunCore) -> bool:
-    """Return whether scaled gradients are unscaled in a separate pass, rather than by clipping.
+    """Return whether gradients with a loss scale are unscaled in a separate pass, rather than while they are clipped.
 
-    That is the case if nothing clips them, or if a hook reads them before they are clipped.
+    A separate pass is needed if gradients are not clipped, or if a hook reads gradients before they are clipped.
     """
     trainer, module, strategy = core.trainer, core.module, core.strategy
     read_by_hooks = bool(core.hooks.on_before_optimizer_step) or is_overridden(
@@ -317,7 +317,7 @@ class _EndOfData:
         self.reached = False
 
     def follow(self, batches: Batches) -> Batches:
-        """Yield ``batches``, and record their end."""
+        """Yield ``batches``, and record when they end."""
         yield from batches
         self.reached = True
 
@@ -325,7 +325,7 @@ class _EndOfData:
 def _micro_batches(
     core: RunCore, data: RunData, move: BatchMover | None, count: BatchCount, end: _EndOfData
 ) -> Callable[[int, int], Iterator[MicroBatch]]:
-    """Return the function ``micro_batches(epoch, first)`` that iterates over an epoch."""
+    """Return the function ``begin(epoch, first)``, which iterates over an epoch from micro-batch ``first``."""
     strategy, trainer, module, train_limit = core.strategy, core.trainer, core.module, data.loaded.train_limit
     source = core.profiling.source(data.train)
     weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
@@ -339,13 +339,13 @@ def _micro_batches(
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
         limit, size = train_limit, trainer.accumulate_grad_batches
         origin = data.cursor.origin(epoch)
-        # An epoch that was begun with another world size has no limit: it ends with its data.
+        # An epoch that began with another world size has no limit, and ends with its data.
         remaining = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
-        # With overfit_batches every epoch has the order of the first one.
+        # With overfit_batches, every epoch has the sample order of the first one.
         order = 0 if trainer.overfit_batches else epoch
         batches = source.epoch(order, first, origin)
         end.reached = False
-        if source.stateful:  # at its end it may restart, and its own position would then be wrong in a checkpoint
+        if source.stateful:  # the source may restart at its end, and its state is then wrong for a checkpoint
             batches = end.follow(batches)
         if not origin.samples:
             batches = count.follow(batches, first)
@@ -357,7 +357,7 @@ def _micro_batches(
         shards = None if exchanged or weigh is not None else source.shards(order, first, origin)
         fresh_memory = source.fresh_memory
         if not fresh_memory and shards is None and (size > 1 or (exchanged and not source.stateful)):
-            # A window is read before it is trained on, and the loader may overwrite batches meanwhile.
+            # All batches of a window are read before the first is trained on, and the loader may overwrite them.
             batches = ((copy_batch(batch), shard) for batch, shard in batches)
             fresh_memory = True
         if remaining is not None:

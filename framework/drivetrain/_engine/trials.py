@@ -1,4 +1,4 @@
-"""Trials: run a few steps on copies of the caller's objects before a call begins, and restore all state."""
+"""Trials: run a few steps on copies of the caller's objects before a run begins, and restore all state."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def run_before_launch_hooks(
 
 
 class EngineTrials:
-    """Runs trials for finders; implements `drivetrain.run_context.Trials`.
+    """Runs trials for finders such as `LearningRateFinder`. The class implements `drivetrain.run_context.Trials`.
 
-    A trial runs copies of the `Fit`, the module and the data module in the existing processes, or in processes started
-    for it, so that the failure of a rank ends the other ranks as in any run. Data sets are not copied.
+    A trial runs copies of the `Fit`, the module and the data module. It runs in the existing processes, or in processes
+    that are started for it. If a rank fails, the other ranks end as in any run. Data sets are not copied.
 
     Args:
         trainer: the `Fit`, whose settings apply.
@@ -97,7 +97,7 @@ class EngineTrials:
                 raise
             fits = False
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if cuda or not fits:  # frames of a failure, and reference cycles, hold memory that the next trial needs
+        if cuda or not fits:  # tracebacks and reference cycles hold memory that the next trial needs
             gc.collect()
         if cuda:
             torch.cuda.empty_cache()
@@ -114,11 +114,11 @@ class EngineTrials:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restore afterwards what the copies share with the user's objects: generators and the state of loaders."""
+        """Restore, after the block, the generators and loader state that copies share with the user's objects."""
         trainer = self._trainer
         sources = (self._given.train, self._given.evaluate, self.datamodule)
         shared = [source for source in sources if source is not None]
-        # A device's generators are created at its first use, which may be in the trial.
+        # The generators of a device are created at the first use of the device, which may be in the trial.
         cuda = torch.cuda.is_initialized() or resolve_devices(trainer.accelerator, trainer.devices).type == "cuda"  # type: ignore[no-untyped-call]
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
         with process, preserved_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
@@ -129,7 +129,7 @@ def copied(module: TrainModule) -> TrainModule:
     """Return a deep copy of a module.
 
     Raises:
-        ConfigurationError: something in it cannot be copied.
+        ConfigurationError: an attribute or a layer cannot be copied.
     """
     try:
         return copy.deepcopy(module)
@@ -137,12 +137,12 @@ def copied(module: TrainModule) -> TrainModule:
         raise ConfigurationError(
             f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}.",
             "a trial trains a copy, so that the module itself does not change.",
-            "build in setup or configure_model what cannot be copied (locks, files, tensors of a graph).",
+            "build objects that cannot be copied (locks, files, tensors of a graph) in setup or configure_model.",
         ) from error
 
 
 def _copied_data(datamodule: Any) -> Any:
-    """Return a shallow copy of a data module, with its own collections and the same data sets."""
+    """Return a shallow copy of a data module, with shallow copies of its collections and with the same data sets."""
     if datamodule is None:
         return None
     duplicate = copy.copy(datamodule)
@@ -161,11 +161,11 @@ def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: in
     trial.given_profiler = None
     trial.enable_checkpointing, trial.barebones, trial.fast_dev_run = False, True, False
     trial.log_every_n_steps = trial.num_sanity_val_steps = 0
-    # Each epoch has at least one step, so this many epochs suffice; configure_optimizers may read max_epochs.
+    # Each epoch has at least one step, so ``steps`` epochs suffice. configure_optimizers may read max_epochs.
     trial.max_epochs, trial.max_steps, trial.max_time = max(steps, trainer.max_epochs or 0), steps, None
     trial.min_epochs = trial.min_steps = None
     trial.reload_dataloaders_every_n_epochs = 0
-    if isinstance(trial.precision_setting, Precision):  # its loss scale changes
+    if isinstance(trial.precision_setting, Precision):  # the trial changes the loss scale
         trial.precision_setting = copy.deepcopy(trial.precision_setting)
     if stage == "fit":
         trial.limit_val_batches, trial.val_check_interval, trial.check_val_every_n_epoch = 0, None, 1
@@ -176,7 +176,7 @@ def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: in
 
 
 def _starts_processes(trainer: SessionContext) -> bool:
-    """Return whether this process may start others, so that it must not use the device before that."""
+    """Return whether this process may start other processes. It must not use the device before it starts them."""
     strategy = trainer.chosen_strategy
     if resolve_environment(trainer.environment).started_us or (strategy is not None and strategy.single_process):
         return False
@@ -188,9 +188,9 @@ def _refuse_iterators(loaders: Any) -> None:
     for part in _loader_parts(loaders):
         if hasattr(part, "__next__"):
             raise ConfigurationError(
-                f"A {type(part).__name__} was given as a loader, and a trial reads some batches before the run.",
-                "an iterator yields each batch once: the run would miss the batches of the trial.",
-                "give a loader that can be iterated repeatedly: an object whose __iter__ starts again.",
+                f"A {type(part).__name__} was given as a loader, and a trial reads batches before the run.",
+                "an iterator yields each batch once, so the run would miss the batches that the trial read.",
+                "pass a loader that can be iterated repeatedly: each call of its __iter__ must start again.",
             )
 
 
@@ -214,10 +214,10 @@ def _restored_states(shared: list[Any]) -> Iterator[None]:
 
 def _loader_parts(loaders: Any) -> list[Any]:
     """Return the loaders, one or several, with their data sets and samplers."""
-    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
-    several = several if isinstance(several, list | tuple) else [several]
+    values = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    loader_list = values if isinstance(values, list | tuple) else [values]
     names = ("dataset", "sampler", "batch_sampler")
-    parts = [part for loader in several for part in (loader, *(getattr(loader, name, None) for name in names))]
+    parts = [part for loader in loader_list for part in (loader, *(getattr(loader, name, None) for name in names))]
     return [part for part in parts if part is not None]
 
 

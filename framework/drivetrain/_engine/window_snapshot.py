@@ -1,4 +1,4 @@
-"""A snapshot of the state at the start of a window, which is saved if a run stops within the window."""
+"""WindowSnapshot: the state at the start of an accumulation window, saved if a run stops within the window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.data._rng_replay import RngReplay
 
 @dataclass(slots=True)
 class _Snapshot:
-    """The state at the start of a window, except buffers. ``draws`` and ``metrics`` return it when it is saved."""
+    """The state at the start of a window, except buffers. ``draws`` and ``metrics`` are called when it is saved."""
 
     batch_idx: int
     draws: Callable[[], dict[str, Any]]
@@ -32,8 +32,8 @@ class WindowSnapshot:
     """Copies the state that a window's micro-batches change before its optimizer step.
 
     Weights and optimizers change only in the step. Buffers, generators, logged values and the position in the data
-    change earlier, so they are copied once per window if windows have several micro-batches. That takes about 0.1 ms on
-    the host, one launch on the device, and as much memory as the buffers.
+    change earlier, so they are copied once per window if windows have several micro-batches. A copy takes about 0.1 ms
+    on the host, one kernel launch on the device, and as much memory as the buffers.
 
     Args:
         module: the user's module.
@@ -63,16 +63,16 @@ class WindowSnapshot:
         self._buffer_owners: list[tuple[str, dict[str, Tensor | None], str]] = []
         self._metric_objects: list[str] = []
         self._buffers: dict[str, Tensor] = {}
-        self._in_force = False
+        self._is_active = False
 
     def set_source(self, source: BatchSource) -> None:
-        """Use another source from the next epoch on. Call it between two epochs."""
+        """Use another source from the next epoch on. Call this method between two epochs."""
         self._source = source
 
     def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch; return whether windows need one, that is, have several micro-batches.
+        """Take the first snapshot of an epoch. If windows have one micro-batch, take none and return False.
 
-        Collects the module's buffers and metric objects again, since hooks at the start of an epoch may change them.
+        Buffers and metric objects are collected again, since hooks at the start of an epoch may change them.
         """
         self._snapshot = None
         if self._size() == 1:
@@ -112,7 +112,7 @@ class WindowSnapshot:
     @contextmanager
     @torch.no_grad()
     def keep_evaluation_changes(self) -> Iterator[None]:
-        """Add to the snapshot what an evaluation in the block changes in buffers: a resumed run does not repeat it."""
+        """Copy buffers that an evaluation in the block changes to the snapshot: a resumed run does not repeat it."""
         before = {key: buffer.detach().clone() for key, buffer in self._current_buffers().items()}
         yield
         for key, buffer in self._current_buffers().items():
@@ -120,25 +120,25 @@ class WindowSnapshot:
                 self._buffers[key] = buffer.detach().clone()
 
     def go_back(self) -> None:
-        """Reset the counters to the start of the window, and put the snapshot in force if it is of this window."""
+        """Reset the counters to the start of the window, and activate the snapshot if it is of this window."""
         self._progress.reset_to_window_start()
         # Between a window's step and the next snapshot, the snapshot is outdated.
-        self._in_force = self._snapshot is not None and self._snapshot.batch_idx == self._progress.batch_idx
+        self._is_active = self._snapshot is not None and self._snapshot.batch_idx == self._progress.batch_idx
 
     @property
-    def in_force(self) -> bool:
-        """Whether the run has gone back to the snapshot, which is then saved instead of the current state."""
-        return self._in_force
+    def is_active(self) -> bool:
+        """Whether `go_back` has activated the snapshot, so that it is saved instead of the current state."""
+        return self._is_active
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The snapshot's persistent buffers by name; empty while it is not in force."""
-        return self._buffers if self.in_force else {}
+        """The snapshot's persistent buffers by name; empty while the snapshot is not active."""
+        return self._buffers if self.is_active else {}
 
     @property
     def has_begun_the_epoch(self) -> bool:
-        """Whether the snapshot is in force and of the epoch's first window: the hooks that begin the epoch have run."""
-        return self.in_force and self._progress.batch_idx == 0
+        """Whether the active snapshot is of an epoch's first window, taken after the hooks of the epoch's start."""
+        return self.is_active and self._progress.batch_idx == 0
 
     def rank_state(self) -> dict[str, Any]:
         """Return this rank's own state for a checkpoint, without buffers."""

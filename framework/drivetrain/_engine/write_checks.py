@@ -17,12 +17,12 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _PROBE = ".drivetrain-probe"
-"""The name of an object that is written and removed to test a store; if it cannot be removed, only one remains."""
+"""The name of the object that is written to a store and removed to test the store. All tests use the same name."""
 
 FAILS_AT_FIRST_SAVE = "the run would train until its first save, and fail there."
-FAILS_AT_FIRST_ROW = "it would fail at its first row."
+FAILS_AT_FIRST_ROW = "the run would fail at the first row that it logs."
 
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store, which may be busy
+_PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store that may be busy
 
 
 def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
@@ -36,11 +36,11 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], lo
         loggers: the loggers, checked on rank 0.
 
     Raises:
-        ConfigurationError: on every rank if a check fails; names the folder, its owner, the system's error and the
-            ranks.
+        ConfigurationError: a check failed. Every rank raises the error, which names the folder, the callback or logger
+            that writes there, the system's error and the ranks.
     """
     control = strategy.control
-    # One check per node is enough, since its ranks see the same disks.
+    # One check per node is enough, because all ranks of a node see the same disks.
     problem = None
     if strategy.local_rank == 0:
         problem = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
@@ -49,8 +49,8 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], lo
         return
     problems = {rank: found for rank, found in enumerate(control.gather_objects(problem)) if found is not None}
     what, why, fix = next(iter(problems.values()))
-    where = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
-    raise ConfigurationError(f"{what}{where}.", why, fix)
+    ranks = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
+    raise ConfigurationError(f"{what}{ranks}.", why, fix)
 
 
 def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
@@ -70,7 +70,7 @@ def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Itera
 
 def write_problem(folder: str) -> str | None:
     """Return why a folder cannot be written to or created, or None if no problem was found."""
-    from drivetrain.checkpoint._format.storage import filesystem_of  # only runs that write anything
+    from drivetrain.checkpoint._format.storage import filesystem_of  # only runs that write files need it
 
     try:
         filesystem, path = filesystem_of(folder)
@@ -100,7 +100,7 @@ def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:
             make_folder(filesystem, root)
             filesystem.pipe_file(path, b"")
             break
-        except Exception as error:  # each store's library has its own errors
+        except Exception as error:  # the libraries of stores raise different errors
             if pause is None or isinstance(error, PermissionError | FileNotFoundError | NotImplementedError):
                 return f"{type(error).__name__}: {error}"
             time.sleep(pause)
@@ -110,7 +110,7 @@ def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:
         pass  # another node has removed it
     except Exception as error:
         logger.warning(
-            "%r lets objects be written and not removed (%s: %s): checkpoints that are no longer kept will stay there, "
+            "%r lets objects be written and not removed (%s: %s). Checkpoints that are no longer kept will stay there, "
             "and so will the empty object %r.",
             folder,
             type(error).__name__,

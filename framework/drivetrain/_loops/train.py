@@ -80,7 +80,7 @@ class Snapshot(Protocol):
         """Make checkpoints store the state of the last snapshot from now on."""
 
     @property
-    def in_force(self) -> bool:
+    def is_active(self) -> bool:
         """Whether checkpoints store the state of a snapshot."""
 
     @property
@@ -420,7 +420,7 @@ class TrainLoop:
 
     def _is_data_over(self) -> bool:
         progress, snapshot = self._progress, self._checkpointing.snapshot
-        went_back = snapshot is not None and snapshot.in_force
+        went_back = snapshot is not None and snapshot.is_active
         return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:

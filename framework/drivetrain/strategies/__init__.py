@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.strategy import StepRunner as StepRunner
     from drivetrain.strategies.strategy import Strategy as Strategy
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "Box": "drivetrain._distributed.shards",
     "ControlPlane": "drivetrain._distributed.control_plane",
     "DEFAULT_STEP_TIMEOUT": ".distributed",
@@ -102,4 +102,4 @@ __all__ = [
     "strategy_by_name",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_BY_NAME)

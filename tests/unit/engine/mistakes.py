@@ -337,7 +337,7 @@ MISTAKES = [
         "plain module",
         START,
         "a Linear",
-        "drives a drivetrain.TrainModule",
+        "calls the steps and the hooks of a drivetrain.TrainModule",
         "subclass TrainModule",
         lambda path: Run(fit(path), torch.nn.Linear(1, 1)),  # type: ignore[arg-type]
     ),

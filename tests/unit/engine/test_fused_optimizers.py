@@ -68,6 +68,6 @@ def test_a_process_logs_the_suggestion_once(
             fit(tmp_path).fit(Module(), data)
         fit(tmp_path, precision="bf16-mixed").fit(Module(), data)
     said = [record.getMessage() for record in caplog.records]
-    assert sum("AdamW(fused=True)" in line and "torch does not choose it by itself" in line for line in said) == 1
+    assert sum("AdamW(fused=True)" in line and "torch does not select it by default" in line for line in said) == 1
     told = [line.partition(":")[0] for line in said if line.startswith("Precision")]
     assert told == ["Precision 32-true", "Precision bf16-mixed"]
