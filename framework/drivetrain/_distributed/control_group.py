@@ -21,7 +21,7 @@ from drivetrain.errors import DistributedError
 
 _FIELD_BITS = 20  # the bits of one count in the counter of an agreement, enough for a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of the store
-_LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the others
+_LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the other ranks
 _PING = 30.0  # seconds of waiting between two checks that the absent ranks are alive
 _FAILURE_CHECK = 1.0  # seconds of waiting between two checks for reported failures
 

@@ -64,7 +64,7 @@ class ControlPlane(Protocol):
         """
 
     def clone(self) -> ControlPlane:
-        """Return a second control plane over the same ranks, for use by another thread. Both end together."""
+        """Return a second control plane over the same ranks, for another thread. It ends together with this one."""
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's value on every rank. `plain_values.encode` must accept the value.
@@ -215,9 +215,9 @@ def absent_error(
     """Return the error for ranks that did not arrive in time.
 
     Args:
-        what: which rank waited for which.
+        what: a sentence that names the rank that waited and the ranks that did not arrive.
         why: the likely reason.
-        fix: what to look for.
+        fix: what the user should look for.
         where: the result of `ControlPlane.collect_stacks`.
         records: the result of `ControlPlane.records`.
     """

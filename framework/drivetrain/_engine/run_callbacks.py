@@ -68,7 +68,7 @@ class RunCallbacks:
         """Set up the callbacks that ``setup`` hooks appended to ``trainer.callbacks``, and drop the removed ones.
 
         Args:
-            stage: the argument of their ``setup``.
+            stage: the stage, which is passed to ``setup``.
             after_collect: called before each round of ``setup``.
         """
         while appended := self._appended():
@@ -89,8 +89,8 @@ class RunCallbacks:
         if appended:
             raise ConfigurationError(
                 f"{type(appended[0]).__name__} was appended to trainer.callbacks after the set-up.",
-                "overridden hooks are looked up once, before training: its hooks would never be called.",
-                "append it in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
+                "overridden hooks are looked up once, before training, so the callback's hooks would never be called.",
+                "append the callback in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
             )
 
     def detach(self) -> None:

@@ -32,7 +32,7 @@ class EvaluationData:
     Attributes:
         sources: the source of the batches of each loader.
         limits: the maximal number of micro-batches of each loader; None for all.
-        move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are there already.
+        move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are already on the device.
     """
 
     sources: Sequence[BatchSource]

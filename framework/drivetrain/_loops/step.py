@@ -227,7 +227,7 @@ class AutomaticStep:
     # Closing and dropping windows, micro-batches without weight, and losses that are None or invalid
 
     def _close_trainables(self) -> None:
-        """Check that no parameter changed within the window, and let them change until the next window opens."""
+        """Check that no parameter changed within the window, and allow changes until the next window opens."""
         trainables = self._trainables
         if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
             trainables.raise_if_changed()
@@ -241,7 +241,7 @@ class AutomaticStep:
             zero_grad(optimizer)
 
     def _run_weightless(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
-        """Run a micro-batch of weight 0, with which this rank joins without data, or whose batch has no items."""
+        """Run a micro-batch of weight 0: either this rank has no data left and only joins, or the batch is empty."""
         sync = self.strategy.gradient_sync(micro_batch.closes)
         effects = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
         with sync, effects, self.strategy.without_gradient():
@@ -264,11 +264,12 @@ class AutomaticStep:
 
     def _warn_of_no_step(self, skipped: bool) -> None:
         if not skipped:
-            warnings.warn("A window made no step: its weights sum to zero. This is reported once.", stacklevel=3)
+            warnings.warn("A window made no step: its weights sum to zero. This warning is not repeated.", stacklevel=3)
         elif self.strategy.rank == 0:
             logger.warning(
                 "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
-                "micro-batches. Unless that is intended, end training_step with return loss. This is reported once.",
+                "micro-batches. Unless that is intended, end training_step with return loss. "
+                "This warning is not repeated.",
                 type(self.module).__name__,
             )
 
@@ -277,20 +278,20 @@ class AutomaticStep:
         if loss is None:
             raise ConfigurationError(
                 f"{name} returned None for batch {batch_idx} on rank {self.strategy.rank}.",
-                "the other ranks wait for this rank's gradients (under DeepSpeed, its engine does).",
-                "return a loss on every rank; give a batch that should not count the weight 0 (batch_weight).",
+                "the other ranks wait for this rank's gradients (under DeepSpeed, DeepSpeed's engine waits).",
+                "return a loss on every rank; to leave a batch out, give it the weight 0 (batch_weight).",
             )
         if isinstance(loss, Tensor) and loss.dim():
             raise ConfigurationError(
                 f"{name} returned a loss of shape {tuple(loss.shape)}.",
                 "backward starts from a scalar.",
-                "return its mean().",
+                "return loss.mean().",
             )
         if isinstance(loss, Tensor):
             raise ConfigurationError(
                 f"{name} returned a loss that requires no gradient.",
-                "it is detached from every trainable parameter.",
-                "compute it from the module's output, without .detach(), .item() or torch.no_grad(); "
+                "the loss is detached from every trainable parameter.",
+                "compute the loss from the module's output, without .detach(), .item() or torch.no_grad(); "
                 "and check whether all parameters are frozen.",
             )
         raise ConfigurationError(

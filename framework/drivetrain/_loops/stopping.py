@@ -10,10 +10,10 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.progress import Progress
 
 AGREE_EVERY = 16
-"""The maximal number of points from one poll of the store to the next."""
+"""The maximal number of points (ends of windows or of micro-batches) between two polls of the store."""
 
 _POLL_INTERVAL = 0.5
-"""The desired seconds from one poll to the next. A preempted process may have less than 30 s left."""
+"""The desired seconds between two polls. A preempted process may have less than 30 s left."""
 
 _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
@@ -93,7 +93,7 @@ class StepAgreement:
 
 
 class StopRequest:
-    """Collects requests to end the run, from any rank; all ranks then end it after the same window.
+    """Collects the requests of all ranks to end the run, and lets all ranks end the run after the same window.
 
     There are two kinds of requests. A *stop* ends the run in the ordinary way after a window, but not before
     ``min_steps`` and ``min_epochs``. *Leaving*, on a preemption signal, saves the run and exits. No minimum defers

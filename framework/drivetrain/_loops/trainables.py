@@ -30,7 +30,10 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _CHANGE_TIMEOUT = timedelta(seconds=30)
-"""Limit for the agreement on a change. A rank that sees no change does not join it; an error then names that rank."""
+"""The time limit for the ranks' agreement on a change.
+
+A rank that sees no change does not join the agreement. When the limit is reached, an error names that rank.
+"""
 
 _SCHEDULERS_WITH_FIXED_GROUPS = (
     lr_scheduler.LambdaLR,
@@ -125,7 +128,7 @@ class Trainables:
     # Checks
 
     def settle(self) -> None:
-        """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if there are any.
+        """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if something changed.
 
         Raises:
             DistributedError: the changes differ between ranks. The error names them.
@@ -186,7 +189,7 @@ class Trainables:
         if names and optimizers and self._strategy.rank == 0:
             logger.warning(
                 "%d trainable parameter(s) are in no optimizer: %s. They get gradients that are never used: add them "
-                "to an optimizer (optimizer.add_param_group), or freeze them. This is reported once.",
+                "to an optimizer (optimizer.add_param_group), or freeze them. This warning is not repeated.",
                 len(names),
                 listed(names),
             )
@@ -194,7 +197,7 @@ class Trainables:
     # Frozen parameters
 
     def accept_strategy_changes(self, before: Mapping[str, tuple[torch.nn.Parameter, bool]]) -> None:
-        """Accept what the strategy changed in ``setup_optimizers``; what it froze there counts as trainable.
+        """Record what the strategy changed in ``setup_optimizers``. Parameters that it froze count as trainable.
 
         Args:
             before: the result of `current_state` just before ``setup_optimizers``.
@@ -238,7 +241,7 @@ class Trainables:
             )
 
     def set_resuming(self, value: bool) -> None:
-        """Set while start hooks of a resumed run are called: the groups that they add were restored already."""
+        """Set whether the start hooks of a resumed run are being called. Groups that they add were already restored."""
         self._resuming = value
 
     # Notifications of new layers and groups
@@ -270,7 +273,7 @@ class Trainables:
                     "add_param_group within training_step or an open accumulation window.",
                     f"{type(strategy).__name__} exchanges gradients of the parameters that were trainable when the "
                     "window opened.",
-                    "add it between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
+                    "add the group between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
             strategy.adding_group(optimizer)
             self._check_schedulers(optimizer)
@@ -302,9 +305,11 @@ class Trainables:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
-                        "it holds a value for each group that existed when it was built: torch fails at its next step.",
-                        "give the optimizer the group from the start, since frozen parameters are not updated; or use "
-                        "a scheduler that works on the groups' current rates: StepLR, ExponentialLR, LinearLR.",
+                        "the scheduler holds one value for each group that existed when it was built, so its next step "
+                        "would fail.",
+                        "give the optimizer the group from the start, with frozen parameters, which are not updated; "
+                        "or use a scheduler that works on the groups' current learning rates, such as StepLR, "
+                        "ExponentialLR or LinearLR.",
                     )
 
     # The recorded state
