@@ -24,7 +24,7 @@ REPLACEMENTS: dict[str, str] = {
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node", "world_size"), _DEVICES),
     **dict.fromkeys(("device", "gpu", "cuda", "no_cuda", "use_cpu"), "use accelerator='gpu' or 'cpu', and devices="),
     **dict.fromkeys(
-        ("tpu_cores", "ipus", "auto_select_gpus"), "use accelerator= and devices=; there are CPUs and GPUs"
+        ("tpu_cores", "ipus", "auto_select_gpus"), "use accelerator= and devices=; only CPUs and GPUs are supported"
     ),
     **dict.fromkeys(("nodes", "nnodes"), "use num_nodes="),
     **dict.fromkeys(
@@ -82,8 +82,8 @@ REPLACEMENTS: dict[str, str] = {
     **dict.fromkeys(("loggers", "report_to"), "use logger=, with one logger or a list"),
     "callback": "use callbacks=, with one callback or a list",
     **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "use seed="),
-    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to keep them from loggers",
-    "model_registry": "copy what trainer.checkpoint_callback.best_model_path names, after fit",
+    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to keep hyper-parameters from loggers",
+    "model_registry": "after fit, copy the checkpoint at trainer.checkpoint_callback.best_model_path",
     "multiple_trainloader_mode": "pass fit a CombinedLoader(loaders, mode)",
     "track_grad_norm": "read trainer.gradient_norm in on_train_batch_end, and log it",
     "auto_lr_find": "call drivetrain.tuner.Tuner(fit).lr_find(...), or pass LearningRateFinder()",

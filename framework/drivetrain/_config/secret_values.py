@@ -115,7 +115,7 @@ class SecretFilter:
             self._reported.update(new)
             logger.warning(
                 "Left out of checkpoints, loggers and run.json, because their names mark them as secrets: %s. The "
-                "module's hparams still have them; load_from_checkpoint takes them as arguments.",
+                "module's hparams still contain them. Pass them to load_from_checkpoint as arguments.",
                 listed(new),
             )
 

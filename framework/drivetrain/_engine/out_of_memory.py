@@ -150,7 +150,7 @@ def _size(nbytes: int) -> str:
 def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
     """Return the settings to change, the most effective first.
 
-    If parameters, gradients and optimizer state take more than half of the memory, settings that reduce them come first.
+    Settings that reduce parameters, gradients and optimizer state come first if these take more than half of the memory.
     """
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = run.strategy

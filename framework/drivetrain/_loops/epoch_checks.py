@@ -62,8 +62,8 @@ class EpochChecks:
             self._warned_of_steps = True
             logger.warning(
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
-                "manual optimization the engine does not step optimizers, so nothing was trained. This is reported "
-                "once.",
+                "manual optimization the engine does not step optimizers, so nothing was trained. This warning is not "
+                "repeated.",
                 self._module,
                 epoch,
             )
@@ -84,7 +84,7 @@ class EpochChecks:
                 logger.warning(
                     "In epoch %d %s was %s after the first micro-batch, and %s after the last: the module no longer "
                     "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
-                    "stop at the first such value. This is reported once.",
+                    "stop at the first such value. This warning is not repeated.",
                     epoch,
                     name,
                     float(first[name]),

@@ -21,7 +21,7 @@ class EarlyExit:
     """Lets all ranks exit a validation early, and restores buffers and metric objects after an early exit.
 
     If hooks have replaced the weights for the validation, for example by averages, the validation runs to its end.
-    There the hooks put back the trained weights, which have to be saved.
+    At the end, the hooks put back the trained weights, which have to be saved.
 
     Args:
         stop: the requests to end the run.
@@ -73,9 +73,9 @@ class EarlyExit:
         return not self._must_finish
 
     def has_exited(self, alike: bool) -> bool:
-        """Return whether the ranks exit, after a loader's last micro-batch or the one at which they stopped.
+        """Return whether the ranks exit. Called after a loader's last micro-batch, or after the one where they stopped.
 
-        The call is collective if forwards are not: a rank that has finished its loader then waits for the others.
+        The call is collective if forwards are not: a rank that has finished its loader then waits for the other ranks.
 
         Args:
             alike: whether all ranks have the same number of micro-batches.
@@ -129,7 +129,7 @@ class EarlyExit:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is plain and strided, so that its memory can be summed. Others are not compared."""
+    """Return whether the tensor is plain and strided, so that its memory can be summed. No others are compared."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 

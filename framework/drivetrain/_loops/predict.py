@@ -67,7 +67,7 @@ class PredictLoop:
         self._arguments = StepArguments(module.predict_step, several)
 
     def run(self) -> list[Any] | None:
-        """Predict; return the outputs of all micro-batches in data set order, on every rank.
+        """Run prediction; return the outputs of all micro-batches in data set order, on every rank.
 
         Returns:
             A list of outputs, or with several loaders one such list per loader; None if outputs are not kept.
@@ -97,7 +97,7 @@ class PredictLoop:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
-        """Predict one loader; return ``(start, batch_idx, output)`` for each output that is kept."""
+        """Run prediction on one loader; return ``(start, batch_idx, output)`` for each output that is kept."""
         from drivetrain._loops.outputs import on_host
 
         several = len(self._sources) > 1

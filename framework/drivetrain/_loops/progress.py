@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Position:
-    """The running loop and the batch that it processes. After a failure, they still name the failed batch."""
+    """The running loop and the batch that it processes. After a failure, the attributes still name the failed batch."""
 
     loop: str | None = None
     """"training", "evaluation" or "prediction"; None between loops."""
