@@ -99,7 +99,7 @@ class EntryPointRegistry(Generic[T]):
             raise ConfigurationError(
                 f"The {self._setting} {name!r} ({point.value}) cannot be imported.",
                 f"{type(error).__name__}: {error}.",
-                "install the missing dependencies of the package that registers it, or another version of that package.",
+                "install what the package that registers this name needs, or another version of that package.",
             ) from error
         value = factory(*arguments) if callable(factory) else factory
         if not isinstance(value, self._interface):

@@ -82,7 +82,7 @@ REPLACEMENTS: dict[str, str] = {
     **dict.fromkeys(("loggers", "report_to"), "use logger=, with one logger or a list"),
     "callback": "use callbacks=, with one callback or a list",
     **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "use seed="),
-    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to keep hyper-parameters from loggers",
+    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to hide them from loggers",
     "model_registry": "after fit, copy the checkpoint at trainer.checkpoint_callback.best_model_path",
     "multiple_trainloader_mode": "pass fit a CombinedLoader(loaders, mode)",
     "track_grad_norm": "read trainer.gradient_norm in on_train_batch_end, and log it",

@@ -210,7 +210,7 @@ class LocalControl:
 
 
 def absent_error(
-    what: str, why: str, fix: str, where: Mapping[int, str | None], records: str | None = None
+    what: str, why: str, fix: str, stacks_by_rank: Mapping[int, str | None], records: str | None = None
 ) -> DistributedError:
     """Return the error for ranks that did not arrive in time.
 
@@ -218,17 +218,17 @@ def absent_error(
         what: a sentence that names the rank that waited and the ranks that did not arrive.
         why: the likely reason.
         fix: what the user should look for.
-        where: the result of `ControlPlane.collect_stacks`.
+        stacks_by_rank: the result of `ControlPlane.collect_stacks`.
         records: the result of `ControlPlane.records`.
     """
-    ranks, lines = list(where), []
-    for stack, indices in spread(list(where.values())).items():
+    ranks, lines = list(stacks_by_rank), []
+    for stack, indices in spread(list(stacks_by_rank.values())).items():
         description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT_RANK}"
         lines.append(f"rank(s) {[ranks[index] for index in indices]}: {description}")
     lines = lines[:_MAX_STACKS]
     if records is not None:
         lines.append(f"The last collectives of each rank: {records}")
-    error_class = DistributedError if None in where.values() else AbsentRanksError
+    error_class = DistributedError if None in stacks_by_rank.values() else AbsentRanksError
     return error_class(what, "\n".join([why, "Where they are:", *lines]), fix)
 
 

@@ -150,7 +150,7 @@ def _size(nbytes: int) -> str:
 def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
     """Return the settings to change, the most effective first.
 
-    Settings that reduce parameters, gradients and optimizer state come first if these take more than half of the memory.
+    Settings that reduce parameters, gradients and optimizer state come first if these use more than half of the memory.
     """
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = run.strategy
@@ -168,7 +168,7 @@ def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> lis
 
 
 def _texts_about(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:
-    return [each.text for each in advice if each.lessens == use]
+    return [each.text for each in advice if each.reduces == use]
 
 
 def _smaller_batches(run: RunCore, size: int | None, fitting: bool) -> list[str]:

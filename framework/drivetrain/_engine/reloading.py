@@ -53,7 +53,7 @@ class Reloading:
         self._use: Callable[[StageData], None] | None = None
 
     def begin(self, opened: Checkpoint | None) -> None:
-        """Build the first loaders of the run, which are those of epoch 0 or of the epoch that ``opened`` was saved in."""
+        """Build the first loaders of the run: the loaders of epoch 0, or of the epoch that ``opened`` was saved in."""
         core, data = self._core, self._data
         data.reload = self.reload
         if opened is not None:

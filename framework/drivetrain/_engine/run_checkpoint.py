@@ -71,11 +71,11 @@ class RunCheckpoint:
                 exist yet.
         """
         core, strategy, module = self._core, self._strategy, self._module
-        hyper_parameters, left_out = core.secrets.take_out(module.hparams, tell=strategy.rank == 0)
+        hyper_parameters, left_out = core.secrets.take_out(module.hparams, warn=strategy.rank == 0)
         datamodule = core.datamodule
         data_hyper_parameters: Any = {}
         if datamodule is not None:
-            data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, tell=strategy.rank == 0)
+            data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, warn=strategy.rank == 0)
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),

@@ -41,7 +41,7 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.batches import BatchMover
-    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.windows import MicroBatch
     from drivetrain.data._batch_source import BatchSource
@@ -238,9 +238,9 @@ class RunCore:
             return None
         return self.profiling.call("loggers", self.trainer.log_metrics)
 
-    def pacing(self) -> Pacing | None:
+    def progress_reporter(self) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
-        return self.callbacks.pacing(self.trainer.log_every_n_steps)
+        return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
 
 
 @dataclass(slots=True)

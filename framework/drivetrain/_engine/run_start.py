@@ -300,7 +300,7 @@ def _description(run: RunCore) -> RunDescription:
     datamodule = run.datamodule
     _, data_secrets = without_secrets({} if datamodule is None else datamodule.hparams)
     hyper_parameters, module_secrets = without_secrets(run.module.hparams)
-    run.secrets.tell([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
+    run.secrets.warn([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
     return RunDescription(
         stage=run.stage,
         module=class_path(type(run.module)),

@@ -23,17 +23,17 @@ class EpochChecks:
     Args:
         step: the training step, which has the last loss.
         metrics: the logged values, which include the loss under manual optimization.
-        module: the name of the module's class, for messages.
+        module_name: the name of the module's class, for messages.
         warns: whether this rank checks and warns.
         after_first: a function that is called once, after the first micro-batch of this run.
     """
 
     def __init__(
-        self, step: TrainStep, metrics: MetricStore, module: str, warns: bool, after_first: Callable[[], None]
+        self, step: TrainStep, metrics: MetricStore, module_name: str, warns: bool, after_first: Callable[[], None]
     ) -> None:
         self._step = step
         self._metrics = metrics
-        self._module = module
+        self._module_name = module_name
         self._warns = warns
         self._after_first: Callable[[], None] | None = after_first
         self._first_losses: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
@@ -41,7 +41,7 @@ class EpochChecks:
         self._warned_of_loss = False
         self._warned_of_steps = False
 
-    def follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def with_first_check(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Return an epoch's micro-batches, with a check after the first of them."""
         self._first_losses = None
         return chain(islice(micro_batches, 1), self._check_first(), micro_batches) if self._warns else micro_batches
@@ -64,7 +64,7 @@ class EpochChecks:
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
                 "manual optimization the engine does not step optimizers, so nothing was trained. This warning is not "
                 "repeated.",
-                self._module,
+                self._module_name,
                 epoch,
             )
 

@@ -129,7 +129,7 @@ class EarlyExit:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor is plain and strided, so that its memory can be summed. No others are compared."""
+    """Return whether the tensor is plain and strided, so that its memory can be summed. Others are not compared."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 

@@ -21,7 +21,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import REQUIRES_GRAD
+from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -255,7 +255,10 @@ class ManualStep:
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         trainables = self._trainables
         if trainables.checks_each_window:
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
                 trainables.settle()
             trainables.window_open = True
         # The strategy averages gradients over all ranks. The scale corrects the mean for the ranks without data.
@@ -279,7 +282,10 @@ class ManualStep:
         if self._toggled is not None:
             self._raise_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
                 trainables.raise_if_changed(mention_toggling=True)
             trainables.window_open = False
         return {} if output is None else output
@@ -290,7 +296,7 @@ class ManualStep:
             hook(loss)
         trainables = self._trainables
         if trainables.window_open and (
-            trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags
+            trainables.touched or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
         ):
             trainables.raise_if_changed(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale

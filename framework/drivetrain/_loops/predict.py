@@ -58,7 +58,7 @@ class PredictLoop:
         self._lengths = reporting.lengths
         self._move = data.move
         self._inference_mode = inference_mode
-        self._progress_reports = reporting.pacing
+        self._progress_reporter = reporting.progress_reporter
         self._keeps = keeps
         self._before = before
         self._predicted_checks: Sequence[IsPredicted] = ()
@@ -108,9 +108,9 @@ class PredictLoop:
         indices_of_batches = source.requested_indices()
         batches = evaluation_batches(source, self._strategy, name, first)
         batches = islice(batches, None if limit is None else limit - first)
-        if self._progress_reports is not None:
-            self._progress_reports.before += first
-            batches = self._progress_reports.follow(batches)
+        if self._progress_reporter is not None:
+            self._progress_reporter.before += first
+            batches = self._progress_reporter.with_reports(batches)
         for batch_idx, (host_batch, shard) in enumerate(batches, first):
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
@@ -140,8 +140,8 @@ class PredictLoop:
             del output  # frees the output's memory before the next step
         position.leave(previous)
         position.indices = None
-        if self._progress_reports is not None:
-            self._progress_reports.before += count - first
+        if self._progress_reporter is not None:
+            self._progress_reporter.before += count - first
         self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
 

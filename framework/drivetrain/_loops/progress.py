@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drivetrain._loops.loader_lengths import Lengths
-    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain._metrics import MetricStore
 
 
@@ -88,11 +88,11 @@ class Reporting:
     Attributes:
         metrics: the logged values.
         log: sends a dict of numbers to the loggers; None without loggers.
-        pacing: reports the progress of an epoch to callbacks; None if no callback needs it.
+        progress_reporter: reports the progress of an epoch to callbacks; None if no callback needs it.
         lengths: warns about loaders whose length proved wrong.
     """
 
     metrics: MetricStore
     log: Callable[[Mapping[str, Tensor | float]], None] | None
-    pacing: Pacing | None
+    progress_reporter: ProgressReporter | None
     lengths: Lengths

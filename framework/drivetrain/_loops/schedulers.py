@@ -95,7 +95,7 @@ class Schedulers:
     def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
         steps, length = self._estimate.steps, self._estimate.length
         return ConfigurationError(
-            f"{type(config.scheduler).__name__} ended after {steps} steps, but there is more data.",
+            f"{type(config.scheduler).__name__} ran out after {steps} steps, but there is more data.",
             f"trainer.estimated_stepping_batches was {steps}, derived from the training loader's length of {length} "
             "micro-batches per epoch, but the epoch has more.",
             "correct len(loader), limit the epoch with limit_train_batches, or choose the schedule's steps yourself.",

@@ -25,7 +25,7 @@ from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import REQUIRES_GRAD
+from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -151,7 +151,10 @@ class AutomaticStep:
             zero_grad(optimizer)
         if self._tracks_trainables:
             trainables = self._trainables
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
                 trainables.settle()
             trainables.window_open = True
 
@@ -173,7 +176,10 @@ class AutomaticStep:
         output = self._training_step(micro_batch.batch, batch_idx)
         if self._tracks_trainables:
             trainables = self._trainables
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
                 trainables.raise_if_changed()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -229,7 +235,7 @@ class AutomaticStep:
     def _close_trainables(self) -> None:
         """Check that no parameter changed within the window, and allow changes until the next window opens."""
         trainables = self._trainables
-        if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+        if trainables.touched or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags:
             trainables.raise_if_changed()
         trainables.window_open = False
 

@@ -129,7 +129,7 @@ class StopRequest:
         self._in_first_window = True  # steps may be compiled in it, so the control plane allows ending time
         self.requested = False
         """Set to request a stop; ``trainer.should_stop``."""
-        self.because: str | None = None
+        self.own_reason: str | None = None
         """The reason of this rank's first request, for the log."""
         self.signal = 0
         """Set to the number of a preemption signal to request leaving; 0 for none."""
@@ -141,17 +141,17 @@ class StopRequest:
         """Whether the run ends in order to be resumed later, so that it must be saved."""
         return self.leaving > 0 or (self._time_is_up if self._store is None else self._stop.reason == _TIME_IS_UP)
 
-    def ask(self, because: str) -> None:
-        """Request a stop, for the reason ``because``."""
+    def ask(self, reason: str) -> None:
+        """Request a stop, for ``reason``."""
         self.requested = True
-        self.because = self.because or because
+        self.own_reason = self.own_reason or reason
 
     @property
     def reason(self) -> str | None:
         """The reason of the first rank that requested a stop; None without a request. Not collective."""
         if self._store is not None and self._store.check(["stop/because"]):
             return str(self._store.get("stop/because").decode())
-        return self.because
+        return self.own_reason
 
     def after_window(self, step: int, epoch: int) -> bool:
         """Return whether the run ends now. Called on every rank after each window, whether or not it made a step.
@@ -270,8 +270,8 @@ class StopRequest:
             self.ask(f"max_time={self._max_time} is up")
 
     def _publish_reason(self) -> None:
-        if self._store is not None and self.because is not None:
-            self._store.compare_set("stop/because", "", self.because)
+        if self._store is not None and self.own_reason is not None:
+            self._store.compare_set("stop/because", "", self.own_reason)
 
     def _reason_code(self) -> int:
         return _TIME_IS_UP if self._time_is_up else 1

@@ -301,7 +301,7 @@ class TrainLoop:
                 return ended
         if data_is_over:
             return EpochEnd.DATA
-        micro_batches = self._schedule.checks.follow(self._micro_batches(progress.epoch, progress.batch_idx))
+        micro_batches = self._schedule.checks.with_first_check(self._micro_batches(progress.epoch, progress.batch_idx))
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
@@ -541,8 +541,8 @@ class TrainLoop:
         self._reduce_steps()
         if self._reporting.log is not None:
             self._reporting.log(self._metrics.flush_steps())
-        if self._reporting.pacing is not None:
-            self._reporting.pacing.report(self._progress.batch_idx)
+        if self._reporting.progress_reporter is not None:
+            self._reporting.progress_reporter.report(self._progress.batch_idx)
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._reporting.log is not None

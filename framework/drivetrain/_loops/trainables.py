@@ -50,8 +50,8 @@ _SCHEDULERS_WITH_FIXED_GROUPS = (
 class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    When a window opens, the step compares the ``requires_grad`` of all `parameters` with `flags`; the comparison runs
-    in C. New layers and parameter groups set `touched`.
+    When a window opens, the step compares the ``requires_grad`` of all `parameters` with `requires_grad_flags`. The
+    comparison runs in C. New layers and parameter groups set `touched`.
 
     Args:
         module: the module, wrapped by the strategy.
@@ -71,9 +71,9 @@ class Trainables:
         "_strategy",
         "_warned",
         "checks_each_window",
-        "flags",
         "parameters",
         "refuses_in_window",
+        "requires_grad_flags",
         "touched",
         "trained",
         "window_open",
@@ -93,7 +93,7 @@ class Trainables:
         self.checks_each_window = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
         """Whether changes are checked in each window because the strategy depends on them; otherwise once an epoch."""
         self.refuses_in_window = self.checks_each_window
-        """Whether changes within an open window are refused."""
+        """Whether a parameter group that is added within an open window raises an error."""
         self.window_open = False
         """Whether a window is open: from its first forward until ``on_before_optimizer_step``."""
         self.touched = False
@@ -170,7 +170,7 @@ class Trainables:
         names = {id(parameter): name for name, (parameter, _) in self._recorded.items()}
         changed = [
             names[id(parameter)]
-            for parameter, requires_grad in zip(self.parameters, self.flags, strict=True)
+            for parameter, requires_grad in zip(self.parameters, self.requires_grad_flags, strict=True)
             if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
@@ -208,7 +208,7 @@ class Trainables:
             name for name in changed if name in before and before[name][1] and not after[name][1]
         }
         self._recorded.update((name, after[name]) for name in changed)
-        self._update_flags()
+        self._update_requires_grad_flags()
 
     def current_state(self) -> dict[str, tuple[torch.nn.Parameter, bool]]:
         """Return every parameter by name, and whether it trains."""
@@ -316,11 +316,11 @@ class Trainables:
 
     def _record(self) -> None:
         self._recorded = self.current_state()
-        self._update_flags()
+        self._update_requires_grad_flags()
 
-    def _update_flags(self) -> None:
+    def _update_requires_grad_flags(self) -> None:
         self.parameters = tuple(parameter for parameter, _ in self._recorded.values())
-        self.flags = tuple(trained for _, trained in self._recorded.values())
+        self.requires_grad_flags = tuple(trained for _, trained in self._recorded.values())
         self.trained |= {name for name, (_, trained) in self._recorded.items() if trained}
 
     def _current_groups(self) -> Groups:

@@ -123,7 +123,7 @@ def is_metric(value: Any) -> bool:
 
 
 def metric_state(metric: Any) -> dict[str, Any]:
-    """Return a copy of the states declared with add_state, and of torchmetrics' bookkeeping, such as the update count."""
+    """Return a copy of the states declared with add_state, and of torchmetrics' own attributes, as the update count."""
     return {name: _copy_state(value) for name, value in _saved_attributes(metric).items()}
 
 

@@ -108,7 +108,9 @@ def _from_numpy(name: str, value: Any) -> Any:
     if value.dtype.kind in "buif":  # `item` of a longdouble does not return a Python float
         return float(value.item()) if value.dtype.kind == "f" else value.item()
     if isinstance(value, numpy.ndarray):
-        raise _value_error(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it to a float.")
+        raise _value_error(
+            name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it to a float."
+        )
     return value
 
 
