@@ -279,7 +279,7 @@ class GroupControl:
         reported = {failure.rank for failure in reports}
         return reports + [failure for failure in self.external_failures() if failure.rank not in reported]
 
-    def settle(self, wait: timedelta) -> None:
+    def wait_for_acknowledgements(self, wait: timedelta) -> None:
         """Wait after a failure until all ranks have seen the failure, because this process may host the store."""
         self.store.set(f"settled/{self.rank}", "")
         end = time.monotonic() + wait.total_seconds()

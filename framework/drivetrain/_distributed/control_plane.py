@@ -125,7 +125,7 @@ class ControlPlane(Protocol):
     def silent_ranks(self) -> list[int]:
         """Return the ranks that have not reported a failure. Not collective."""
 
-    def settle(self, wait: timedelta) -> None:
+    def wait_for_acknowledgements(self, wait: timedelta) -> None:
         """Wait after a failure, at most ``wait``, until all ranks have seen the failure. Not collective."""
 
 
@@ -205,7 +205,7 @@ class LocalControl:
     def silent_ranks(self) -> list[int]:
         return []
 
-    def settle(self, wait: timedelta) -> None:
+    def wait_for_acknowledgements(self, wait: timedelta) -> None:
         return None
 
 

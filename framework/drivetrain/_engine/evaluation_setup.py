@@ -110,8 +110,8 @@ def build_prediction(
         ),
         reporting=Reporting(core.metrics, None, core.progress_reporter(), data.lengths),
         inference_mode=_inference_mode(core),
-        keeps=core.request.return_predictions,
-        before=partial(_predicted_before, core),
+        keeps_outputs=core.request.return_predictions,
+        get_predicted_checks=partial(_predicted_before, core),
     ).run
 
 

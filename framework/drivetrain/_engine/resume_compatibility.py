@@ -12,7 +12,7 @@ from drivetrain.data._batch_source import BatchSource
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.errors import ConfigurationError, nearest
 
-CONSENTS = ("data", "optimizer", "scheduler", "module")
+ALLOWABLE_DIFFERENCES = ("data", "optimizer", "scheduler", "module")
 """The differences from the saved run that `fit(..., allow=)` may permit."""
 
 
@@ -20,12 +20,12 @@ class Difference(NamedTuple):
     """A difference between the saved run and this one.
 
     Attributes:
-        consent: the name that `allow` must contain to permit the difference.
+        kind: the name that `allow` must contain to permit the difference.
         saved: a description of the part of the saved run that differs.
         now: a description of the same part of this run.
     """
 
-    consent: str
+    kind: str
     saved: str
     now: str
 
@@ -38,11 +38,11 @@ def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
     """
     named = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in named:
-        if name not in CONSENTS:
+        if name not in ALLOWABLE_DIFFERENCES:
             raise ConfigurationError(
-                f"fit(allow={name!r}) is unknown.{nearest(str(name), CONSENTS)}",
+                f"fit(allow={name!r}) is unknown.{nearest(str(name), ALLOWABLE_DIFFERENCES)}",
                 "allow names the parts that may differ from the run that ckpt_path resumes.",
-                f"give some of {', '.join(CONSENTS)}.",
+                f"give some of {', '.join(ALLOWABLE_DIFFERENCES)}.",
             )
     return named
 
@@ -102,9 +102,9 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     if not isinstance(saved, dict):
         return []
     result = []
-    for key, consent in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
+    for key, kind in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
         if key in saved and key in now and not _same(saved[key], now[key]):
-            result.append(Difference(consent, _describe(saved[key]), _describe(now[key])))
+            result.append(Difference(kind, _describe(saved[key]), _describe(now[key])))
     saved_data, data = saved.get("data"), now.get("data")
     if isinstance(saved_data, dict) and isinstance(data, dict):
         samples, count = saved_data.get("samples"), data["samples"]
@@ -123,14 +123,14 @@ def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequ
     Raises:
         ConfigurationError: a difference is not permitted. The error names it, and what to pass as ``allow``.
     """
-    refused = [difference for difference in differences if difference.consent not in allow]
+    refused = [difference for difference in differences if difference.kind not in allow]
     if refused:
-        consents = ", ".join(f'"{consent}"' for consent in dict.fromkeys(each.consent for each in refused))
+        kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(each.kind for each in refused))
         raise ConfigurationError(
             f"The run of {path!r} had {'; '.join(f'{each.saved}, and this one {each.now}' for each in refused)}.",
             "the saved state does not belong to these parts: samples would be used twice or never, or an optimizer "
             "would continue with the state of another.",
-            f"make the parts the same, or allow the difference: fit(..., allow=({consents},)). To load only the "
+            f"make the parts the same, or allow the difference: fit(..., allow=({kinds},)). To load only the "
             "weights, use load_from_checkpoint.",
         )
 

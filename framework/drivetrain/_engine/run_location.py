@@ -69,7 +69,7 @@ def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
     """Return where a logger that writes files, and the loggers that share its folder, write."""
     sharing = loggers_sharing_folder(first, loggers)
     directories = [logger.directory for logger in sharing]
-    # A logger that can neither adopt a version nor claim a directory chooses its own.
+    # A logger that can neither adopt a version nor claim a directory chooses its version itself.
     fixed = [
         _chosen_version(logger) if directory is None else directory.fixed
         for logger, directory in zip(sharing, directories, strict=True)

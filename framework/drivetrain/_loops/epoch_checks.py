@@ -18,7 +18,7 @@ logger = logging.getLogger("drivetrain")
 
 
 class EpochChecks:
-    """Checks the loss after an epoch's first and last micro-batch, without a Python call for the others.
+    """Checks the loss after an epoch's first and last micro-batch, without a Python call for other micro-batches.
 
     Args:
         step: the training step, which has the last loss.

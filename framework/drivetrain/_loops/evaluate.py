@@ -242,7 +242,7 @@ class EvaluateLoop:
         reducing_ranks, noticing_ranks = self._control.agree(
             "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.noticed
         )
-        self._lengths.settle(noticing_ranks)
+        self._lengths.warn_together(noticing_ranks)
         return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _log_values(self, numbers: dict[str, float]) -> None:

@@ -46,7 +46,7 @@ class Lengths:
         if length is not None and loader not in self._reported and (count != length if ended else count > length):
             self._wrong_lengths[loader] = length, count, ended
 
-    def settle(self, ranks: int) -> None:
+    def warn_together(self, ranks: int) -> None:
         """Warn about the wrong lengths. Collective if ``ranks``, the number of ranks that noticed one, is not 0."""
         if not ranks:
             return
@@ -111,7 +111,7 @@ class BatchCount:
             batches = chain(expected, self._report_excess(batches), batches)
         return chain(batches, self._end())
 
-    def settle(self, trained: int) -> None:
+    def compare_length(self, trained: int) -> None:
         """Compare the epoch's length with the batches read, or with ``trained``, the number trained on."""
         if not self._followed:
             return

@@ -259,7 +259,7 @@ class ManualStep:
                 trainables.touched
                 or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
             ):
-                trainables.settle()
+                trainables.adapt_strategy()
             trainables.window_open = True
         # The strategy averages gradients over all ranks. The scale corrects the mean for the ranks without data.
         self._scale = self._strategy.data_world_size / micro_batch.ranks

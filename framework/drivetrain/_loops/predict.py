@@ -30,9 +30,9 @@ class PredictLoop:
         data: the loaders.
         reporting: where progress is reported; values cannot be logged in prediction.
         inference_mode: whether to run in `torch.inference_mode` rather than in `torch.no_grad`.
-        keeps: whether `run` keeps the outputs and returns them.
-        before: returns the functions that check whether an earlier run has predicted a batch, or an empty sequence
-            without an earlier run; called once. A batch is skipped if all of these functions return True.
+        keeps_outputs: whether `run` keeps the outputs and returns them.
+        get_predicted_checks: called once; returns functions that check whether an earlier run has predicted a batch.
+            A batch is skipped if all of these functions return True. Without an earlier run, the sequence is empty.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class PredictLoop:
         data: EvaluationData,
         reporting: Reporting,
         inference_mode: bool,
-        keeps: bool,
-        before: Callable[[], Sequence[IsPredicted]],
+        keeps_outputs: bool,
+        get_predicted_checks: Callable[[], Sequence[IsPredicted]],
     ) -> None:
         self._module = module = wrapped.module
         self._runner = wrapped.runner
@@ -59,8 +59,8 @@ class PredictLoop:
         self._move = data.move
         self._inference_mode = inference_mode
         self._progress_reporter = reporting.progress_reporter
-        self._keeps = keeps
-        self._before = before
+        self._keeps_outputs = keeps_outputs
+        self._get_predicted_checks = get_predicted_checks
         self._predicted_checks: Sequence[IsPredicted] = ()
         # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
         several = len(data.sources) > 1 and is_overridden("predict_step", module, TrainModule)
@@ -79,7 +79,7 @@ class PredictLoop:
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
-            self._predicted_checks = () if self._keeps else self._before()
+            self._predicted_checks = () if self._keeps_outputs else self._get_predicted_checks()
             local_outputs = [
                 self._predict(index, source, limit)
                 for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
@@ -88,8 +88,8 @@ class PredictLoop:
                 hook()
         self._metrics.enter(None)
         (noticing_ranks,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
-        self._lengths.settle(noticing_ranks)
-        if not self._keeps:
+        self._lengths.warn_together(noticing_ranks)
+        if not self._keeps_outputs:
             return None
         from drivetrain._loops.outputs import exchange
 
@@ -134,7 +134,7 @@ class PredictLoop:
             output = self._runner(self._module.predict_step, *arguments)
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *hook_arguments)
-            if self._keeps:
+            if self._keeps_outputs:
                 start = shard.start if source.shards_known else batch_idx
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees the output's memory before the next step

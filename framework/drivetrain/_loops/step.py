@@ -155,7 +155,7 @@ class AutomaticStep:
                 trainables.touched
                 or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
             ):
-                trainables.settle()
+                trainables.adapt_strategy()
             trainables.window_open = True
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:

@@ -66,7 +66,7 @@ class StepAgreement:
         """Return whether ``point`` is at or after the agreed point."""
         return self.point is not None and point >= self.point
 
-    def settle(self, requesting: int) -> int:
+    def act_on_requests(self, requesting: int) -> int:
         """Act on the requests of ranks that are at the same point; return the reason of the first request, or 0.
 
         Args:
@@ -203,8 +203,8 @@ class StopRequest:
         stops, leaves = self._stop.publish_reason(code), self._leave.publish_reason(self.signal)
         stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
         if stopping and not self._agreed:
-            self._stop.settle(stopping)
-        self._leave.settle(leaving)
+            self._stop.act_on_requests(stopping)
+        self._leave.act_on_requests(leaving)
         self.requested = self._agreed = stopping > 0
 
     def agree_after_pause(self, purpose: str) -> None:
@@ -216,7 +216,7 @@ class StopRequest:
         self._publish_poll(self._poll_at)  # before any rank continues and may make a request
         self.agree(purpose)
 
-    def agree_when_all_arrive(self, purpose: str, *, alike: bool) -> None:
+    def agree_when_all_arrive(self, purpose: str, *, equal_counts: bool) -> None:
         """Exchange requests at a point that one rank may reach before the others. Collective.
 
         A rank that makes a request before it arrives ignores the ranks that wait. It acts at its current point, and
@@ -224,10 +224,11 @@ class StopRequest:
 
         Args:
             purpose: the purpose of the agreement, the same on every rank.
-            alike: whether all ranks have passed the same number of points. Otherwise all continue from the largest.
+            equal_counts: whether all ranks have passed the same number of points. Otherwise all ranks continue from
+                the largest number.
         """
         self._publish_poll(0)
-        if alike or self._store is None:
+        if equal_counts or self._store is None:
             self.agree(purpose)
         else:
             self._point = self._agree_on_furthest_point(purpose)
@@ -253,7 +254,7 @@ class StopRequest:
         self.leaving = self._leave.reason
         return self.leaving > 0
 
-    def stay(self) -> None:
+    def defer_leaving(self) -> None:
         """Defer leaving to the next point. Called on all ranks."""
         self.leaving = 0
 

@@ -359,7 +359,7 @@ class TrainLoop:
         progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
         if self._steps_before == progress.global_step:
             self._warn_of_no_step()
-        self._count.settle(progress.batch_idx)
+        self._count.compare_length(progress.batch_idx)
         self._checkpointing.rng_replay.settle()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
@@ -530,7 +530,7 @@ class TrainLoop:
         reducing_ranks, noticing_ranks = self._control.agree(
             "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.noticed
         )
-        lengths.settle(noticing_ranks)
+        lengths.warn_together(noticing_ranks)
         return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _reduce_steps(self) -> None:

@@ -127,7 +127,7 @@ class Trainables:
 
     # Checks
 
-    def settle(self) -> None:
+    def adapt_strategy(self) -> None:
         """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if something changed.
 
         Raises:
@@ -154,7 +154,8 @@ class Trainables:
         """Raise an error if parameters have changed since the window opened.
 
         Args:
-            unfrozen_only: ignore newly frozen parameters, since ``toggle_optimizer`` freezes those of other optimizers.
+            unfrozen_only: whether to ignore newly frozen parameters, since ``toggle_optimizer`` freezes the parameters
+                of other optimizers.
             mention_toggling: whether the error mentions that an optimizer may still be toggled.
 
         Raises:

@@ -40,7 +40,7 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
-        self.speaks = True
+        self.contributes = True
         """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
@@ -227,7 +227,7 @@ class MetricStore:
         results: dict[str, Tensor | None] = {}
         split = 2 * len(shared)
         if together:
-            if not self.speaks:
+            if not self.contributes:
                 numbers[:split] = [0.0] * split
             keys = [
                 *(_key(entry.epoch_name, entry) for entry in shared),
@@ -301,7 +301,7 @@ class MetricStore:
         keys, table = gather_packed(
             self.control,
             keys,
-            [part for number, new in numbers for part in (number, float(new and self.speaks))],
+            [part for number, new in numbers for part in (number, float(new and self.contributes))],
             self._part(keys),
         )
         for entry in synced:
