@@ -718,7 +718,9 @@ def _asking() -> Any:
 
 def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
     # I-02, I-06: before anything changes
-    without = "another optimizer; or use strategy='ddp' or 'fsdp', since this one does not support closures, and"
+    without = (
+        "another optimizer; or use strategy='ddp' or 'fsdp', since the current strategy does not support closures, and"
+    )
     said = (*["RequiresClosure steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed", without)
     for found in together["_asking"]:
         for words, (kind, text, unmoved) in zip(said, found, strict=True):

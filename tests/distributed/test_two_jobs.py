@@ -71,7 +71,7 @@ def test_the_second_of_two_jobs_on_one_port_is_refused(tmp_path: Path) -> None: 
     assert (host[0], other[0]) == ("ConfigurationError", "ConfigurationError")
     assert f"127.0.0.1:{port}: port {port} is taken" in host[1]
     assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
-    assert "it was started with another command line" in other[1]
+    assert "the other job was started with another command line" in other[1]
     assert max(host[2], other[2]) < 15  # at the start of the run
 
 

@@ -540,4 +540,4 @@ def test_a_buffer_that_grows_is_averaged_from_then_on() -> None:  # L-01
 def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
     _saved("single", 1, tmp_path, 4)
     run("single", 1, tmp_path, [Checkpoint(tmp_path / "c", every_n_train_steps=4)], ckpt_path="last")
-    assert "has tensors of 'EMAWeightAveraging', which this run does not have: they are ignored" in caplog.text
+    assert "has tensors of callbacks that this run does not have: 'EMAWeightAveraging'." in caplog.text

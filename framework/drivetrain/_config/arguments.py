@@ -77,7 +77,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         raise ConfigurationError(
             f"plugins={values['plugins']!r}.",
             "plugins are not supported; the argument is reserved.",
-            "remove it, and pass objects as strategy=, precision= or environment=.",
+            "remove plugins=, and pass objects as strategy=, precision= or environment=.",
         )
     if values["barebones"]:
         _check_barebones(values, chosen)
@@ -103,7 +103,7 @@ def duration(value: Any) -> timedelta:
     if result is None or result <= timedelta(0):
         raise ConfigurationError(
             f"max_time={value!r} is not a duration.",
-            "it limits the time of training.",
+            "max_time limits the time of training.",
             "use '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or {'hours': 12}.",
         )
     return result
@@ -113,7 +113,7 @@ def signal_numbers(names: Any) -> list[int]:
     """Return the numbers of ``preemption_signals``, which is the name of a signal or a sequence of names.
 
     Raises:
-        ConfigurationError: a name is not that of a signal, or the signal cannot be handled.
+        ConfigurationError: a name is not the name of a signal, or the signal cannot be handled.
     """
     numbers = []
     for name in [names] if isinstance(names, str) else names:
@@ -138,7 +138,7 @@ def _check_limit(name: str, value: Any, allow_zero: bool = True) -> None:
     if not (is_count or is_fraction):
         raise ConfigurationError(
             f"{name}={value!r}.",
-            "an int counts micro-batches; a float is a fraction of them, from 0.0 to 1.0.",
+            "an int is a number of micro-batches, and a float is a fraction of an epoch, from 0.0 to 1.0.",
             f"use {name}=10 for ten, or {name}=0.1 for a tenth.",
         )
 
@@ -149,7 +149,7 @@ def _check_count(name: str, value: Any, lowest: int, allow_none: bool = False) -
     if type(value) is not int or value < lowest:
         raise ConfigurationError(
             f"{name}={value!r}.",
-            f"it must be an int >= {lowest}{', or None' if allow_none else ''}.",
+            f"{name} must be an int >= {lowest}{', or None' if allow_none else ''}.",
             f"use a value such as {name}={max(lowest, 1)}.",
         )
 
@@ -184,7 +184,9 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
         )
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
         raise ConfigurationError(
-            f"gradient_clip_val={value!r}.", "it bounds a norm or a magnitude.", "use a number >= 0, or None."
+            f"gradient_clip_val={value!r}.",
+            "gradient_clip_val bounds the norm of the gradients or the magnitude of their elements.",
+            "use a number >= 0, or None.",
         )
 
 

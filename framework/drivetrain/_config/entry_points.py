@@ -99,7 +99,7 @@ class EntryPointRegistry(Generic[T]):
             raise ConfigurationError(
                 f"The {self._setting} {name!r} ({point.value}) cannot be imported.",
                 f"{type(error).__name__}: {error}.",
-                "install what its package needs, or another version of it.",
+                "install what the package that registers this name needs, or another version of that package.",
             ) from error
         value = factory(*arguments) if callable(factory) else factory
         if not isinstance(value, self._interface):
@@ -107,7 +107,7 @@ class EntryPointRegistry(Generic[T]):
             expected = "one argument" if arguments else "no arguments"
             raise ConfigurationError(
                 f"The {self._setting} {name!r} ({point.value}) made a {type(value).__name__}, not a {interface}.",
-                "the engine uses it through that interface.",
+                "the engine uses the object through that interface.",
                 f"make the entry point a callable that takes {expected} and returns a {self._group}.{interface}.",
             )
         return value

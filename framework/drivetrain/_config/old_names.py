@@ -8,10 +8,10 @@ _WINDOW = "use accumulate_grad_batches="
 _CLIPPING = "use gradient_clip_val="
 _LOGGING = "use log_every_n_steps="
 _SAVING = "use enable_checkpointing=; a drivetrain.callbacks.Checkpoint(...) in callbacks= sets when and where"
-_RESUMING = "pass it to the run: fit(..., ckpt_path=...)"
+_RESUMING = "pass the path to the run: fit(..., ckpt_path=...)"
 _FOLDER = "use default_root_dir="
 _SANITY = "use num_sanity_val_steps="
-_BATCH = "pass it to DataLoader(data, batch_size=...)"
+_BATCH = "pass the size to DataLoader(data, batch_size=...)"
 _OPTIMIZER = "return the optimizer from the module's configure_optimizers"
 _SCHEDULER = "return the scheduler with the optimizer from the module's configure_optimizers"
 _STOPPING = "put drivetrain.callbacks.EarlyStopping(...) in callbacks="
@@ -24,7 +24,7 @@ REPLACEMENTS: dict[str, str] = {
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node", "world_size"), _DEVICES),
     **dict.fromkeys(("device", "gpu", "cuda", "no_cuda", "use_cpu"), "use accelerator='gpu' or 'cpu', and devices="),
     **dict.fromkeys(
-        ("tpu_cores", "ipus", "auto_select_gpus"), "use accelerator= and devices=; there are CPUs and GPUs"
+        ("tpu_cores", "ipus", "auto_select_gpus"), "use accelerator= and devices=; only CPUs and GPUs are supported"
     ),
     **dict.fromkeys(("nodes", "nnodes"), "use num_nodes="),
     **dict.fromkeys(
@@ -63,14 +63,14 @@ REPLACEMENTS: dict[str, str] = {
     **dict.fromkeys(("lr", "learning_rate", "optimizer", "optimizers", "weight_decay"), _OPTIMIZER),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type", "warmup_steps"), _SCHEDULER),
     **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), _BATCH),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "pass it to DataLoader(..., num_workers=)"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "pass the number to DataLoader(..., num_workers=)"),
     **dict.fromkeys(("terminate_on_nan", "detect_nan"), _BY_CALLBACK),
     # Validation
     **dict.fromkeys(("val_interval", "eval_interval", "eval_steps", "validate_every", "eval_every"), _VALIDATING),
     **dict.fromkeys(("nb_sanity_val_steps", "sanity_val_steps", "sanity_check"), _SANITY),
     # Output
     **dict.fromkeys(("row_log_interval", "logging_steps", "log_interval", "log_every"), _LOGGING),
-    "flush_logs_every_n_steps": "pass it to the logger: CSVLogger(..., flush_logs_every_n_steps=)",
+    "flush_logs_every_n_steps": "pass the number to the logger: CSVLogger(..., flush_logs_every_n_steps=)",
     **dict.fromkeys(("progress_bar", "show_progress_bar", "disable_tqdm"), "use enable_progress_bar="),
     "progress_bar_refresh_rate": "put drivetrain.callbacks.ProgressBar(refresh_rate=...) in callbacks=",
     **dict.fromkeys(("weights_summary", "model_summary"), "use enable_model_summary="),
@@ -82,13 +82,15 @@ REPLACEMENTS: dict[str, str] = {
     **dict.fromkeys(("loggers", "report_to"), "use logger=, with one logger or a list"),
     "callback": "use callbacks=, with one callback or a list",
     **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "use seed="),
-    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to keep them from loggers",
-    "model_registry": "copy what trainer.checkpoint_callback.best_model_path names, after fit",
+    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to hide them from loggers",
+    "model_registry": "after fit, copy the checkpoint at trainer.checkpoint_callback.best_model_path",
     "multiple_trainloader_mode": "pass fit a CombinedLoader(loaders, mode)",
     "track_grad_norm": "read trainer.gradient_norm in on_train_batch_end, and log it",
     "auto_lr_find": "call drivetrain.tuner.Tuner(fit).lr_find(...), or pass LearningRateFinder()",
     "auto_scale_batch_size": "call drivetrain.tuner.Tuner(fit).scale_batch_size(...), or pass BatchSizeFinder()",
-    **dict.fromkeys(("model", "module", "train_dataloaders", "datamodule"), "pass it to the run: fit(module, loader)"),
+    **dict.fromkeys(
+        ("model", "module", "train_dataloaders", "datamodule"), "pass the object to the run: fit(module, loader)"
+    ),
 }
 """Maps the name of an argument of another trainer to the replacement in drivetrain."""
 

@@ -172,13 +172,13 @@ def _from_environment(
                 raise ConfigurationError(
                     f"The environment variable {_format_argument(variable, text)} has no effect.",
                     f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
-                    f"Unset it, and {replacement}; {PREFIX}<NAME> sets an argument of that name.",
+                    f"Unset the variable, and {replacement}; {PREFIX}<NAME> sets the argument of that name.",
                 )
             raise ConfigurationError(
                 f"The environment variable {_format_argument(variable, text)} has no effect."
                 f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
                 f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
-                f"Correct its name, or unset it: unset {variable}",
+                f"Correct the name of the variable, or unset it: unset {variable}",
             )
         values[names[variable]] = (text, f"environment {variable}", True)
     return values
@@ -202,7 +202,9 @@ def _from_file(
         raise ConfigurationError(
             f"{what} cannot be read.",
             f"{type(error).__name__}: {error}",
-            f"Let {CONFIG_VARIABLE} name a TOML file, or unset it." if named is not None else "Repair it or remove it.",
+            f"Set {CONFIG_VARIABLE} to the path of a TOML file, or unset it."
+            if named is not None
+            else "Repair or remove the file.",
         ) from error
     import tomllib
 
@@ -230,7 +232,9 @@ def _new_name(name: str) -> str | None:
 def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
     replacement = _new_name(name)
     if replacement is not None:
-        return ConfigurationError(what, f"{given} has another name here or is set elsewhere.", f"{replacement}.")
+        return ConfigurationError(
+            what, f"{given} has another name in drivetrain, or is set in another place.", f"{replacement}."
+        )
     return ConfigurationError(
         what + nearest(name, parameters),
         f"{given} would have no effect.",

@@ -96,26 +96,26 @@ class SecretFilter:
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
-    def take_out(self, values: Mapping[str, Any], tell: bool = True) -> tuple[dict[str, Any], list[str]]:
+    def take_out(self, values: Mapping[str, Any], warn: bool = True) -> tuple[dict[str, Any], list[str]]:
         """Remove secrets as `without_secrets` does.
 
         Args:
             values: the values by name.
-            tell: whether to warn about secrets that were not reported yet. Only one rank passes True.
+            warn: whether to warn about secrets that were not reported yet. Only one rank passes True.
         """
         kept, left_out = without_secrets(values)
-        if tell:
-            self.tell(left_out)
+        if warn:
+            self.warn(left_out)
         return kept, left_out
 
-    def tell(self, left_out: Sequence[str]) -> None:
+    def warn(self, left_out: Sequence[str]) -> None:
         """Warn about secrets that were not reported yet."""
         new = [name for name in left_out if name not in self._reported]
         if new:
             self._reported.update(new)
             logger.warning(
                 "Left out of checkpoints, loggers and run.json, because their names mark them as secrets: %s. The "
-                "module's hparams still have them; load_from_checkpoint takes them as arguments.",
+                "module's hparams still contain them. Pass them to load_from_checkpoint as arguments.",
                 listed(new),
             )
 

@@ -27,7 +27,7 @@ def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
     if op not in _OPERATIONS:
         raise ConfigurationError(
             f"reduce(op={op!r}).{nearest(str(op), _OPERATIONS)}",
-            "it selects how the ranks' tensors are combined.",
+            "op selects how the ranks' tensors are combined.",
             f"use one of {', '.join(_OPERATIONS)}.",
         )
     result = tensor.detach().clone()

@@ -21,7 +21,7 @@ from drivetrain.errors import DistributedError
 
 _FIELD_BITS = 20  # the bits of one count in the counter of an agreement, enough for a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of the store
-_LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the others
+_LEAVE_TIMEOUT = timedelta(seconds=30)  # how long rank 0 keeps hosting the store for the other ranks
 _PING = 30.0  # seconds of waiting between two checks that the absent ranks are alive
 _FAILURE_CHECK = 1.0  # seconds of waiting between two checks for reported failures
 
@@ -47,7 +47,7 @@ class GroupControl:
         rank: this rank.
         world_size: the number of ranks.
         timeout: how long to wait for other ranks in the store.
-        then: a function to call once, after the first step.
+        on_first_step: a function to call once, after the first step.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class GroupControl:
         rank: int,
         world_size: int,
         timeout: timedelta = timedelta(minutes=30),
-        then: Callable[[], None] = lambda: None,
+        on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._group = group
         self.timeout = timeout
-        self._then = then
+        self._on_first_step = on_first_step
         self.external_failures: Callable[[], Sequence[Failure]] = lambda: ()
         self.store = store
         self.rank = rank
@@ -211,7 +211,7 @@ class GroupControl:
     def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         answers = request_stacks(self.store, self.rank, self.world_size, late)
         if late:
-            self.flight.leave()
+            self.flight.write()
         requested = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
         return {rank: answers.get(rank) for rank in requested}
 
@@ -222,7 +222,7 @@ class GroupControl:
         return self.flight.pattern
 
     def after_first_step(self) -> None:
-        self._then()
+        self._on_first_step()
 
     def _delete_agreement(self, number: int) -> None:
         # All ranks have reached agreement `number + 1`, so no rank reads the keys of agreement `number` any more.
@@ -279,7 +279,7 @@ class GroupControl:
         reported = {failure.rank for failure in reports}
         return reports + [failure for failure in self.external_failures() if failure.rank not in reported]
 
-    def settle(self, wait: timedelta) -> None:
+    def wait_for_acknowledgements(self, wait: timedelta) -> None:
         """Wait after a failure until all ranks have seen the failure, because this process may host the store."""
         self.store.set(f"settled/{self.rank}", "")
         end = time.monotonic() + wait.total_seconds()

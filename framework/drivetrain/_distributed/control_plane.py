@@ -64,7 +64,7 @@ class ControlPlane(Protocol):
         """
 
     def clone(self) -> ControlPlane:
-        """Return a second control plane over the same ranks, for use by another thread. Both end together."""
+        """Return a second control plane over the same ranks, for another thread. It ends together with this one."""
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's value on every rank. `plain_values.encode` must accept the value.
@@ -125,7 +125,7 @@ class ControlPlane(Protocol):
     def silent_ranks(self) -> list[int]:
         """Return the ranks that have not reported a failure. Not collective."""
 
-    def settle(self, wait: timedelta) -> None:
+    def wait_for_acknowledgements(self, wait: timedelta) -> None:
         """Wait after a failure, at most ``wait``, until all ranks have seen the failure. Not collective."""
 
 
@@ -205,30 +205,30 @@ class LocalControl:
     def silent_ranks(self) -> list[int]:
         return []
 
-    def settle(self, wait: timedelta) -> None:
+    def wait_for_acknowledgements(self, wait: timedelta) -> None:
         return None
 
 
 def absent_error(
-    what: str, why: str, fix: str, where: Mapping[int, str | None], records: str | None = None
+    what: str, why: str, fix: str, stacks_by_rank: Mapping[int, str | None], records: str | None = None
 ) -> DistributedError:
     """Return the error for ranks that did not arrive in time.
 
     Args:
-        what: which rank waited for which.
+        what: a sentence that names the rank that waited and the ranks that did not arrive.
         why: the likely reason.
-        fix: what to look for.
-        where: the result of `ControlPlane.collect_stacks`.
+        fix: what the user should look for.
+        stacks_by_rank: the result of `ControlPlane.collect_stacks`.
         records: the result of `ControlPlane.records`.
     """
-    ranks, lines = list(where), []
-    for stack, indices in spread(list(where.values())).items():
+    ranks, lines = list(stacks_by_rank), []
+    for stack, indices in spread(list(stacks_by_rank.values())).items():
         description = f"running, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT_RANK}"
         lines.append(f"rank(s) {[ranks[index] for index in indices]}: {description}")
     lines = lines[:_MAX_STACKS]
     if records is not None:
         lines.append(f"The last collectives of each rank: {records}")
-    error_class = DistributedError if None in where.values() else AbsentRanksError
+    error_class = DistributedError if None in stacks_by_rank.values() else AbsentRanksError
     return error_class(what, "\n".join([why, "Where they are:", *lines]), fix)
 
 

@@ -214,5 +214,5 @@ def _dump(error: BaseException) -> str | None:
 
 def _fix(failure: Failure) -> str:
     if failure.signal_name == "SIGKILL":
-        return "SIGKILL comes from outside: usually the kernel's out-of-memory killer (see `dmesg`) or a scheduler"
+        return "SIGKILL comes from outside: usually from the kernel's out-of-memory killer (see `dmesg`) or a scheduler"
     return "see what the rank printed before it ended"

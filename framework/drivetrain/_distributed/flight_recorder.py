@@ -29,7 +29,7 @@ class FlightRecord:
         self.folder: str | None = None
         self.pattern: str | None = None
 
-    def leave(self) -> None:
+    def write(self) -> None:
         """Write ``flight-rank-N.txt``, to be read and compared, and ``flight_rank_N``, a dump for torch's tools.
 
         Do nothing if there is no record or the folder cannot be written.
@@ -52,7 +52,7 @@ class FlightRecord:
 def dump() -> tuple[bytes, dict[str, Any]] | None:
     """Return the recorder's dump, pickled and as a dict, or None if there is no recorder or the recorder is empty.
 
-    ``TORCH_FR_BUFFER_SIZE`` sets how many collectives the recorder holds. The default is 2000, and 0 disables it.
+    ``TORCH_FR_BUFFER_SIZE`` sets how many collectives the recorder holds. The default is 2000; 0 disables the recorder.
     """
     bindings = importlib.import_module("torch._C._distributed_c10d")
     for name in _DUMP_FUNCTIONS:

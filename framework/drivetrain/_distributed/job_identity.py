@@ -74,18 +74,19 @@ class Job:
         if self.name or other.name:
             if self.name == other.name:
                 return ""
-            return f"it is {other.name or 'a job without a name'!r}, and this is {self.name or 'one without a name'!r}"
+            other_name, own_name = (repr(job.name) if job.name else "a job without a name" for job in (other, self))
+            return f"the other job is {other_name}, and this job is {own_name}"
         if self.user != other.user:
-            return f"it belongs to user {other.user}, and this one to user {self.user}"
+            return f"the other job belongs to user {other.user}, and this job to user {self.user}"
         if self.folder != other.folder:
-            return f"it was started in {other.folder}, and this one in {self.folder}"
+            return f"the other job was started in {other.folder}, and this job in {self.folder}"
         if len(self.command) != len(other.command):
-            return "it was started with another command line"
+            return "the other job was started with another command line"
         for (digest, identifies_rank), (other_digest, other_identifies_rank) in zip(
             self.command, other.command, strict=True
         ):
             if digest != other_digest and not (identifies_rank and other_identifies_rank):
-                return "it was started with another command line"
+                return "the other job was started with another command line"
         return ""
 
 

@@ -40,7 +40,7 @@ def _to_plain(value: Any) -> Any:
         return {_PAIRS: [_all_plain(pair) for pair in value.items()]}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise TypeError(f"ranks can only exchange plain values, and this is a {type(value).__name__}")
+    raise TypeError(f"ranks can only exchange plain values, not a {type(value).__name__}")
 
 
 def _all_plain(values: Iterable[Any]) -> list[Any]:

@@ -55,7 +55,7 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ConfigurationError(
                 f"rank 0 cannot host the store at {address}:{port}: port {port} is taken",
-                "another process listens there: a job with the same port, or one that is still ending",
+                "another process listens at this port: a job with the same port, or a job that is still ending",
                 "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
             ) from error
         raise _cannot_host(address, port, error) from error
@@ -91,7 +91,7 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
     except RuntimeError as error:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, which is not the store of this job",
-            "its host has not set the job, so another program seems to use the port",
+            "the host of the store has not set the job, so another program seems to use the port",
             "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
         ) from error
     _refuse_other_job(job, Job.decode(store.get(_JOB_KEY)), rank, address, port)
@@ -120,9 +120,9 @@ def _refuse_other_job(job: Job, store_job: Job, rank: int, address: str, port: i
     if difference:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, where the processes of another job meet",
-            f"both jobs use port {port}; the other one differs: {difference}",
-            "set MASTER_PORT to another port for all processes of this job; if it is the same job after all, set "
-            "TORCHELASTIC_RUN_ID to the same name for all of its processes",
+            f"both jobs use port {port}, and {difference}",
+            "set MASTER_PORT to another port for all processes of this job; if all processes belong to one job, set "
+            "TORCHELASTIC_RUN_ID to the same name for all of them",
         )
 
 
@@ -153,6 +153,6 @@ def _listen_on_all(port: int) -> socket.socket:
 def _cannot_host(address: str, port: int, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"rank 0 cannot host the store at {address}:{port}: {error}",
-        "all processes connect to it",
+        "all processes connect to this store",
         "set MASTER_ADDR to a name of this machine and MASTER_PORT to a free port",
     )

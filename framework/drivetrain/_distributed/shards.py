@@ -65,7 +65,7 @@ class ParameterShard:
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor. Collective."""
         if self.gather is None:
-            raise TypeError(f"{self.region} of a tensor of shape {self.shape}: it cannot be gathered.")
+            raise TypeError(f"The shard {self.region} of a tensor of shape {self.shape} cannot be gathered.")
         return self.gather()
 
 

@@ -228,9 +228,9 @@ class RunCheckpoints:
             current = {name: value for name, value in current.items() if name != "data"}
         found = find_differences(self.opened.state().get("made_of"), current)
         refuse_differences(self.opened.path, found, self._allow)
-        differing = {difference.consent for difference in found}
+        differing = {difference.kind for difference in found}
         if differing - self._accepted_differences and self._core.strategy.rank == 0:
-            new = [difference for difference in found if difference.consent not in self._accepted_differences]
+            new = [difference for difference in found if difference.kind not in self._accepted_differences]
             text = "; ".join(f"{difference.saved}, now {difference.now}" for difference in new)
             logger.warning("These differences from the resumed run are allowed: %s.", text)
         self._accepted_differences |= differing

@@ -53,7 +53,7 @@ def build_evaluation(
             _safe_mover(core, data, stage, move),
         ),
         reporting=Reporting(
-            core.metrics, None if limits is not None else core.logger_call(), core.pacing(), data.lengths
+            core.metrics, None if limits is not None else core.logger_call(), core.progress_reporter(), data.lengths
         ),
         mode=EvaluationMode(
             core.evaluation.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
@@ -108,10 +108,10 @@ def build_prediction(
             data.loaded.limits["predict"],
             _safe_mover(core, data, "predict", move),
         ),
-        reporting=Reporting(core.metrics, None, core.pacing(), data.lengths),
+        reporting=Reporting(core.metrics, None, core.progress_reporter(), data.lengths),
         inference_mode=_inference_mode(core),
-        keeps=core.request.return_predictions,
-        before=partial(_predicted_before, core),
+        keeps_outputs=core.request.return_predictions,
+        get_predicted_checks=partial(_predicted_before, core),
     ).run
 
 

@@ -80,7 +80,7 @@ def resolve_cause(
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
         if isinstance(error, AbsentRanksError):
-            _call_with_timeout(_CAUSE_TIMEOUT, lambda: control.settle(_SHORT_LINGER))
+            _call_with_timeout(_CAUSE_TIMEOUT, lambda: control.wait_for_acknowledgements(_SHORT_LINGER))
             return error, None
         if is_cause:
             # A caller who starts a function in other processes hosts their store itself: no rank depends on this one.
@@ -102,7 +102,7 @@ def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger
     """Wait for the other ranks' failures. Return the lowest rank with the same error, or None if it is this rank."""
     end = time.monotonic() + linger.total_seconds()
     ranks = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
-    control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
+    control.wait_for_acknowledgements(timedelta(seconds=max(0.0, end - time.monotonic())))
     lowest = min(ranks, default=failure.rank)
     return lowest if lowest < failure.rank else None
 
@@ -112,7 +112,7 @@ def _find_cause_elsewhere(
 ) -> BaseException:
     cause = _wait_for_cause(control, world)
     silent = control.silent_ranks()
-    control.settle(timedelta(0))
+    control.wait_for_acknowledgements(timedelta(0))
     if cause is not None and cause.distance < failure.distance:
         return RankFailedError(cause)
     if failure.distance == 2 and silent:

@@ -1,4 +1,4 @@
-"""Refuses methods whose names resemble hooks, since the engine would never call such a method and not say so."""
+"""Refuses methods whose names resemble hooks, because the engine would silently never call such a method."""
 
 from __future__ import annotations
 
@@ -33,23 +33,26 @@ _SYNONYM_PATTERN = re.compile(rf"({'|'.join(_SYNONYMS)})$")
 _MIN_SIMILARITY = 0.88
 """A name that is at least this similar to a hook's is refused, such as "validation_steps" but not "training_loss"."""
 
-_EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which has no other parameter"
+_EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which gets no outputs"
 _ZERO_GRAD_FIX = (
-    "on_before_zero_grad(self, optimizer) is called before it; to clear them another way, set "
+    "write on_before_zero_grad(self, optimizer), which is called before gradients are cleared; or set "
     "self.automatic_optimization = False and call zero_grad in training_step"
 )
-_MODE_FIX = "set the mode of the layers that need another in on_{}_start(self), and restore it in on_{}_end(self)"
+_MODE_FIX = "set the mode of layers that need a different one in on_{}_start(self), and restore it in on_{}_end(self)"
 _LIGHTNING_FIXES = {
     "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
     "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
     "test_epoch_end": _EPOCH_END_FIX.format("on_test_epoch_end"),
     "predict_epoch_end": _EPOCH_END_FIX.format("on_predict_epoch_end"),
-    **dict.fromkeys(("training_end", "training_step_end"), "do it in training_step, or write on_train_batch_end"),
-    **dict.fromkeys(("validation_end", "validation_step_end"), "do it in validation_step"),
-    "test_step_end": "do it in test_step",
+    **dict.fromkeys(
+        ("training_end", "training_step_end"), "move its code into training_step, or write on_train_batch_end"
+    ),
+    **dict.fromkeys(("validation_end", "validation_step_end"), "move its code into validation_step"),
+    "test_step_end": "move its code into test_step",
     "backward": (
-        "on_before_backward(self, loss) and on_after_backward(self) are called around it; for a backward of your own "
-        "set self.automatic_optimization = False and call self.manual_backward(loss) in training_step"
+        "write on_before_backward(self, loss) or on_after_backward(self), which are called around the backward; for a "
+        "backward of your own set self.automatic_optimization = False and call self.manual_backward(loss) in "
+        "training_step"
     ),
     "optimizer_zero_grad": _ZERO_GRAD_FIX,
     "on_validation_model_zero_grad": _ZERO_GRAD_FIX,
@@ -82,7 +85,7 @@ _MODULE_HOOKS = (
     *("transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 )
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""Steps may take any of batch, batch_idx and dataloader_idx; the loops check their signatures."""
+"""Steps may take any of batch, batch_idx and dataloader_idx. The loops check the signatures of the steps."""
 
 _DATA_HOOKS = tuple(
     name
@@ -139,7 +142,7 @@ def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArgumen
         kinds = (("a module", _MODULE_HOOKS), ("a callback", HOOKS), ("a data module", _DATA_HOOKS))
         owners = [kind for kind, names in kinds if name in names]
         if owners:
-            return f"it is a hook of {' and of '.join(owners)}: write it there"
+            return f"write it in {' or in '.join(owners)}, which has a hook of that name"
     elif base is Callback or (base is DataModule and re.fullmatch(r"\w+_steps?", name)):
         return None
     matches_pattern = (_HOOK_PATTERN if is_on_hook else _STEP_PATTERN).fullmatch(name) is not None
@@ -209,8 +212,8 @@ def _calls_itself(owner: object, base: type, method: str) -> bool:
 def _is_called(owner: object, base: type, method: str) -> bool:
     """Whether the user's files call ``method``.
 
-    The result is False for ``backward``, because losses have a method of that name, and for loader methods, because
-    a call of such a name proves nothing.
+    The result is False for ``backward`` and for loader methods, because a call of such a name may call the method of
+    another object, such as a loss.
     """
     if method == "backward" or _LOADER_PATTERN.fullmatch(method):
         return False
@@ -234,7 +237,7 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
         raise ConfigurationError(
             f"{type(owner).__name__}.{name} is a {type(hook).__name__}.",
             "the engine calls a method of that name.",
-            f"store it under another name, and write def {name}(self), which returns it.",
+            f"store the object under another name, and write def {name}(self), which returns it.",
         )
     expected = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     # Evaluation hooks get dataloader_idx only if there are several loaders.
@@ -255,7 +258,7 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
     except TypeError as error:
         raise ConfigurationError(
             f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(passed)}): {error}.",
-            "that is how the engine calls it.",
+            "the engine calls the method with these arguments.",
             f"write def {name}({', '.join(['self', *passed])}).",
         ) from None
 

@@ -26,7 +26,7 @@ _SEPARATORS = "_-/. "
 
 
 class MonitorCheck:
-    """Compares the monitored names with those that the sanity check and the first step have logged.
+    """Compares the monitored names with the names that the sanity check and the first step have logged.
 
     Args:
         run: the run.
@@ -57,8 +57,8 @@ class MonitorCheck:
             if self._may_log_later() and not get_close_matches(name, known, n=1, cutoff=0.85):
                 continue
             logger.warning(
-                "%s: nothing of that name was logged in %s first step.%s Logged names: %s. Unless it is logged later, "
-                "the run fails when it reads the value. This is logged once.",
+                "%s: nothing of that name was logged in %s first step.%s Logged names: %s. Unless the name is logged "
+                "later, the run fails when the value is read. This warning is not repeated.",
                 monitored_by,
                 "the sanity check and the" if self._validated else "the",
                 nearest(name, known),
@@ -102,7 +102,7 @@ class MonitorCheck:
 
 
 def _logs(code: CodeType, name: str) -> bool:
-    """Whether a function logs ``name``: one that only builds callbacks may contain the name too."""
+    """Whether a function contains ``name`` and logs values. A function that builds callbacks may contain names too."""
     return not {"log", "log_dict"}.isdisjoint(code.co_names) and _contains(code, name)
 
 

@@ -59,7 +59,7 @@ def set_up_optimizers(
         strategy.broadcast_module(module)
     trainables.accept_strategy_changes(before)
     configs += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
-    if core.request.trial:  # a trial sets the learning rate itself, or does not depend on it
+    if core.request.trial:  # a trial either sets the learning rate itself or does not depend on it
         configs = []
     trainables.begin(optimizers, configs)
     if not optimizers:
@@ -76,13 +76,13 @@ def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool)
         if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
             logger.warning(
                 "configure_optimizers: interval, frequency and monitor of %s are ignored in manual optimization, where "
-                "training_step steps it by self.lr_schedulers().step().",
+                "training_step steps the scheduler by self.lr_schedulers().step().",
                 kind,
             )
         elif automatic and config.monitor is not None and not config.plateau:
             logger.warning(
-                "configure_optimizers: 'monitor': %r is ignored with %s, whose step takes no value. If it takes one, "
-                "return 'reduce_on_plateau': True as well.",
+                "configure_optimizers: 'monitor': %r is ignored with %s, whose step takes no value. If its step does "
+                "take the value, return 'reduce_on_plateau': True as well.",
                 config.monitor,
                 kind,
             )

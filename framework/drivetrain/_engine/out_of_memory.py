@@ -70,8 +70,8 @@ def _note(error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], b
     for entry in tensors:
         totals[entry.kind] = totals.get(entry.kind, 0) + entry.nbytes
     strategy, progress = run.strategy, run.progress
-    where = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={progress.global_step}"
-    lines = [f"Out of memory on {where}. On this rank there were:"]
+    position = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={progress.global_step}"
+    lines = [f"Out of memory on {position}. On this rank there were:"]
     lines.append("  " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in totals.items()))
     if strategy.device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
@@ -148,7 +148,10 @@ def _size(nbytes: int) -> str:
 
 
 def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
-    """Return what to change, most effective first: the parameters' state if it takes more than half of the memory."""
+    """Return the settings to change, the most effective first.
+
+    Settings that reduce parameters, gradients and optimizer state come first if these use more than half of the memory.
+    """
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = run.strategy
     used = torch.cuda.memory_allocated(strategy.device) if strategy.device.type == "cuda" else sum(totals.values())
@@ -165,7 +168,7 @@ def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> lis
 
 
 def _texts_about(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:
-    return [each.text for each in advice if each.lessens == use]
+    return [each.text for each in advice if each.reduces == use]
 
 
 def _smaller_batches(run: RunCore, size: int | None, fitting: bool) -> list[str]:

@@ -122,7 +122,7 @@ class Profiling(NoProfiling):
         run_folder = self._folder.path if self._facts.stage == "fit" else self._fit_folder
         return child(run_folder or trainer.default_root_dir, FOLDER)
 
-    # Wrapping the parts of a run, and the facts about its loaders
+    # Wrapping the parts of a run, and recording the settings of its loaders
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
         return self._profiler.profile(phase)
@@ -212,7 +212,7 @@ class Profiling(NoProfiling):
 
 
 class _ProfiledSource:
-    """A source of batches whose reading is timed."""
+    """A source of batches that times how long the batches take to arrive."""
 
     def __init__(self, source: BatchSource, follow: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self._source = source
@@ -268,7 +268,7 @@ class _ProfiledLoop(TrainLoop):
 
 
 class _ProfiledSaves(SaveRequests):
-    """Requests for checkpoints, of which each is timed when it is carried out."""
+    """A queue of requested checkpoints that times the saving of each."""
 
     def __init__(self, call: Callable[[str, Callable[[], None]], Callable[[], None]]) -> None:
         super().__init__()

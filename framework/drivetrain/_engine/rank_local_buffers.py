@@ -1,4 +1,4 @@
-"""Saves and restores buffers whose values differ between ranks, which the strategy does not synchronise."""
+"""Saves and restores the buffers whose values differ between ranks, because the strategy does not synchronize them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def collect_rank_local_buffers(
 
     Args:
         module: the user's module.
-        saved: names in the checkpoint's weights; other buffers are not persistent.
-        overrides: this rank's own values of buffers that hold rank 0's for the time of an evaluation.
-        control: connects the ranks.
+        saved: the names in the checkpoint's weights. Buffers with other names are not persistent.
+        overrides: this rank's values of the buffers that hold rank 0's values during an evaluation.
+        control: the control plane.
     """
     if control.world_size == 1:
         return {}
@@ -35,19 +35,19 @@ def collect_rank_local_buffers(
     return {
         name: buffer
         for name, buffer in buffers.items()
-        if any(of_rank.get(name) != checksums[0].get(name) for of_rank in checksums)
+        if any(rank_checksums.get(name) != checksums[0].get(name) for rank_checksums in checksums)
     }
 
 
 def _checksum(buffer: torch.Tensor) -> int:
-    """Return a checksum of the values, so that ranks can compare them without sending them."""
+    """Return a checksum of the values, by which ranks compare the values without sending them."""
     values = row_major(buffer.detach().cpu())
     return crc32(values.view(torch.uint8).numpy()) if len(values) else 0
 
 
 @torch.no_grad()
 def load_rank_local_buffers(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Load what `collect_rank_local_buffers` returned on this rank."""
+    """Load the buffers that `collect_rank_local_buffers` returned on this rank."""
     for name, buffer in list(module.named_buffers()):
         if name not in saved:
             continue

@@ -47,7 +47,7 @@ class RankLog:
 
     @property
     def folder(self) -> str | None:
-        """The local folder of all ranks' logs; None if the run writes none or has no folder yet."""
+        """The local folder of all ranks' logs; None if the run writes no logs or has no folder yet."""
         root = (self._run.path or self._fallback) if self._enabled else None
         return None if root is None or "://" in root else os.path.join(os.path.abspath(root), "logs")
 
@@ -91,14 +91,14 @@ class RankLog:
         if not self._enabled:
             return
         threads = ""
-        with contextlib.suppress(OSError):  # the disk is full
+        with contextlib.suppress(OSError):  # the disk may be full
             threads = f"Threads, innermost call first:\n{_thread_stacks()}"
         self.add(f"The run failed.\n{traceback.rstrip()}\n{threads}")
         self._note_path(error)
 
     def add_cause(self, cause: BaseException) -> None:
-        """Write the other rank's failure that caused this rank's."""
-        self.add(f"It follows from this:\n{cause}")
+        """Write the failure of another rank that caused this rank's failure."""
+        self.add(f"The failure was caused by another rank:\n{cause}")
         self._note_path(cause)
 
     def _note_path(self, error: BaseException) -> None:
@@ -120,7 +120,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
-            logging.lastResort.handle(record)  # the logging module uses it only for loggers without any handler
+            logging.lastResort.handle(record)  # `logging` itself uses lastResort only for loggers without a handler
         self._log.add(self.format(record))
 
 

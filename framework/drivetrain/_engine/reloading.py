@@ -1,4 +1,4 @@
-"""Rebuilds the loaders of a fit every n epochs, and at the same epochs in a resumed run."""
+"""Rebuilds the loaders of a fit every n epochs. A resumed run rebuilds them at the same epochs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-_LOADERS = 0x6C6F6164
-"""Separates the seeds used while loaders are built from others derived from the same numbers."""
+_LOADER_SEED = 0x6C6F6164
+"""A constant that makes the seeds used while loaders are built differ from others derived from the same numbers."""
 
 
 class Reloading:
@@ -33,12 +33,12 @@ class Reloading:
 
     A resumed run has the same loaders as the saved run, since loaders depend only on the run's seed and the epoch at
     which they are built. While they are built, `trainer.current_epoch` is that epoch, even in a run that is resumed
-    later, and the generators are seeded from the run's seed and the epoch, the same on every rank. The generators are
-    restored afterwards.
+    in a later epoch, and the random generators are seeded from the run's seed and that epoch, the same on every rank.
+    The generators are restored afterwards.
 
     Args:
         core: the run.
-        data: its data, whose loaders are replaced.
+        data: the run's data, whose loaders are replaced.
         components: the description of the run's parts that checkpoints store.
         load: builds the loaders.
     """
@@ -53,7 +53,7 @@ class Reloading:
         self._use: Callable[[StageData], None] | None = None
 
     def begin(self, opened: Checkpoint | None) -> None:
-        """Build the first loaders of the run: those of epoch 0, or of the epoch that ``opened`` was saved in."""
+        """Build the first loaders of the run: the loaders of epoch 0, or of the epoch that ``opened`` was saved in."""
         core, data = self._core, self._data
         data.reload = self.reload
         if opened is not None:
@@ -68,7 +68,7 @@ class Reloading:
         if data.given.train is not None and core.strategy.rank == 0:
             logger.warning(
                 "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
-                "Only loaders from train_dataloader of a data module or of the module are.",
+                "Only the loaders that train_dataloader of the module or of a data module returns are rebuilt.",
                 self._every,
             )
 
@@ -96,8 +96,8 @@ class Reloading:
         """Build the loaders of ``epoch``, unless they are the current ones. Collective.
 
         Raises:
-            DistributedError: they differ between ranks.
-            ConfigurationError: they cannot be trained on.
+            DistributedError: the loaders differ between ranks.
+            ConfigurationError: the loaders cannot be used for training.
         """
         if self._first_epoch(epoch) == self._loaded_at:
             return
@@ -118,7 +118,7 @@ class Reloading:
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
             with preserved_generators(self._core.strategy.device):
-                seed_rank(derive_seed(_LOADERS, self._data.seed, self._loaded_at), 0)
+                seed_rank(derive_seed(_LOADER_SEED, self._data.seed, self._loaded_at), 0)
                 return self._load()
         finally:
             progress.epoch = current

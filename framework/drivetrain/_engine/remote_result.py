@@ -21,10 +21,10 @@ class Outcome:
     Attributes:
         result: the return value of the stage.
         tensors: the module's parameters and buffers by name, in their final dtypes; empty if ``layers`` holds them.
-        trains: by parameter name, whether it requires a gradient.
+        trains: whether each parameter requires a gradient, by parameter name.
         extra: the result of each layer's ``get_extra_state``, by layer name.
         layers: the module's layers, if the run built or replaced any; else None.
-        progress: the counters.
+        progress: the counters of the run, such as the number of optimizer steps.
         metrics: the logged values, under every name by which they can be monitored.
         callbacks: the states of the callbacks, in their order.
         state: the trainer's ``state``.
@@ -56,7 +56,7 @@ class Outcome:
         """Collect the state after a run; only rank 0 includes the result and the module.
 
         Args:
-            trainer: the `Fit` that ran it.
+            trainer: the `Fit` that ran the module.
             module: the module that was run.
             result: the return value of the stage.
             before: the module's layers before the run.
@@ -87,10 +87,10 @@ class Outcome:
         )
 
     def fill(self, module: TrainModule) -> None:
-        """Copy rank 0's module into the caller's. Its tensors stay the same objects unless layers changed.
+        """Copy rank 0's module into the caller's module, whose tensors stay the same objects unless layers changed.
 
         Raises:
-            ConfigurationError: layers that the run built could not be pickled, and cannot be built here.
+            ConfigurationError: layers that the run built could not be pickled, and cannot be built in this process.
         """
         if self.layers is not None and layer_structure(module) != self.layers.structure:
             self.layers.put_into(module)
@@ -114,8 +114,8 @@ def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _with_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Give the caller's tensor the shape and dtype of the run's, as a conversion in this process would have done."""
-    if own.is_meta:  # the run materialized it
+    """Give the caller's tensor the shape and dtype of the run's tensor, as a conversion in this process would do."""
+    if own.is_meta:  # the run materialized the tensor
         fresh = torch.empty_like(wanted)
         replacement = nn.Parameter(fresh, own.requires_grad) if isinstance(own, nn.Parameter) else fresh
         for layer in module.modules():
@@ -124,5 +124,5 @@ def _with_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) ->
         return replacement
     if own.shape != wanted.shape or own.dtype != wanted.dtype:
         own.data = torch.empty_like(wanted, device=own.device)
-        own.grad = None  # it has the old shape or dtype
+        own.grad = None  # the gradient has the old shape or dtype
     return own

@@ -13,7 +13,7 @@ _SCONTROL_TIMEOUT = 30  # seconds
 
 
 def requeue(number: int, variables: Mapping[str, str]) -> None:
-    """Requeue this SLURM job if it stopped for a signal that only announces its time limit.
+    """Requeue this SLURM job if the run stopped because of a signal that only announces the job's time limit.
 
     ``sbatch --signal=USR1@90`` sends such a signal. SIGTERM does not count: ``scancel`` sends it too, and SLURM itself
     requeues a job that it preempts.

@@ -26,7 +26,7 @@ def check_requirements(stage: str, module: TrainModule, given: DataArguments) ->
     """Check that the module has the methods that training calls, and no misnamed hooks, and that loaders are loaders.
 
     Raises:
-        ConfigurationError: says what is missing and how to write it.
+        ConfigurationError: a method is missing or misnamed, or a loader is not a loader. The error says how to fix it.
     """
     if stage == "fit":
         for name, signature in _REQUIRED_METHODS.items():
@@ -36,7 +36,7 @@ def check_requirements(stage: str, module: TrainModule, given: DataArguments) ->
                 hint = f" It has {close[0]!r}, which the engine never calls." if close else ""
                 raise ConfigurationError(
                     f"{type(module).__name__} has no {name}.{hint}",
-                    "fit cannot train without it.",
+                    f"fit cannot train without {name}.",
                     f"write {signature}.",
                 )
     from drivetrain._engine.misnamed_hooks import check_hooks
@@ -49,8 +49,8 @@ def check_requirements(stage: str, module: TrainModule, given: DataArguments) ->
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
                 raise ConfigurationError(
                     f"{stage} was given a {type(loader).__name__}, which is a data set.",
-                    "it yields single samples; steps take batches.",
-                    "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True).",
+                    "a data set yields single samples, and steps take batches.",
+                    "wrap it in a loader: torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True).",
                 )
 
 

@@ -12,7 +12,7 @@ from drivetrain.data._batch_source import BatchSource
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.errors import ConfigurationError, nearest
 
-CONSENTS = ("data", "optimizer", "scheduler", "module")
+ALLOWABLE_DIFFERENCES = ("data", "optimizer", "scheduler", "module")
 """The differences from the saved run that `fit(..., allow=)` may permit."""
 
 
@@ -20,12 +20,12 @@ class Difference(NamedTuple):
     """A difference between the saved run and this one.
 
     Attributes:
-        consent: what `allow` must contain to permit it.
-        saved: description of the saved run's part.
-        now: description of this run's.
+        kind: the name that `allow` must contain to permit the difference.
+        saved: a description of the part of the saved run that differs.
+        now: a description of the same part of this run.
     """
 
-    consent: str
+    kind: str
     saved: str
     now: str
 
@@ -34,21 +34,24 @@ def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
     """Return ``allow`` as a tuple.
 
     Raises:
-        ConfigurationError: it contains an unknown name.
+        ConfigurationError: ``allow`` contains an unknown name.
     """
     named = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in named:
-        if name not in CONSENTS:
+        if name not in ALLOWABLE_DIFFERENCES:
             raise ConfigurationError(
-                f"fit(allow={name!r}) is unknown.{nearest(str(name), CONSENTS)}",
-                "it names what may differ from the run that ckpt_path resumes.",
-                f"give some of {', '.join(CONSENTS)}.",
+                f"fit(allow={name!r}) is unknown.{nearest(str(name), ALLOWABLE_DIFFERENCES)}",
+                "allow names the parts that may differ from the run that ckpt_path resumes.",
+                f"give some of {', '.join(ALLOWABLE_DIFFERENCES)}.",
             )
     return named
 
 
 def class_name(instance: object) -> str:
-    """Return the class's full name; without the module for a class of ``__main__``, which may be imported next time."""
+    """Return the full name of the object's class, without the module if it is ``__main__``.
+
+    The next run may import a script that was ``__main__``, so that its classes get another module.
+    """
     kind = type(instance)
     return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -59,7 +62,7 @@ def class_names(optimizers: Sequence[Any]) -> list[str]:
 
 
 def data_facts(source: BatchSource | None, loaders: Sequence[Any]) -> dict[str, Any]:
-    """Return what a checkpoint records of the training data: the number of samples and the kind of order.
+    """Return the description of the training data in a checkpoint: the number of samples and the kind of order.
 
     Batch sizes are not recorded: they may differ between runs.
 
@@ -99,9 +102,9 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     if not isinstance(saved, dict):
         return []
     result = []
-    for key, consent in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
+    for key, kind in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
         if key in saved and key in now and not _same(saved[key], now[key]):
-            result.append(Difference(consent, _describe(saved[key]), _describe(now[key])))
+            result.append(Difference(kind, _describe(saved[key]), _describe(now[key])))
     saved_data, data = saved.get("data"), now.get("data")
     if isinstance(saved_data, dict) and isinstance(data, dict):
         samples, count = saved_data.get("samples"), data["samples"]
@@ -118,17 +121,17 @@ def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequ
     """Raise an error for differences that ``allow`` does not permit.
 
     Raises:
-        ConfigurationError: names the differences, and what to pass as ``allow``.
+        ConfigurationError: a difference is not permitted. The error names it, and what to pass as ``allow``.
     """
-    refused = [difference for difference in differences if difference.consent not in allow]
+    refused = [difference for difference in differences if difference.kind not in allow]
     if refused:
-        consents = ", ".join(f'"{consent}"' for consent in dict.fromkeys(each.consent for each in refused))
+        kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(each.kind for each in refused))
         raise ConfigurationError(
             f"The run of {path!r} had {'; '.join(f'{each.saved}, and this one {each.now}' for each in refused)}.",
             "the saved state does not belong to these parts: samples would be used twice or never, or an optimizer "
             "would continue with the state of another.",
-            f"make them the same, or allow it: fit(..., allow=({consents},)). Weights alone are loaded by "
-            "load_from_checkpoint.",
+            f"make the parts the same, or allow the difference: fit(..., allow=({kinds},)). To load only the "
+            "weights, use load_from_checkpoint.",
         )
 
 
@@ -137,7 +140,7 @@ def _same(saved: Any, now: Any) -> bool:
         return len(saved) == len(now) and all(map(_same, saved, now))
     if saved == now:
         return True
-    # A class of a script is recorded without a module, and with one if the script is imported later.
+    # A class of a script is recorded without its module, but with its module if the script is imported later.
     names = str(saved).rpartition("."), str(now).rpartition(".")
     return names[0][2] == names[1][2] and "" in (names[0][0], names[1][0])
 

@@ -14,7 +14,7 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
 
 if TYPE_CHECKING:
-    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._loops.progress_reports import ProgressReporter
 
 
 class RunCallbacks:
@@ -68,7 +68,7 @@ class RunCallbacks:
         """Set up the callbacks that ``setup`` hooks appended to ``trainer.callbacks``, and drop the removed ones.
 
         Args:
-            stage: the argument of their ``setup``.
+            stage: the stage, which is passed to ``setup``.
             after_collect: called before each round of ``setup``.
         """
         while appended := self._appended():
@@ -89,8 +89,8 @@ class RunCallbacks:
         if appended:
             raise ConfigurationError(
                 f"{type(appended[0]).__name__} was appended to trainer.callbacks after the set-up.",
-                "overridden hooks are looked up once, before training: its hooks would never be called.",
-                "append it in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
+                "overridden hooks are looked up once, before training, so the callback's hooks would never be called.",
+                "append the callback in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
             )
 
     def detach(self) -> None:
@@ -98,7 +98,7 @@ class RunCallbacks:
         for callback in self._all:
             bind_logging(callback, None)
 
-    def pacing(self, every: int) -> Pacing | None:
+    def progress_reporter(self, every: int) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`.
 
         Args:
@@ -107,10 +107,10 @@ class RunCallbacks:
         listeners = [callback for callback in self._all if is_overridden("write_progress", callback, Callback)]
         if not listeners or every <= 0:
             return None
-        from drivetrain._loops.progress_reports import Pacing  # only runs that report progress need it
+        from drivetrain._loops.progress_reports import ProgressReporter  # only runs that report progress need it
 
         writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
-        return Pacing(writers, every)
+        return ProgressReporter(writers, every)
 
     def _appended(self) -> list[Callback]:
         known = {id(callback) for callback in self._from_trainer}

@@ -1,4 +1,4 @@
-"""RunCheckpoint: collects what a checkpoint stores of a run, and loads it into a run."""
+"""RunCheckpoint: collects the state of a run that a checkpoint stores, and loads a checkpoint's state into a run."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ from drivetrain.strategies._optimizer_state import named_optimizer_state, regrou
 logger = logging.getLogger("drivetrain")
 
 _RESUME_SEED = 0x616E6577
-"""Separates the seeds of a run resumed on other ranks from others derived from the same numbers."""
+"""A constant that makes the seeds of a resumed run differ from other seeds that are derived from the same numbers.
+
+The seeds are used if the data is split over the ranks differently than before, or is read from the start of the epoch.
+"""
 
 
 class RunCheckpoint:
     """Collects and loads the contents of a checkpoint.
 
     Args:
-        core: the run.
-        data: its data.
+        core: the parts of the run that every stage has.
+        data: the run's data.
         parts: the parts of a fit that a checkpoint stores.
         memory: state that the run's checkpoints share.
     """
@@ -59,20 +62,20 @@ class RunCheckpoint:
     # Saving
 
     def contents(self, weights_only: bool, trainable_only: bool = False, dry_run: bool = False) -> Contents:
-        """Collect this rank's part of the checkpoint; calls the hooks that add to it.
+        """Call the hooks that add state to a checkpoint, and return this rank's part of the checkpoint.
 
         Args:
-            weights_only: leave out what only a resumed run needs.
-            trainable_only: store only checksums of parameters that have never trained. Collective then.
+            weights_only: leave out the state that only a resumed run needs.
+            trainable_only: store only checksums of parameters that have never trained. The call is then collective.
             dry_run: whether nothing will be written. Errors of hooks are then ignored, since what hooks need may not
                 exist yet.
         """
         core, strategy, module = self._core, self._strategy, self._module
-        hyper_parameters, left_out = core.secrets.take_out(module.hparams, tell=strategy.rank == 0)
+        hyper_parameters, left_out = core.secrets.take_out(module.hparams, warn=strategy.rank == 0)
         datamodule = core.datamodule
         data_hyper_parameters: Any = {}
         if datamodule is not None:
-            data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, tell=strategy.rank == 0)
+            data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, warn=strategy.rank == 0)
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),
@@ -107,7 +110,7 @@ class RunCheckpoint:
         self._update_trained()
         parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
         memory.trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
-        for state in contents.optimizers:  # parameters that were frozen again since the last save
+        for state in contents.optimizers:  # parameters that have trained and were frozen since the last save
             memory.trained |= {name for name, values in state["state"].items() if values}
         base = {name for name in parameters if name in weights and name not in memory.trained}
         if unknown := base - memory.base.keys():
@@ -174,7 +177,7 @@ class RunCheckpoint:
 
     def _callback_tensors(self, dry_run: bool) -> dict[str, Mapping[str, Any]]:
         if not self._running:
-            return {}  # sharded tensors ended with their processes
+            return {}  # sharded tensors may no longer exist after the run
         found: dict[str, Mapping[str, Any]] = {}
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(dry_run):
@@ -195,7 +198,7 @@ class RunCheckpoint:
         return [name for name in self._frozen() if name in trained]
 
     def _update_trained(self) -> set[str]:
-        """Return the names of parameters that train or have trained, after adding those that do now."""
+        """Add the parameters that train now to the names of parameters that have trained; return all these names."""
         if self._trainables is not None:
             self._memory.trained |= self._trainables.trained
         return self._memory.trained
@@ -222,9 +225,9 @@ class RunCheckpoint:
     # Loading
 
     def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the saved parameter groups, some of which may have been added during that run. Collective.
+        """Restore the saved parameter groups, some of which may have been added during the saved run. Collective.
 
-        The groups' settings are loaded with their state.
+        The groups' settings, such as the learning rates, are loaded later by `load`.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
             return  # `load` reports this error
@@ -237,7 +240,7 @@ class RunCheckpoint:
             if dropped and self._strategy.rank == 0:
                 logger.warning(
                     "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
-                    "in that run; optimizer.add_param_group adds them.",
+                    "in the saved run. To add them, call optimizer.add_param_group.",
                     number,
                     len(dropped),
                     checkpoint.path,
@@ -248,7 +251,7 @@ class RunCheckpoint:
         """Load a checkpoint's weights and nothing else.
 
         Raises:
-            CheckpointError: it is damaged or does not fit; nothing was changed.
+            CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
         """
         self._check_base(checkpoint)
         self._load_weights(checkpoint, self._read_collectively(checkpoint, lambda: self._read_weights(checkpoint)))
@@ -258,11 +261,12 @@ class RunCheckpoint:
 
         Args:
             checkpoint: a checkpoint of this run or another.
-            rolling_back: the run goes back to its own checkpoint: also restore frozen parameters and parameter groups.
+            rolling_back: whether this run returns to one of its checkpoints. The frozen parameters and the parameter
+                groups are then restored too.
             reset: state not to load because it does not fit: some of "optimizer", "scheduler" and "data".
 
         Raises:
-            CheckpointError: it is damaged or does not fit; nothing was changed.
+            CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
         """
         core, strategy, optimization = self._core, self._strategy, self._optimization
 
@@ -310,13 +314,13 @@ class RunCheckpoint:
 
     def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
         base = checkpoint.manifest.metadata.base
-        if base:  # the module's own values, which `_check_base` has compared
+        if base:  # `_check_base` has found that the module has the same values
             own: Mapping[str, Any] = self._strategy.model_state()
             weights = {**{name: self._strategy.shard_of(own[name]) for name in base}, **weights}
         self._strategy.load_model_state(weights)
 
     def _restore_position(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Restore the position in the data and the generators; exact only if the data is split as before."""
+        """Restore the position in the data and the random generators, exactly only if the data is split as before."""
         data, progress, saved = self._data, self._core.progress, state["data"]
         if data.reload is not None:
             data.reload(progress.epoch)
@@ -362,7 +366,7 @@ class RunCheckpoint:
                 callback.on_load_checkpoint(trainer, self._module, saved["extra"])
 
     def _check_base(self, checkpoint: Checkpoint) -> None:
-        """Refuse a ``trainable_only`` checkpoint whose base weights are not the module's. Collective."""
+        """Refuse a ``trainable_only`` checkpoint whose base weights differ from the module's. Collective."""
         base = checkpoint.manifest.metadata.base
         if not base:
             return
@@ -389,7 +393,7 @@ class RunCheckpoint:
         unclaimed = sorted(saved.keys() - {key for key, _ in self._callbacks_by_key()})
         if unclaimed and self._strategy.rank == 0:
             logger.warning(
-                "%r has tensors of %s, which this run does not have: they are ignored.",
+                "%r has tensors of callbacks that this run does not have: %s. The tensors are ignored.",
                 checkpoint.path,
                 listed(unclaimed),
             )
@@ -400,7 +404,7 @@ class RunCheckpoint:
         }
 
     def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved rank states that this rank takes over: exactly one if the number of ranks is the same."""
+        """Return the saved states of the ranks whose work this rank takes over: one if the number of ranks is equal."""
         strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
         if (saved, parts) == (strategy.world_size, strategy.data_world_size):
             ranks = [strategy.rank]
@@ -416,7 +420,7 @@ class RunCheckpoint:
         return run_collectively(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
 
     def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:
-        """Yield each callback with its state key; equal keys are numbered."""
+        """Yield each callback with its state key. A number is appended to a key that occurs more than once."""
         count: Counter[str] = Counter()
         for callback in self._core.callbacks:
             key = callback.state_key
@@ -426,7 +430,7 @@ class RunCheckpoint:
 
 @contextmanager
 def _ignoring_errors(dry_run: bool) -> Iterator[None]:
-    """Ignore errors of a user's hook in a dry run: what it needs may not exist before training."""
+    """Ignore errors of a user's hook in a dry run, because objects that the hook needs may not exist yet."""
     try:
         yield
     except Exception:

@@ -39,7 +39,7 @@ class RunEnding:
 
         Args:
             reasons: one or several sentences.
-            nothing_left: the resumed run had finished already.
+            nothing_left: whether the resumed run had already finished.
         """
         self._reasons, self._nothing_left = list(reasons), nothing_left
         self._reason = "; ".join(reasons)
@@ -51,7 +51,7 @@ class RunEnding:
         self._nothing_left = False
 
     def record(self, status: str) -> None:
-        """Finish the loggers and write the end into the run's record. On rank 0.
+        """Finish the loggers and write the end into the run's record. Called on rank 0 only.
 
         Args:
             status: "success", "interrupted" or "failed".
@@ -72,7 +72,7 @@ class RunEnding:
             raise problem
 
     def log(self, written: str | None) -> None:
-        """Log the closing message, on rank 0: why training ended, how long it took and which files there are.
+        """Log the closing message on rank 0: why training ended, how long it took and which files the run has.
 
         Args:
             written: the path of the last checkpoint that was written; None for none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-# The code that writes records is imported on use: many runs have no folder.
+# The code that writes records is imported only when it is used, because many runs have no folder.
 if TYPE_CHECKING:
     from drivetrain._engine.run_recorder import RunRecorder
     from drivetrain.checkpoint._format import CheckpointMetadata
@@ -22,10 +22,10 @@ class Beginning(NamedTuple):
         path: the checkpoint that the run starts from; None for a fresh start.
         folder: the run's folder, or None.
         id: the run's identifier, or "".
-        continues_run: the run continues in the folder of the run that wrote the checkpoint.
+        continues_run: whether the run continues in the folder of the run that wrote the checkpoint.
         parent: the identifier of the run that wrote the checkpoint, or "".
         versions: the versions of the loggers, in their order.
-        problem: the what, why and fix of an error that prevents the run; the other fields are then unset.
+        problem: the what, why and fix of an error that prevents the run. The other fields then have their defaults.
     """
 
     path: str | None = None
@@ -46,23 +46,23 @@ class RunFolder:
 
     def __init__(self, before: RunFolder | None = None) -> None:
         self.path: str | None = None
-        """The folder, a path or URL; None if the run has none."""
+        """The path or URL of the folder; None if the run has no folder."""
         self.id = ""
-        """The identifier of the run; "" if it has no folder."""
+        """The identifier of the run; "" if the run has no folder."""
         self.name = ""
         """The first logger's name, which runs of one experiment share."""
         self.rewinds_to: int | None = None
         """The optimizer step after which existing log rows are dropped; None if the run has a new folder."""
         self.recorder: RunRecorder | None = None
-        """Writes the run's record; on rank 0 and only with a folder."""
+        """Writes the run's record; None on other ranks than rank 0, and if the run has no folder."""
         self.is_of_fit = False
         """Whether a fit has written to the folder."""
         self.before = before
-        """The folder of the last run of the same `Fit`, until this run has its own."""
+        """The folder of the last run of the same `Fit`, until this run has its own folder."""
         self._is_shared = False
 
     def join(self, other: RunFolder) -> None:
-        """Use the folder of the last run; this evaluation only adds an entry to its record."""
+        """Use the folder of the last run. This evaluation then only adds an entry to the last run's record."""
         self.adopt(other)
         self._is_shared = True
 
@@ -77,10 +77,10 @@ class RunFolder:
         """Record which checkpoint the run starts from.
 
         Args:
-            metadata: the checkpoint's facts; None for a fresh start.
-            path: the checkpoint's path.
-            parent: the identifier of the run that wrote it; "" for none.
-            continues_run: the run continues in the folder of the run that wrote it.
+            metadata: the checkpoint's metadata; None for a fresh start.
+            path: the checkpoint's path; None for a fresh start.
+            parent: the identifier of the run that wrote the checkpoint; "" for none.
+            continues_run: whether the run continues in the folder of the run that wrote the checkpoint.
         """
         step = None if metadata is None else int(metadata.progress["global_step"])
         self.rewinds_to = None if not continues_run else -1 if step is None else step

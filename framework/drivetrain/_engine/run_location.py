@@ -26,11 +26,11 @@ class RunLocation(NamedTuple):
     """The folder that contains the folders of runs of one name.
 
     Attributes:
-        path: the folder that contains them.
+        path: the path of the folder.
         fixed: the name that the user chose for this run's folder; None for any.
-        asked: the name that code has read from the logger before the run; None if it has not.
-        writer: what writes there, for errors: a logger's class, "Checkpoint" or "The profiler".
-        for_checkpoints: whether it holds checkpoints only, without a logger.
+        asked: the name that user code has read from the logger before the run; None if it was not read.
+        writer: the name, for errors, of the object that writes there: a logger's class, "Checkpoint" or "The profiler".
+        for_checkpoints: whether the run needs the folder for checkpoints only, because no logger writes files.
         evaluated: the name of the folder that an earlier evaluation of the same `Fit` used, which the run shares; or
             None.
     """
@@ -44,7 +44,7 @@ class RunLocation(NamedTuple):
 
 
 def locate_run(run: RunCore) -> RunLocation | None:
-    """Return where the run's folder will be; None if it has none."""
+    """Return where the run's folder will be; None if the run will have no folder."""
     trainer = run.trainer
     if trainer.fast_dev_run or trainer.barebones:
         return None
@@ -69,7 +69,7 @@ def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
     """Return where a logger that writes files, and the loggers that share its folder, write."""
     sharing = loggers_sharing_folder(first, loggers)
     directories = [logger.directory for logger in sharing]
-    # A logger that can neither adopt a version nor claim a directory chooses its own.
+    # A logger that can neither adopt a version nor claim a directory chooses its version itself.
     fixed = [
         _chosen_version(logger) if directory is None else directory.fixed
         for logger, directory in zip(sharing, directories, strict=True)
@@ -121,7 +121,7 @@ def first_with_files(loggers: Sequence[Logger]) -> Logger | None:
 def previous_versions(record: Record | None, loggers: Sequence[Logger]) -> dict[int, str]:
     """Return the versions that the loggers had in the resumed run, by their indices in ``loggers``.
 
-    Loggers are matched by class and name, and by their order if several have the same (at different roots).
+    Loggers are matched by class and name. Loggers of the same class and name (at different roots) are matched in order.
     """
     remaining, versions = [] if record is None else record.loggers, {}
     for index, logger in enumerate(loggers):
@@ -175,13 +175,14 @@ def write_error(place: RunLocation, problem: str) -> tuple[str, str, str]:
     if place.writer == _PROFILER:
         return (
             f"{place.writer} cannot write to {place.path!r}: {problem}.",
-            "its measurements would be lost at the end of the run.",
+            "the measurements would be lost at the end of the run.",
             "give Fit a default_root_dir that can be written to, or the profiler a dirpath.",
         )
     return (
         f"{place.writer} cannot write to {place.path!r}: {problem}.",
         FAILS_AT_FIRST_SAVE if place.for_checkpoints else FAILS_AT_FIRST_ROW,
-        "give Fit a default_root_dir that can be written to; with a dirpath for checkpoints, run.json is still there."
+        "give Fit a default_root_dir that can be written to, since run.json is there even with a dirpath for "
+        "checkpoints."
         if place.for_checkpoints
-        else f"give {place.writer} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
+        else f"give {place.writer} a folder that can be written to, or Fit a default_root_dir; or pass logger=False.",
     )

@@ -17,7 +17,7 @@ def prepare_loggers(loggers: Sequence[Logger], step: int | None, hyper_parameter
 
     Args:
         loggers: the run's loggers.
-        step: the optimizer step that the run resumes from, -1 for its beginning; None if its folder is new.
+        step: the optimizer step that the run resumes from, -1 for the run's beginning; None if the run's folder is new.
         hyper_parameters: the hyper-parameters, without secrets.
     """
     for each in loggers:
@@ -28,13 +28,13 @@ def prepare_loggers(loggers: Sequence[Logger], step: int | None, hyper_parameter
 
 
 def flush_loggers(trainer: RunContext) -> None:
-    """Make loggers write what they buffer when a checkpoint is written, so that a resumed run finds all rows."""
+    """Make loggers write their buffered rows. Called at each checkpoint, so that a resumed run finds all rows."""
     saves = [(type(each).__name__, each.save) for each in trainer.loggers]
     for name, write in [("A logger", trainer.finish_logging), *saves]:
         try:
             write()
         except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
-            logger.warning("%s could not write what was logged so far, and tries again later: %s", name, error)
+            logger.warning("%s could not write the values logged so far, and tries again later: %s", name, error)
 
 
 def finalize_loggers(trainer: RunContext, status: str) -> Exception | None:

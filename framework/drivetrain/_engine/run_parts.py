@@ -1,7 +1,7 @@
 """The parts of a run, which a `Session` holds and passes between the functions that build them.
 
 `RunRequest` and `RunCore` are complete before set-up begins. `RunData` changes while a run reads its data.
-`Optimization`, `Stopping` and `Training` are results of builders: each is built once and passed to the next builder.
+`Optimization`, `Stopping` and `Training` are each built once, and passed to the function that builds the next of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.batches import BatchMover
-    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.windows import MicroBatch
     from drivetrain.data._batch_source import BatchSource
@@ -63,8 +63,9 @@ class RunRequest(Generic[Trainer]):
         given: the loaders or the data module that were passed.
         ckpt_path: the checkpoint to start from: a path or URL, "last", "best" or "auto"; None for a fresh start.
         return_predictions: whether to return the outputs of ``predict_step``.
-        allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
-        trial: whether the run is a trial, whose weights are discarded: it has no schedulers and does not call
+        allow: the kinds of differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and
+            "module".
+        trial: whether the run is a trial, whose weights are discarded. A trial has no schedulers and does not call
             `configure_callbacks`.
     """
 
@@ -96,10 +97,10 @@ class NoProfiling:
         """Exchange the measurements between ranks. Collective."""
 
     def end(self) -> None:
-        """Print and write what was measured, also after a failure."""
+        """Print and write the measurements. Called after a failure too."""
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
-        """Return a context manager that times a phase; meant for code that runs once a run or an epoch."""
+        """Return a context manager that times a phase, for code that runs once in a run or an epoch."""
         return nullcontext(phase)
 
     def call(self, phase: str, function: F) -> F:
@@ -146,7 +147,7 @@ class NoProfiling:
 
 @dataclass(slots=True)
 class EvaluationWithinFit:
-    """Whether a fit is evaluating at the moment, and the buffers that are set aside meanwhile.
+    """Whether a fit is evaluating at the moment, and this rank's buffers, which are replaced during the evaluation.
 
     Attributes:
         buffers: exchanges this rank's buffers for rank 0's during an evaluation.
@@ -164,15 +165,15 @@ class RunCore:
     """The parts that every stage has from its start, and that nearly every builder needs.
 
     Attributes:
-        request: what was called.
-        strategy: where and how the module runs.
+        request: the call of `Fit` that started the run.
+        strategy: the strategy, which decides where and how the module runs.
         metrics: the values that the module and the callbacks log.
         progress: the counters that a checkpoint stores.
         position: the loop and the micro-batch being processed.
         evaluation: the state of an evaluation within fit.
         callbacks: the callbacks, and the table of hooks that they and the module override.
         folder: the run's folder and its record.
-        profiling: times the parts of the run, if there is a profiler.
+        profiling: times the parts of the run if there is a profiler, and does nothing otherwise.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
     """
 
@@ -237,9 +238,9 @@ class RunCore:
             return None
         return self.profiling.call("loggers", self.trainer.log_metrics)
 
-    def pacing(self) -> Pacing | None:
+    def progress_reporter(self) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
-        return self.callbacks.pacing(self.trainer.log_every_n_steps)
+        return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
 
 
 @dataclass(slots=True)
@@ -248,14 +249,14 @@ class RunData:
 
     Attributes:
         given: the loaders or the data module that were passed, and the training loaders once they are built.
-        lengths: the lengths, in micro-batches, of loaders without ``__len__``, as far as they are known.
-        rng_replay: the generators' states by micro-batch, for loaders that read ahead.
+        lengths: the lengths, in micro-batches, of loaders without ``__len__``, as far as the lengths are known.
+        rng_replay: the random generators' states by micro-batch, for loaders that read ahead.
         cursor: how the epoch is split over ranks.
         stage_data: the prepared loaders; None until they are built.
         seed: the seed of the order of samples, the same on every rank.
         reload: rebuilds the loaders of an epoch; None unless ``reload_dataloaders_every_n_epochs`` is set.
         first_length: micro-batches of the first epoch, used to estimate the run's steps if loaders are rebuilt.
-        estimate_was_read: whether `estimated_stepping_batches` was read: a schedule may depend on it.
+        estimate_was_read: whether user code has read `estimated_stepping_batches`, on which a schedule may depend.
     """
 
     given: DataArguments
@@ -292,7 +293,7 @@ class RunData:
         return self.stage_data is not None and bool(self.stage_data.sources.get("validate"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of how the data is split and ordered."""
+        """Return the state that a checkpoint stores of how the data is split and ordered."""
         source = None if self.stage_data is None else self.stage_data.train
         return {**self.cursor.state_dict(source), "seed": self.seed}
 
@@ -311,7 +312,7 @@ class Optimization:
     Attributes:
         optimizers: the optimizers.
         schedulers: the learning rate schedulers, those of the strategy included.
-        handles: what ``module.optimizers()`` returns.
+        handles: the wrappers of the optimizers that ``module.optimizers()`` returns.
         closure: whether an optimizer evaluates the loss again within its step, as L-BFGS does.
         gradient_norm: receives the gradients' norm whenever they are clipped.
     """
@@ -325,10 +326,10 @@ class Optimization:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """What may end training early.
+    """The objects through which training may end early.
 
     Attributes:
-        stop: collects requests to stop, and the limits that defer them.
+        stop: collects requests to stop, and holds the minimums of steps and epochs that defer a stop.
         snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
     """
 
@@ -353,16 +354,16 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
-    """What `build_training` builds the loop from.
+    """The objects from which `build_training` builds the training loop.
 
     Attributes:
-        core: the run.
-        data: its data.
+        core: the parts of the run that every stage has.
+        data: the run's data.
         optimization: the optimizers and schedulers.
-        stopping: what may end training early.
+        stopping: the objects through which training may end early.
         trainables: tracks which parameters train.
         saves: checkpoints that were requested within a window.
-        validate: runs a validation; None if there is none.
+        validate: runs a validation; None if the fit does not validate.
     """
 
     core: RunCore
@@ -376,7 +377,7 @@ class TrainingInputs:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointParts:
-    """The parts of a fit that a checkpoint stores, those that are set up by now.
+    """The parts of a fit that a checkpoint stores, as far as they have been set up.
 
     Attributes:
         optimization: the optimizers and schedulers.
@@ -397,8 +398,8 @@ class CheckpointMemory:
 
     Attributes:
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
-        trained: names of the parameters that train or have trained, as of the last save.
-        base: checksums of parameters that have never trained, for checkpoints that leave them out.
+        trained: the names of the parameters that have trained by the last save.
+        base: checksums of parameters that have never trained, for checkpoints that leave these parameters out.
     """
 
     components: dict[str, Any] = field(default_factory=dict)

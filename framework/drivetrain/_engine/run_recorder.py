@@ -40,7 +40,7 @@ _MAX_ENTRIES = 1000  # of each list in a record (parts, events, checkpoints); th
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """What is known of a run when it begins.
+    """The facts about a run that are known when the run begins.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
@@ -51,7 +51,7 @@ class RunDescription:
         argv: the command line, without secrets.
         world_size: the number of processes.
         strategy: the strategy's name.
-        precision: the dtypes, in words.
+        precision: a description of the dtypes.
         device: rank 0's device.
     """
 
@@ -73,9 +73,9 @@ class RunRecorder:
     Args:
         folder: the run's folder, which exists.
         identifier: the run's id.
-        run: its description.
+        run: the run's description.
         earlier: the record of the run that is resumed; None for a new run.
-        created_folders: the folders that were created for this run, innermost first, on a local disk.
+        created_folders: the local folders that were created for this run, innermost first.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RunRecorder:
         Args:
             place: the folder that contains the folders of runs of this name.
             fixed: the folder's name if the user chose it, else None.
-            asked: the name that was returned to code that read it before the run, or None.
+            asked: the name that user code has read before the run and may rely on; None if it was not read.
             run: the run's description.
             created_parents: the folders that were created so that ``place`` exists.
             expected: the name to use unless another run has claimed it; None for any.
@@ -153,9 +153,9 @@ class RunRecorder:
         Args:
             path: the checkpoint's path; None for a fresh start.
             identifier: the checkpoint's id; "" for a fresh start.
-            step: the number of optimizer steps in it.
-            parent: the id of the run that wrote it; "" for none.
-            continues_run: whether this run continues in that run's folder.
+            step: the number of optimizer steps before the checkpoint was written.
+            parent: the id of the run that wrote the checkpoint; "" for none.
+            continues_run: whether this run continues in the folder of the run that wrote the checkpoint.
         """
         text = "a fresh start" if path is None else f"from {path}"
 
@@ -202,7 +202,7 @@ class RunRecorder:
         self._update(add)
 
     def note_removal(self, identifier: str) -> None:
-        """Record that a checkpoint was removed. It is written with the next update."""
+        """Record that a checkpoint was removed. The change is written with the next update."""
         with self._lock:
             if self._document is not None:
                 entries = self._document["checkpoints"]
@@ -213,14 +213,15 @@ class RunRecorder:
         self._update(lambda document: _add_event(document, kind, text, step))
 
     def beat(self) -> None:
-        """Renew the heartbeat."""
+        """Write the record with a new heartbeat, which is the current time."""
         self._update(lambda document: None)
 
     def end(self, status: str, why: str, step: int) -> None:
         """Record how the run ended.
 
-        A run that never trained is not recorded: its folder is removed if nothing else is in it, and the record of the
-        run that it resumed is restored, unless this run finishes that one.
+        If a fit never trained, its folder is removed, provided that the fit created the folder and that the folder
+        contains only the record. If the fit resumed an earlier run, the record of the earlier run is restored, unless
+        the earlier run had made all its steps and is now marked as finished.
 
         Args:
             status: a status of `runs._record`.
@@ -240,7 +241,7 @@ class RunRecorder:
                     return
                 if self._is_bare():
                     remove(self.folder)
-                    with suppress(OSError):  # another process has put files there
+                    with suppress(OSError):  # another process may have put files into the folder
                         for folder in self._created_folders:
                             os.rmdir(folder)
                     return
@@ -275,7 +276,10 @@ class RunRecorder:
             except (OSError, StorageError) as error:
                 if not self._write_failed:
                     logger.warning(
-                        "%s in %r cannot be written; the next update tries again: %s", RECORD, self.folder, error
+                        "%s in %r cannot be written. The next update tries again. The error: %s",
+                        RECORD,
+                        self.folder,
+                        error,
                     )
                 self._write_failed = True
 
@@ -284,7 +288,8 @@ class RunRecorder:
         current = read(self.folder)
         if current is not None and (not current.parts or current.parts[-1].get("token") != self._token):
             logger.warning(
-                "%s in %r now belongs to another run%s, and this run no longer writes it. Both write to one folder.",
+                "%s in %r now belongs to another run%s. This run no longer writes it, but both runs still write other "
+                "files to the folder.",
                 RECORD,
                 self.folder,
                 _process_hint(current.process),
@@ -368,7 +373,7 @@ def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> Non
 
 
 def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> list[str]:
-    """Create the folder that the user named; return the created folders. An earlier run's record is renamed."""
+    """Create the folder that the user named, or rename the record of an earlier run in it; return created folders."""
     before = read(folder)
     if before is None:
         created_folders = missing_directories(folder)
@@ -377,8 +382,8 @@ def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> 
     if _liveness.is_alive(before, Job.of(os.environ)) or (is_known_alive is not None and is_known_alive(before)):
         raise ConfigurationError(
             f"The folder {folder!r} belongs to a run that is under way{_process_hint(before.process)}.",
-            "two runs would write to one log.",
-            "wait for it, or give this run's logger another version, or none.",
+            "two runs would write to the same log files.",
+            "wait for that run to end; or give this run's logger another version, or no version.",
         )
     archived_name = archive_record(folder)
     if before.is_training:
@@ -398,7 +403,7 @@ def _versions() -> dict[str, str]:
 
 
 def _relative(path: str, folder: str) -> str:
-    """Return a checkpoint's path relative to the run's folder if it is inside it, else the absolute path."""
+    """Return a checkpoint's path, relative to the run's folder if the checkpoint is inside it, else absolute."""
     if "://" in path or "://" in folder:
         return path.removeprefix(f"{folder.rstrip('/')}/")
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
@@ -408,7 +413,7 @@ def _relative(path: str, folder: str) -> str:
 def _working_directory() -> str | None:
     try:
         return os.getcwd()
-    except OSError:  # it has been removed
+    except OSError:  # the working directory has been removed
         return None
 
 

@@ -61,13 +61,13 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
 
     Args:
         run: the run.
-        folder: the run's folder, which is filled in.
+        folder: the run's folder, whose path and id this function sets.
         ckpt_path: a path or URL, one of `CKPT_PATH_KEYWORDS`, or None.
         check: raises `CheckpointError` if a run cannot resume from the checkpoint.
 
     Raises:
-        ConfigurationError: on every rank: the folder cannot be created, or belongs to a live run.
-        StorageError: a storage cannot be listed.
+        ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
+        StorageError: the files of a remote storage cannot be listed.
     """
     control = run.strategy.control
     is_fit = run.stage == "fit"
@@ -151,7 +151,7 @@ def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> 
                 return True
             watch = HeartbeatWatch(uncertain, _liveness.WATCH_SECONDS, search.reread)
             logger.warning(
-                "%s may be under way on another machine: its record is watched for %.0f s.",
+                "%s may be under way on another machine. This run watches the record of that run for %.0f s.",
                 uncertain.name,
                 _liveness.WATCH_SECONDS,
             )
@@ -186,7 +186,10 @@ def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, che
 
 
 def _best_in_folder_of(path: str) -> str:
-    """Return the best checkpoint in the folder of the newest one, whose callbacks' state names it; else the newest."""
+    """Return the best checkpoint in the folder of the newest one, ``path``; else ``path``.
+
+    The best checkpoint is read from the state of the callbacks in the newest checkpoint.
+    """
     newest = load(path)
     with reporting_malformed(newest, "the run's state", "callbacks"):
         states = [saved["state"] for saved in newest.state()["callbacks"].values()]
@@ -297,7 +300,7 @@ def _description(run: RunCore) -> RunDescription:
     datamodule = run.datamodule
     _, data_secrets = without_secrets({} if datamodule is None else datamodule.hparams)
     hyper_parameters, module_secrets = without_secrets(run.module.hparams)
-    run.secrets.tell([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
+    run.secrets.warn([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
     return RunDescription(
         stage=run.stage,
         module=class_path(type(run.module)),
@@ -331,7 +334,7 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
         with lock_folder(place.path):
             existing = None if place.fixed is None else read(folder.path or "")
             if place.fixed is not None and existing is not None and existing.is_training:
-                return place.fixed  # a fit has a record there: keep it
+                return place.fixed  # keep the record of the fit that ran in this folder
             _set_recorder(
                 folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version)
             )
@@ -356,7 +359,7 @@ def _versions(run: RunCore) -> tuple[str, ...]:
 
 def _log_choice(run: RunCore, ckpt_path: str, choice: ResumeChoice) -> None:
     found = choice.path is not None
-    use = "going on from" if run.stage == "fit" else "the weights of"
+    use = "continuing from" if run.stage == "fit" else "the weights of"
     text = f"{use} {choice.path}" if found else "a fresh start"
     if choice.record is not None and not found:
         text += f" in {choice.record.folder}, which this job had claimed"
@@ -367,5 +370,5 @@ def _log_choice(run: RunCore, ckpt_path: str, choice: ResumeChoice) -> None:
         checkpoints = resumable_in([old_folder], StorageRetry())
         without_run = [checkpoint for checkpoint in checkpoints if not checkpoint.manifest.metadata.run]
     if (old := select_newest(without_run, StorageRetry())) is not None:
-        hint = f" {old_folder!r} has checkpoints that belong to no run's folder: pass its path, ckpt_path={old.path!r}."
+        hint = f" {old_folder!r} has checkpoints that belong to no run: pass ckpt_path={old.path!r} to use the newest."
     logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, text, choice.describe_skipped(), hint)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
     from drivetrain.callback import Callback
 
-_MAX_NAMES = 10  # of entries in the run's folder that are listed
+_MAX_NAMES = 10  # the maximum number of listed entries of the run's folder
 
 
 def output_summary(run: RunCore, written: str | None) -> list[str]:
@@ -19,7 +19,7 @@ def output_summary(run: RunCore, written: str | None) -> list[str]:
 
     Args:
         run: the run.
-        written: the last checkpoint that it has written, which may have been removed since; None for none.
+        written: the path of the last checkpoint that the run has written, which may have been removed; None for none.
     """
     callbacks = list(run.callbacks)
     best = {each.best_model_path: _score(each) for each in callbacks if each.best_model_path and _score(each)}
@@ -63,6 +63,6 @@ def _relative_path(path: str) -> str:
         return path
     try:
         relative = os.path.relpath(path)
-    except (OSError, ValueError):  # the working directory is gone, or on another drive
+    except (OSError, ValueError):  # the working directory was removed, or is on another drive
         return path
     return path if relative.startswith("..") else relative

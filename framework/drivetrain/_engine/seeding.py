@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._runtime.seed import derive_seed, has_drawn, is_unseeded, last_seed, seed_generators
+from drivetrain._runtime.seed import derive_seed, generator_was_used, is_unseeded, last_seed, seed_generators
 
 logger = logging.getLogger("drivetrain")
 
@@ -41,7 +41,12 @@ def built_unseeded(module: nn.Module) -> bool:
     Call this function in the process that built the module, before other processes are started.
     """
     global _reported_unseeded
-    unseeded = not _reported_unseeded and is_unseeded() and has_drawn() and next(module.parameters(), None) is not None
+    unseeded = (
+        not _reported_unseeded
+        and is_unseeded()
+        and generator_was_used()
+        and next(module.parameters(), None) is not None
+    )
     _reported_unseeded |= unseeded
     return unseeded
 

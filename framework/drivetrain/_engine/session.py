@@ -406,7 +406,7 @@ class Session:
             strategy.control.external_failures = world.failures
         self.data.rng_replay.device = strategy.device
         core.metrics.control = self.data.lengths.control = strategy.control
-        core.metrics.speaks = strategy.is_data_leader
+        core.metrics.contributes = strategy.is_data_leader
         core.metrics.objects.group = partial(getattr, strategy, "data_group")
 
     def _prepare_data(self) -> None:
@@ -506,7 +506,7 @@ class Session:
         """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
         self.core.callbacks.refuse_appended()
         assert self._trainables is not None
-        self._trainables.settle()
+        self._trainables.adapt_strategy()
 
     def _data_rank(self) -> tuple[int, int]:
         return self.core.strategy.data_rank, self.core.strategy.data_world_size

@@ -162,7 +162,7 @@ class SessionContext(RunContext):
         if value:
             stop.ask(f"trainer.should_stop was set in {sys._getframe(1).f_code.co_qualname}")
         else:
-            stop.requested, stop.because = False, None
+            stop.requested, stop.own_reason = False, None
 
     def ask_to_stop(self, because: str) -> None:
         self._running("ask_to_stop").stopping.stop.ask(because)

@@ -84,7 +84,7 @@ def build_training(
         hooks=core.hooks,
         control=strategy.control,
         progress=TrainingProgress(core.progress, core.position, limits, stopping.stop),
-        reporting=Reporting(metrics, core.logger_call(), core.pacing(), data.lengths),
+        reporting=Reporting(metrics, core.logger_call(), core.progress_reporter(), data.lengths),
         checkpointing=Checkpointing(parts.saves, save, stopping.snapshot, data.rng_replay),
         schedule=Schedule(
             schedulers=_build_schedulers(parts),

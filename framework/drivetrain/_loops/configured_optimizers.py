@@ -57,7 +57,7 @@ class SchedulerConfig:
 
     @property
     def reduce_on_plateau(self) -> bool:
-        """`plateau` under its name in Lightning."""
+        """The value of `plateau`, under the name that Lightning gives it."""
         return self.plateau
 
 
@@ -98,21 +98,21 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
         if not isinstance(value, bool):
             raise ConfigurationError(
                 f"configure_optimizers: 'closure': {value!r}.",
-                "it says whether the engine passes the optimizer a closure.",
-                "use True or False; to write a closure, set self.automatic_optimization = False and call "
+                "'closure' tells whether the engine passes the optimizer a closure, so it is a boolean.",
+                "use True or False; to write your own closure, set self.automatic_optimization = False and call "
                 "optimizer.step(closure).",
             )
         if value and not automatic:
             raise ConfigurationError(
                 "configure_optimizers: 'closure': True with manual optimization.",
-                "the engine does not step optimizers then, and makes no closure.",
-                "leave it out, and call optimizer.step(closure) in training_step.",
+                "with manual optimization, the engine neither steps the optimizers nor builds a closure.",
+                "leave 'closure' out, and call optimizer.step(closure) in training_step.",
             )
         if not value and closure_optimizers and len(optimizers) == 1:
             raise ConfigurationError(
                 f"configure_optimizers: 'closure': False with {type(closure_optimizers[0]).__name__}.",
-                "it cannot step without one.",
-                "leave it out.",
+                "the optimizer cannot step without a closure.",
+                "leave 'closure' out.",
             )
     return bool(closure_optimizers) or any(closure_settings)
 
@@ -132,7 +132,7 @@ def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[Sch
         raise ConfigurationError(
             f"configure_optimizers: 'monitor': {monitor!r} without an 'lr_scheduler'.",
             "no scheduler would use it.",
-            "drop it, or return the scheduler in the same dict.",
+            "drop 'monitor', or return the scheduler in the same dict.",
         )
     return [_optimizer(configured["optimizer"])], schedulers
 
@@ -168,7 +168,9 @@ def _scheduler(value: Any) -> SchedulerConfig:
         )
     if type(frequency) is not int or frequency < 1:
         raise ConfigurationError(
-            f"configure_optimizers: frequency={frequency!r}.", "it counts epochs or steps.", "use an int of 1 or more."
+            f"configure_optimizers: frequency={frequency!r}.",
+            "the frequency is a number of epochs or steps.",
+            "use an int of 1 or more.",
         )
     scheduler, strict, plateau = value["scheduler"], value.get("strict", True), value.get("reduce_on_plateau")
     if not callable(getattr(scheduler, "step", None)):
@@ -179,13 +181,13 @@ def _scheduler(value: Any) -> SchedulerConfig:
     ):
         if not any(flag is choice for choice in allowed):
             raise ConfigurationError(
-                f"configure_optimizers: {key!r}: {flag!r}.", "it is a boolean.", "use True or False."
+                f"configure_optimizers: {key!r}: {flag!r}.", "the value has to be a boolean.", "use True or False."
             )
     if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             "configure_optimizers: 'reduce_on_plateau': False with ReduceLROnPlateau.",
-            "it cannot step without the monitored value.",
-            "leave it out.",
+            "the scheduler cannot step without the monitored value.",
+            "leave 'reduce_on_plateau' out.",
         )
     monitor = _checked_monitor(value.get("monitor"))
     return SchedulerConfig(scheduler, interval, frequency, monitor, value.get("name"), strict, bool(plateau))
@@ -195,7 +197,7 @@ def _checked_monitor(monitor: Any) -> str | None:
     if monitor is not None and not isinstance(monitor, str):
         raise ConfigurationError(
             f"configure_optimizers: 'monitor': {monitor!r}.",
-            "it is the name of a logged value.",
+            "'monitor' is the name of a logged value.",
             "use a name, such as 'monitor': 'val_loss'.",
         )
     return monitor
@@ -230,36 +232,36 @@ def check_optimizers(
                     raise ConfigurationError(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",
-                        "it would train a tensor that is not saved, moved or synchronised.",
-                        "assign the layer to the module (self.layer = ...), and pass its parameters.",
+                        "the optimizer would train a tensor that is not saved, moved or synchronized.",
+                        "assign the layer to the module (self.layer = ...), and pass the layer's parameters.",
                     )
                 other = owner_numbers.setdefault(id(parameter), number)
                 if automatic and other != number:
                     raise ConfigurationError(
                         f"Optimizers {other} and {number} share the parameter {names[id(parameter)]!r}.",
-                        "with automatic optimization all optimizers step after each backward: it would move twice.",
-                        "give them disjoint parameters, or set self.automatic_optimization = False.",
+                        "with automatic optimization all optimizers step, so the parameter would be updated twice.",
+                        "give the optimizers disjoint parameters, or set self.automatic_optimization = False.",
                     )
     if automatic and closure and len(optimizers) > 1:
         first = next((number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)), None)
-        closure_user = "One" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
+        closure_user = "An optimizer" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
         raise ConfigurationError(
             f"{closure_user} evaluates the loss again in its step, and there are {len(optimizers)} optimizers.",
-            "the others would step with gradients from before its step.",
-            "use it alone, or set self.automatic_optimization = False.",
+            "the other optimizers would step with gradients that were computed before its step.",
+            "use this optimizer alone, or set self.automatic_optimization = False.",
         )
     for config in schedulers:
         if config.plateau and config.monitor is None and automatic:
             raise ConfigurationError(
                 f"{type(config.scheduler).__name__} without a 'monitor'.",
-                "its step needs the value of a logged metric.",
+                "the scheduler's step needs the value of a logged metric.",
                 "return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
             )
         scheduled_optimizer = getattr(config.scheduler, "optimizer", None)
         if scheduled_optimizer is not None and all(scheduled_optimizer is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
                 f"The scheduler {type(config.scheduler).__name__} was built with an optimizer that was not returned.",
-                "its learning rates would have no effect.",
+                "the learning rates that the scheduler sets would have no effect.",
                 "return the optimizer that the scheduler was built with.",
             )
 
@@ -282,14 +284,14 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
         if id(parameter) not in names:
             raise ConfigurationError(
                 f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not the module's.",
-                "it would train a tensor that is not saved, moved or synchronised.",
-                "assign the layer to the module (self.layer = ...) first, and add its parameters.",
+                "the optimizer would train a tensor that is not saved, moved or synchronized.",
+                "assign the layer to the module (self.layer = ...) first, and add the layer's parameters.",
             )
         if module.automatic_optimization and id(parameter) in others:
             raise ConfigurationError(
                 f"add_param_group: another optimizer holds {names[id(parameter)]!r} already.",
-                "with automatic optimization all optimizers step after each backward: it would move twice.",
-                "add it to only one of them, or set self.automatic_optimization = False.",
+                "with automatic optimization all optimizers step, so the parameter would be updated twice.",
+                "add the parameter to only one optimizer, or set self.automatic_optimization = False.",
             )
 
 
@@ -328,14 +330,14 @@ def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: St
     )
     changes = []
     if not strategy.takes_closures:
-        changes.append("use strategy='ddp' or 'fsdp', since this one does not support closures")
+        changes.append("use strategy='ddp' or 'fsdp', since the current strategy does not support closures")
     if strategy.precision.scales_loss:
         changes.append("use precision='bf16-mixed' or '32-true', since closures do not support scaled gradients")
     if changes:
         fix = f"use another optimizer; or {' and '.join(changes)}, and {fix}"
     raise ConfigurationError(
         f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{message}.",
-        "it evaluates the loss again within its step, although its signature does not require a closure.",
+        "the optimizer evaluates the loss again in its step, although the step's signature requires no closure.",
         fix,
     ) from error
 

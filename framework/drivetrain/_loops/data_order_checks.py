@@ -17,7 +17,7 @@ logger = logging.getLogger("drivetrain")
 
 
 def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
-    """Return ``batches``, and compare what the ranks have read before the first batch is used.
+    """Return ``batches``. Before the first batch is used, the ranks compare the data that they have read.
 
     The comparison costs one small exchange per run for each source whose order the engine does not determine.
 
@@ -57,11 +57,11 @@ def _check_order(fingerprints: Sequence[OrderFingerprint], name: str) -> None:
     ranks = " and ".join(f"rank(s) {ranks}" for ranks in by_digest.values())
     raise ConfigurationError(
         f"{sampler}, the sampler of the {name}, draws different orders on {ranks}.",
-        "each rank iterates over the whole order and takes its part of it; with different orders some samples would be "
+        "each rank iterates over the whole order and takes its part, so with different orders some samples would be "
         "read twice and others not at all.",
         f"let {sampler} draw from the global generator of torch, Python or NumPy, which is the same on all ranks while "
-        "it draws, or from one that has the same seed on all of them; use_distributed_sampler=False leaves each rank "
-        "its own order.",
+        "the sampler draws, or from a generator that has the same seed on all ranks; or set "
+        "use_distributed_sampler=False, with which each rank keeps its own order.",
     )
 
 
@@ -72,7 +72,7 @@ def _warn_of_equal_batches(fingerprints: Sequence[OrderFingerprint], data_ranks:
     logger.warning(
         "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that every "
         "sample counts %d times: give each rank its own part, for example by drivetrain.data.split_by_rank(%s(...)). "
-        "This is reported once.",
+        "This warning is not repeated.",
         name,
         fingerprints[0].name,
         ranks,

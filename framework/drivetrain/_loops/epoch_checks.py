@@ -19,22 +19,22 @@ logger = logging.getLogger("drivetrain")
 
 
 class EpochChecks:
-    """Checks the loss after an epoch's first and last micro-batch, without a Python call for the others.
+    """Checks the loss after an epoch's first and last micro-batch, without a Python call for other micro-batches.
 
     Args:
         step: the training step, which has the last loss.
         metrics: the logged values, which include the loss under manual optimization.
-        module: the name of the module's class, for messages.
+        module_name: the name of the module's class, for messages.
         warns: whether this rank checks and warns.
         after_first: a function that is called once, after the first micro-batch of this run.
     """
 
     def __init__(
-        self, step: TrainStep, metrics: MetricStore, module: str, warns: bool, after_first: Callable[[], None]
+        self, step: TrainStep, metrics: MetricStore, module_name: str, warns: bool, after_first: Callable[[], None]
     ) -> None:
         self._step = step
         self._metrics = metrics
-        self._module = module
+        self._module_name = module_name
         self._warns = warns
         self._after_first: Callable[[], None] | None = after_first
         self._first_losses: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
@@ -43,7 +43,7 @@ class EpochChecks:
         self._warned_of_loss = False
         self._warned_of_steps = False
 
-    def follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def with_first_check(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Return an epoch's micro-batches, with a check after the first of them."""
         self._first_losses = None
         return chain(islice(micro_batches, 1), self._check_first(), micro_batches) if self._warns else micro_batches
@@ -64,9 +64,9 @@ class EpochChecks:
             self._warned_of_steps = True
             logger.warning(
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
-                "manual optimization the engine does not step optimizers, so nothing was trained. This is reported "
-                "once.",
-                self._module,
+                "manual optimization the engine does not step optimizers, so nothing was trained. This warning is not "
+                "repeated.",
+                self._module_name,
                 epoch,
             )
 
@@ -86,7 +86,7 @@ class EpochChecks:
                 logger.warning(
                     "In epoch %d %s was %s after the first micro-batch, and %s after the last: the module no longer "
                     "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
-                    "stop at the first such value. This is reported once.",
+                    "stop at the first such value. This warning is not repeated.",
                     epoch,
                     name,
                     float(first[name]),

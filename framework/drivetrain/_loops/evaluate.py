@@ -32,7 +32,7 @@ class EvaluationData:
     Attributes:
         sources: the source of the batches of each loader.
         limits: the maximal number of micro-batches of each loader; None for all.
-        move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are there already.
+        move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are already on the device.
     """
 
     sources: Sequence[BatchSource]
@@ -126,7 +126,7 @@ class EvaluateLoop:
         self._limits = data.limits
         self._move = data.move
         self._lengths = reporting.lengths
-        self._progress_reports = reporting.pacing
+        self._progress_reporter = reporting.progress_reporter
         self._log = reporting.log
         self._mode = mode
         self._early_exit = mode.early_exit
@@ -154,8 +154,8 @@ class EvaluateLoop:
             if early_exit is not None:
                 early_exit.mark_start_hooks_done()
             had_data = []
-            if self._progress_reports is not None:
-                self._progress_reports.before = 0
+            if self._progress_reporter is not None:
+                self._progress_reporter.before = 0
             for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
                 metrics.had_data = False
@@ -218,14 +218,14 @@ class EvaluateLoop:
             early_exit.undo()
             early_exit.end()
             return False
-        if self._progress_reports is not None:
-            self._progress_reports.before += count
+        if self._progress_reporter is not None:
+            self._progress_reporter.before += count
         self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return True
 
     def _batches(self, source: BatchSource, limit: int | None, name: str) -> Batches:
         batches = islice(evaluation_batches(source, self._strategy, name), limit)
-        return batches if self._progress_reports is None else self._progress_reports.follow(batches)
+        return batches if self._progress_reporter is None else self._progress_reporter.with_reports(batches)
 
     def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
         """Join the other ranks with a batch without samples of this rank: run the step without side effects.
@@ -242,7 +242,7 @@ class EvaluateLoop:
         reducing_ranks, noticing_ranks = self._control.agree(
             "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.noticed
         )
-        self._lengths.settle(noticing_ranks)
+        self._lengths.warn_together(noticing_ranks)
         return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _log_values(self, numbers: dict[str, float]) -> None:

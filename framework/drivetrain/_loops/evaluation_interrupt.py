@@ -21,7 +21,7 @@ class EarlyExit:
     """Lets all ranks exit a validation early, and restores buffers and metric objects after an early exit.
 
     If hooks have replaced the weights for the validation, for example by averages, the validation runs to its end.
-    There the hooks put back the trained weights, which have to be saved.
+    At the end, the hooks put back the trained weights, which have to be saved.
 
     Args:
         stop: the requests to end the run.
@@ -69,25 +69,25 @@ class EarlyExit:
                 self._weights_changed("leaving a validation run") if ranks_are_here else self._weights_differ()
             )
         if self._must_finish:
-            self._stop.stay()
+            self._stop.defer_leaving()
         return not self._must_finish
 
-    def has_exited(self, alike: bool) -> bool:
-        """Return whether the ranks exit, after a loader's last micro-batch or the one at which they stopped.
+    def has_exited(self, equal_counts: bool) -> bool:
+        """Return whether the ranks exit. Called after a loader's last micro-batch, or after the one where they stopped.
 
-        The call is collective if forwards are not: a rank that has finished its loader then waits for the others.
+        The call is collective if forwards are not: a rank that has finished its loader then waits for the other ranks.
 
         Args:
-            alike: whether all ranks have the same number of micro-batches.
+            equal_counts: whether all ranks have the same number of micro-batches.
         """
         if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
-        self._stop.agree_when_all_arrive("the end of a validation loader", alike=alike)
+        self._stop.agree_when_all_arrive("the end of a validation loader", equal_counts=equal_counts)
         if not self._stop.leaves_together():
             return False
         self._must_finish = self._weights_changed("leaving a validation run")
         if self._must_finish:
-            self._stop.stay()
+            self._stop.defer_leaving()
         return not self._must_finish
 
     def undo(self) -> None:

@@ -13,7 +13,7 @@ from drivetrain._loops.windows import Batches
 logger = logging.getLogger("drivetrain")
 
 _EXCESS_FACTOR = 4
-"""A loader that yields this many times its length is reported at once, since it may never end."""
+"""A loader that yields more than this many times its length is reported at once, since it may never end."""
 
 
 class Lengths:
@@ -46,7 +46,7 @@ class Lengths:
         if length is not None and loader not in self._reported and (count != length if ended else count > length):
             self._wrong_lengths[loader] = length, count, ended
 
-    def settle(self, ranks: int) -> None:
+    def warn_together(self, ranks: int) -> None:
         """Warn about the wrong lengths. Collective if ``ranks``, the number of ranks that noticed one, is not 0."""
         if not ranks:
             return
@@ -71,9 +71,10 @@ class Lengths:
             ]
             logger.warning(
                 "The length of the %s proved wrong: it is %s. All batches are used, and no rank waits for missing "
-                "ones; but values derived from that length (estimated_stepping_batches, fractions of an epoch such as "
-                "val_check_interval=0.5) are wrong as well. Check __len__ of its sampler or data set; torch's estimate "
-                "for an iterable data set does not know how its workers split it. This is reported once.",
+                "batches, but values derived from that length (estimated_stepping_batches, fractions of an epoch such "
+                "as val_check_interval=0.5) are wrong as well. Check __len__ of its sampler or data set. For an "
+                "iterable data set, torch estimates the length without knowing how workers split the data. This "
+                "warning is not repeated.",
                 loader,
                 "; ".join(descriptions),
             )
@@ -110,7 +111,7 @@ class BatchCount:
             batches = chain(expected, self._report_excess(batches), batches)
         return chain(batches, self._end())
 
-    def settle(self, trained: int) -> None:
+    def compare_length(self, trained: int) -> None:
         """Compare the epoch's length with the batches read, or with ``trained``, the number trained on."""
         if not self._followed:
             return

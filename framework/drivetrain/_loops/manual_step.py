@@ -21,7 +21,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import REQUIRES_GRAD
+from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -51,7 +51,8 @@ class OptimizerHandle:
         before_step: the hooks to call before the optimizer steps.
         passes_closure: whether a closure is passed on to the optimizer; otherwise the handle calls the closure once,
             before the step.
-        weights_changed: called after the weights have changed; None if nothing derived from them is cached.
+        weights_changed: called after the weights have changed, to drop what was cached of them; None if nothing is
+            cached.
         contexts: the precision's contexts; None if a step need not suspend any.
     """
 
@@ -254,8 +255,11 @@ class ManualStep:
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         trainables = self._trainables
         if trainables.checks_each_window:
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
-                trainables.settle()
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
+                trainables.adapt_strategy()
             trainables.window_open = True
         # The strategy averages gradients over all ranks. The scale corrects the mean for the ranks without data.
         self._scale = self._strategy.data_world_size / micro_batch.ranks
@@ -272,13 +276,16 @@ class ManualStep:
             else:
                 output = self._run(self._module.training_step, *arguments)
         except BaseException:
-            if self._toggled is not None:  # restores requires_grad, since the module is used after the run
+            if self._toggled is not None:  # restore requires_grad, since the module may be used after the failed run
                 self._untoggle()
             raise
         if self._toggled is not None:
             self._raise_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
                 trainables.raise_if_changed(mention_toggling=True)
             trainables.window_open = False
         return {} if output is None else output
@@ -289,7 +296,7 @@ class ManualStep:
             hook(loss)
         trainables = self._trainables
         if trainables.window_open and (
-            trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags
+            trainables.touched or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
         ):
             trainables.raise_if_changed(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
@@ -308,8 +315,8 @@ class ManualStep:
         if self._toggled is not None:
             raise ConfigurationError(
                 f"toggle_optimizer({_type_name(optimizer)}), while {_type_name(self._toggled[0])} is toggled.",
-                "no parameter of either would get a gradient.",
-                "call self.untoggle_optimizer first, or use with self.toggled_optimizer(optimizer).",
+                "no parameter of either optimizer would get a gradient.",
+                "call self.untoggle_optimizer first, or write 'with self.toggled_optimizer(optimizer):'.",
             )
         context = self._strategy.training_only(optimizer)
         context.__enter__()
@@ -321,8 +328,8 @@ class ManualStep:
             toggled = "none" if self._toggled is None else f"another one, {_type_name(self._toggled[0])},"
             raise ConfigurationError(
                 f"untoggle_optimizer({_type_name(optimizer)}), but {toggled} is toggled.",
-                "it undoes what toggle_optimizer did to the parameters of the others.",
-                "call it once after each toggle_optimizer, with the same optimizer.",
+                "untoggle_optimizer undoes what toggle_optimizer did to the parameters of the other optimizers.",
+                "call untoggle_optimizer once after each toggle_optimizer, with the same optimizer.",
             )
         self._untoggle()
 
@@ -336,7 +343,7 @@ class ManualStep:
         raise ConfigurationError(
             f"{type(self._module).__name__}.training_step ended with {_type_name(optimizer)} toggled.",
             "the parameters of the other optimizers would no longer train.",
-            "call self.untoggle_optimizer, or use with self.toggled_optimizer(optimizer).",
+            "call self.untoggle_optimizer, or write 'with self.toggled_optimizer(optimizer):'.",
         )
 
     def clip_and_step(self, micro_batch: MicroBatch) -> bool:

@@ -30,9 +30,9 @@ class PredictLoop:
         data: the loaders.
         reporting: where progress is reported; values cannot be logged in prediction.
         inference_mode: whether to run in `torch.inference_mode` rather than in `torch.no_grad`.
-        keeps: whether `run` keeps the outputs and returns them.
-        before: returns the functions that check whether an earlier run has predicted a batch, or an empty sequence
-            without an earlier run; called once. A batch is skipped if all of these functions return True.
+        keeps_outputs: whether `run` keeps the outputs and returns them.
+        get_predicted_checks: called once; returns functions that check whether an earlier run has predicted a batch.
+            A batch is skipped if all of these functions return True. Without an earlier run, the sequence is empty.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class PredictLoop:
         data: EvaluationData,
         reporting: Reporting,
         inference_mode: bool,
-        keeps: bool,
-        before: Callable[[], Sequence[IsPredicted]],
+        keeps_outputs: bool,
+        get_predicted_checks: Callable[[], Sequence[IsPredicted]],
     ) -> None:
         self._module = module = wrapped.module
         self._runner = wrapped.runner
@@ -58,16 +58,16 @@ class PredictLoop:
         self._lengths = reporting.lengths
         self._move = data.move
         self._inference_mode = inference_mode
-        self._progress_reports = reporting.pacing
-        self._keeps = keeps
-        self._before = before
+        self._progress_reporter = reporting.progress_reporter
+        self._keeps_outputs = keeps_outputs
+        self._get_predicted_checks = get_predicted_checks
         self._predicted_checks: Sequence[IsPredicted] = ()
         # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
         several = len(data.sources) > 1 and is_overridden("predict_step", module, TrainModule)
         self._arguments = StepArguments(module.predict_step, several)
 
     def run(self) -> list[Any] | None:
-        """Predict; return the outputs of all micro-batches in data set order, on every rank.
+        """Run prediction; return the outputs of all micro-batches in data set order, on every rank.
 
         Returns:
             A list of outputs, or with several loaders one such list per loader; None if outputs are not kept.
@@ -79,7 +79,7 @@ class PredictLoop:
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
-            self._predicted_checks = () if self._keeps else self._before()
+            self._predicted_checks = () if self._keeps_outputs else self._get_predicted_checks()
             local_outputs = [
                 self._predict(index, source, limit)
                 for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
@@ -88,8 +88,8 @@ class PredictLoop:
                 hook()
         self._metrics.enter(None)
         (noticing_ranks,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
-        self._lengths.settle(noticing_ranks)
-        if not self._keeps:
+        self._lengths.warn_together(noticing_ranks)
+        if not self._keeps_outputs:
             return None
         from drivetrain._loops.outputs import exchange
 
@@ -97,7 +97,7 @@ class PredictLoop:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
-        """Predict one loader; return ``(start, batch_idx, output)`` for each output that is kept."""
+        """Run prediction on one loader; return ``(start, batch_idx, output)`` for each output that is kept."""
         from drivetrain._loops.outputs import on_host
 
         several = len(self._sources) > 1
@@ -108,9 +108,9 @@ class PredictLoop:
         indices_of_batches = source.requested_indices()
         batches = evaluation_batches(source, self._strategy, name, first)
         batches = islice(batches, None if limit is None else limit - first)
-        if self._progress_reports is not None:
-            self._progress_reports.before += first
-            batches = self._progress_reports.follow(batches)
+        if self._progress_reporter is not None:
+            self._progress_reporter.before += first
+            batches = self._progress_reporter.with_reports(batches)
         for batch_idx, (host_batch, shard) in enumerate(batches, first):
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
@@ -134,14 +134,14 @@ class PredictLoop:
             output = self._runner(self._module.predict_step, *arguments)
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *hook_arguments)
-            if self._keeps:
+            if self._keeps_outputs:
                 start = shard.start if source.shards_known else batch_idx
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees the output's memory before the next step
         position.leave(previous)
         position.indices = None
-        if self._progress_reports is not None:
-            self._progress_reports.before += count - first
+        if self._progress_reporter is not None:
+            self._progress_reporter.before += count - first
         self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from drivetrain._loops.loader_lengths import Lengths
-    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain._metrics import MetricStore
 
 
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Position:
-    """The running loop and the batch that it processes. After a failure, they still name the failed batch."""
+    """The running loop and the batch that it processes. After a failure, the attributes still name the failed batch."""
 
     loop: str | None = None
     """"training", "evaluation" or "prediction"; None between loops."""
@@ -88,11 +88,11 @@ class Reporting:
     Attributes:
         metrics: the logged values.
         log: sends a dict of numbers to the loggers; None without loggers.
-        pacing: reports the progress of an epoch to callbacks; None if no callback needs it.
+        progress_reporter: reports the progress of an epoch to callbacks; None if no callback needs it.
         lengths: warns about loaders whose length proved wrong.
     """
 
     metrics: MetricStore
     log: Callable[[Mapping[str, Tensor | float]], None] | None
-    pacing: Pacing | None
+    progress_reporter: ProgressReporter | None
     lengths: Lengths

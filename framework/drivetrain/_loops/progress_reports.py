@@ -9,11 +9,11 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-class Pacing:
-    """Calls callbacks with the number of micro-batches done, at intervals.
+class ProgressReporter:
+    """Calls callbacks at intervals with the number of micro-batches that are done.
 
     Args:
-        callbacks: called with the number of micro-batches done.
+        callbacks: functions that are called with the number of micro-batches that are done.
         every: the number of micro-batches of an evaluation from one report to the next.
     """
 
@@ -28,7 +28,7 @@ class Pacing:
         for call in self._callbacks:
             call(self.before + batches)
 
-    def follow(self, items: Iterator[Item]) -> Iterator[Item]:
+    def with_reports(self, items: Iterator[Item]) -> Iterator[Item]:
         """Return ``items``, with a report every ``every`` items and no Python call for the items between."""
         return chain.from_iterable(self._blocks(items))
 

@@ -22,8 +22,8 @@ class StepEstimate:
 
     Attributes:
         steps: the estimated number of optimizer steps of the run.
-        length: the micro-batches of an epoch from which the estimate is derived; None if it is derived from no length.
-        was_read: whether `estimated_stepping_batches` was read.
+        length: the number of micro-batches of an epoch from which the estimate is derived; None if there is none.
+        was_read: whether user code has read `estimated_stepping_batches`.
     """
 
     steps: int | float = math.inf
@@ -40,7 +40,7 @@ class Schedulers:
         monitored: returns a logged value by name, the same on every rank, or None if it was not logged.
         logged_names: returns the names of the logged values, for errors.
         estimate: the estimated length of the run.
-        warns: whether this rank warns.
+        warns: whether this rank logs warnings.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Schedulers:
             if global_step % config.frequency == 0:
                 try:
                     self._step_scheduler(config)
-                except ValueError as error:  # OneCycleLR raises it after its last step
+                except ValueError as error:  # OneCycleLR raises this error after its last step
                     raise self._schedule_ended(config) from error
 
     def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
         steps, length = self._estimate.steps, self._estimate.length
         return ConfigurationError(
-            f"{type(config.scheduler).__name__} ran out after {steps} steps, and there is more data.",
+            f"{type(config.scheduler).__name__} ran out after {steps} steps, but there is more data.",
             f"trainer.estimated_stepping_batches was {steps}, derived from the training loader's length of {length} "
             "micro-batches per epoch, but the epoch has more.",
             "correct len(loader), limit the epoch with limit_train_batches, or choose the schedule's steps yourself.",
@@ -125,11 +125,12 @@ class Schedulers:
             raise ConfigurationError(
                 problem,
                 logged,
-                "log it before the scheduler steps, monitor another value, or skip such steps with 'strict': False.",
+                "log the value before the scheduler steps, monitor another value, or skip such steps with 'strict': "
+                "False.",
             )
         if monitor not in self._warned_names and self._warns:
             logger.warning(
-                "%s %s The step of the scheduler is skipped because of 'strict': False. This is reported once.",
+                "%s %s The step of the scheduler is skipped because of 'strict': False. This warning is not repeated.",
                 problem,
                 logged,
             )

@@ -29,7 +29,7 @@ def pass_over_training_data(
         limit: the maximal number of micro-batches; None for all.
         wrapped: the module, in train mode, and the strategy that runs it.
         metrics: the logged values, to which nothing is added.
-        move: moves a batch to the device; None if batches are there already.
+        move: moves a batch to the device; None if batches are already on the device.
     """
     module, strategy, runner = wrapped.module, wrapped.strategy, wrapped.runner
     step = module.training_step

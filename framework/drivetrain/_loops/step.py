@@ -25,7 +25,7 @@ from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import REQUIRES_GRAD
+from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -158,8 +158,11 @@ class AutomaticStep:
             zero_grad(optimizer)
         if self._tracks_trainables:
             trainables = self._trainables
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
-                trainables.settle()
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
+                trainables.adapt_strategy()
             trainables.window_open = True
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
@@ -180,7 +183,10 @@ class AutomaticStep:
         output = self._training_step(micro_batch.batch, batch_idx)
         if self._tracks_trainables:
             trainables = self._trainables
-            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+            if (
+                trainables.touched
+                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            ):
                 trainables.raise_if_changed()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -234,9 +240,9 @@ class AutomaticStep:
     # Closing and dropping windows, micro-batches without weight, and losses that are None or invalid
 
     def _close_trainables(self) -> None:
-        """Check that no parameter changed within the window, and let them change until the next window opens."""
+        """Check that no parameter changed within the window, and allow changes until the next window opens."""
         trainables = self._trainables
-        if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
+        if trainables.touched or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags:
             trainables.raise_if_changed()
         trainables.window_open = False
 
@@ -251,7 +257,7 @@ class AutomaticStep:
         self._loss = None
 
     def _run_weightless(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
-        """Run a micro-batch of weight 0, with which this rank joins without data, or whose batch has no items."""
+        """Run a micro-batch of weight 0: either this rank has no data left and only joins, or the batch is empty."""
         sync = self.strategy.gradient_sync(micro_batch.closes)
         effects = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
         with sync, effects, self.strategy.without_gradient():
@@ -274,11 +280,12 @@ class AutomaticStep:
 
     def _warn_of_no_step(self, skipped: bool) -> None:
         if not skipped:
-            warnings.warn("A window made no step: its weights sum to zero. This is reported once.", stacklevel=3)
+            warnings.warn("A window made no step: its weights sum to zero. This warning is not repeated.", stacklevel=3)
         elif self.strategy.rank == 0:
             logger.warning(
                 "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
-                "micro-batches. Unless that is intended, end training_step with return loss. This is reported once.",
+                "micro-batches. Unless that is intended, end training_step with return loss. "
+                "This warning is not repeated.",
                 type(self.module).__name__,
             )
 
@@ -287,20 +294,20 @@ class AutomaticStep:
         if loss is None:
             raise ConfigurationError(
                 f"{name} returned None for batch {batch_idx} on rank {self.strategy.rank}.",
-                "the other ranks wait for this rank's gradients (under DeepSpeed, its engine does).",
-                "return a loss on every rank; give a batch that should not count the weight 0 (batch_weight).",
+                "the other ranks wait for this rank's gradients (under DeepSpeed, DeepSpeed's engine waits).",
+                "return a loss on every rank; to leave a batch out, give it the weight 0 (batch_weight).",
             )
         if isinstance(loss, Tensor) and loss.dim():
             raise ConfigurationError(
                 f"{name} returned a loss of shape {tuple(loss.shape)}.",
                 "backward starts from a scalar.",
-                "return its mean().",
+                "return loss.mean().",
             )
         if isinstance(loss, Tensor):
             raise ConfigurationError(
                 f"{name} returned a loss that requires no gradient.",
-                "it is detached from every trainable parameter.",
-                "compute it from the module's output, without .detach(), .item() or torch.no_grad(); "
+                "the loss is detached from every trainable parameter.",
+                "compute the loss from the module's output, without .detach(), .item() or torch.no_grad(); "
                 "and check whether all parameters are frozen.",
             )
         raise ConfigurationError(

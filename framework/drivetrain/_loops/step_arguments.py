@@ -66,7 +66,7 @@ class StepArguments:
         if several and count < 3 and not skips_batch_idx:
             raise ConfigurationError(
                 f"{name} takes no dataloader_idx, and there are several loaders.",
-                "it could not tell which loader a batch comes from.",
+                "the step could not tell which loader a batch comes from.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx, dataloader_idx=0).",
             )
         self.takes_batch_idx = count >= 2 and not skips_batch_idx

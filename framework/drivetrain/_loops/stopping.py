@@ -10,10 +10,10 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.progress import Progress
 
 AGREE_EVERY = 16
-"""The maximal number of points from one poll of the store to the next."""
+"""The maximal number of points (ends of windows or of micro-batches) between two polls of the store."""
 
 _POLL_INTERVAL = 0.5
-"""The desired seconds from one poll to the next. A preempted process may have less than 30 s left."""
+"""The desired seconds between two polls. A preempted process may have less than 30 s left."""
 
 _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
@@ -66,7 +66,7 @@ class StepAgreement:
         """Return whether ``point`` is at or after the agreed point."""
         return self.point is not None and point >= self.point
 
-    def settle(self, requesting: int) -> int:
+    def act_on_requests(self, requesting: int) -> int:
         """Act on the requests of ranks that are at the same point; return the reason of the first request, or 0.
 
         Args:
@@ -93,7 +93,7 @@ class StepAgreement:
 
 
 class StopRequest:
-    """Collects requests to end the run, from any rank; all ranks then end it after the same window.
+    """Collects the requests of all ranks to end the run, and lets all ranks end the run after the same window.
 
     There are two kinds of requests. A *stop* ends the run in the ordinary way after a window, but not before
     ``min_steps`` and ``min_epochs``. *Leaving*, on a preemption signal, saves the run and exits. No minimum defers
@@ -129,7 +129,7 @@ class StopRequest:
         self._in_first_window = True  # steps may be compiled in it, so the control plane allows ending time
         self.requested = False
         """Set to request a stop; ``trainer.should_stop``."""
-        self.because: str | None = None
+        self.own_reason: str | None = None
         """The reason of this rank's first request, for the log."""
         self.signal = 0
         """Set to the number of a preemption signal to request leaving; 0 for none."""
@@ -141,17 +141,17 @@ class StopRequest:
         """Whether the run ends in order to be resumed later, so that it must be saved."""
         return self.leaving > 0 or (self._time_is_up if self._store is None else self._stop.reason == _TIME_IS_UP)
 
-    def ask(self, because: str) -> None:
-        """Request a stop, for the reason ``because``."""
+    def ask(self, reason: str) -> None:
+        """Request a stop, for ``reason``."""
         self.requested = True
-        self.because = self.because or because
+        self.own_reason = self.own_reason or reason
 
     @property
     def reason(self) -> str | None:
         """The reason of the first rank that requested a stop; None without a request. Not collective."""
         if self._store is not None and self._store.check(["stop/because"]):
             return str(self._store.get("stop/because").decode())
-        return self.because
+        return self.own_reason
 
     def after_window(self, step: int, epoch: int) -> bool:
         """Return whether the run ends now. Called on every rank after each window, whether or not it made a step.
@@ -203,8 +203,8 @@ class StopRequest:
         stops, leaves = self._stop.publish_reason(code), self._leave.publish_reason(self.signal)
         stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
         if stopping and not self._agreed:
-            self._stop.settle(stopping)
-        self._leave.settle(leaving)
+            self._stop.act_on_requests(stopping)
+        self._leave.act_on_requests(leaving)
         self.requested = self._agreed = stopping > 0
 
     def agree_after_pause(self, purpose: str) -> None:
@@ -216,7 +216,7 @@ class StopRequest:
         self._publish_poll(self._poll_at)  # before any rank continues and may make a request
         self.agree(purpose)
 
-    def agree_when_all_arrive(self, purpose: str, *, alike: bool) -> None:
+    def agree_when_all_arrive(self, purpose: str, *, equal_counts: bool) -> None:
         """Exchange requests at a point that one rank may reach before the others. Collective.
 
         A rank that makes a request before it arrives ignores the ranks that wait. It acts at its current point, and
@@ -224,10 +224,11 @@ class StopRequest:
 
         Args:
             purpose: the purpose of the agreement, the same on every rank.
-            alike: whether all ranks have passed the same number of points. Otherwise all continue from the largest.
+            equal_counts: whether all ranks have passed the same number of points. Otherwise all ranks continue from
+                the largest number.
         """
         self._publish_poll(0)
-        if alike or self._store is None:
+        if equal_counts or self._store is None:
             self.agree(purpose)
         else:
             self._point = self._agree_on_furthest_point(purpose)
@@ -253,7 +254,7 @@ class StopRequest:
         self.leaving = self._leave.reason
         return self.leaving > 0
 
-    def stay(self) -> None:
+    def defer_leaving(self) -> None:
         """Defer leaving to the next point. Called on all ranks."""
         self.leaving = 0
 
@@ -270,8 +271,8 @@ class StopRequest:
             self.ask(f"max_time={self._max_time} is up")
 
     def _publish_reason(self) -> None:
-        if self._store is not None and self.because is not None:
-            self._store.compare_set("stop/because", "", self.because)
+        if self._store is not None and self.own_reason is not None:
+            self._store.compare_set("stop/because", "", self.own_reason)
 
     def _reason_code(self) -> int:
         return _TIME_IS_UP if self._time_is_up else 1

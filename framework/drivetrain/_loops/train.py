@@ -1,4 +1,4 @@
-"""The training loop: `TrainLoop._train_epoch` shows the order of a step."""
+"""The training loop. `TrainLoop._train_epoch` shows the order of operations in a step."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class EpochData:
 
     Attributes:
         micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
-        exhausted: returns whether the loader has reached the end of the epoch's data, if it is a loader that saves its
-            position; returns False for any other loader.
+        exhausted: returns whether a loader that saves its position has reached the end of the epoch's data; returns
+            False for any other loader.
         length: the number of micro-batches of an epoch, derived from ``len(loader)``; None if the number is unknown.
         length_is_exact: whether an epoch has exactly ``length`` micro-batches.
         count: counts the micro-batches that the loader yields.
@@ -90,13 +90,13 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """The counters of training, and what ends it.
+    """The counters of training, and the conditions under which training ends.
 
     Attributes:
         counters: the counters that a checkpoint stores.
         position: the micro-batch being processed.
         limits: how long to train.
-        stop: requests to end early.
+        stop: collects requests to end training early.
     """
 
     counters: Progress
@@ -130,7 +130,7 @@ class Schedule:
         schedulers: steps the learning rates.
         validation: runs validation.
         reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
-        after_epoch_hooks: applies what the hooks that begin an epoch have changed.
+        after_epoch_hooks: called after the hooks that begin an epoch; applies the changes that the hooks have made.
         checks: warns about problems that are visible only over a whole epoch.
     """
 
@@ -159,7 +159,7 @@ class TrainLoop:
         data: the data of an epoch.
         hooks: the overridden hooks.
         control: the control plane, for agreements between ranks.
-        progress: the counters of training, and what ends it.
+        progress: the counters of training, and the conditions under which training ends.
         reporting: where values and progress are reported.
         checkpointing: how training is saved.
         schedule: what is due at certain steps or epochs.
@@ -215,7 +215,7 @@ class TrainLoop:
     # The loop's state in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the counters do not show of the loop's position, such as whether the epoch's data is over."""
+        """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
         snapshot = self._checkpointing.snapshot
         return {
             "data_is_over": self._data_is_over or self._is_data_over(),
@@ -305,7 +305,7 @@ class TrainLoop:
                 return ended
         if data_is_over:
             return EpochEnd.DATA
-        micro_batches = self._schedule.checks.follow(self._micro_batches(progress.epoch, progress.batch_idx))
+        micro_batches = self._schedule.checks.with_first_check(self._micro_batches(progress.epoch, progress.batch_idx))
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
@@ -363,7 +363,7 @@ class TrainLoop:
         progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
         if self._steps_before == progress.global_step:
             self._warn_of_no_step()
-        self._count.settle(progress.batch_idx)
+        self._count.compare_length(progress.batch_idx)
         self._checkpointing.rng_replay.settle()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
@@ -424,7 +424,7 @@ class TrainLoop:
         return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
-        """Call ``on_train_batch_start``; return whether a hook returned -1, as one then has to do on every rank."""
+        """Call ``on_train_batch_start``; return whether a hook returned -1, which has to be the same on every rank."""
         answers = [hook(batch, batch_idx) for hook in hooks]
         if not any(isinstance(answer, int) and answer == -1 for answer in answers):
             return False
@@ -521,7 +521,8 @@ class TrainLoop:
         if not self._warned_of_no_step and self._control.rank == 0:
             logger.warning(
                 "Training went through epoch %d without an optimizer step: in every window the losses were None, the "
-                "weights zero or the fp16 gradients not finite, or a hook skipped the step. This is reported once.",
+                "weights zero or the fp16 gradients not finite, or a hook skipped the step. This warning is not "
+                "repeated.",
                 self._progress.epoch,
             )
         self._warned_of_no_step = True
@@ -533,7 +534,7 @@ class TrainLoop:
         reducing_ranks, noticing_ranks = self._control.agree(
             "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.noticed
         )
-        lengths.settle(noticing_ranks)
+        lengths.warn_together(noticing_ranks)
         return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _reduce_steps(self) -> None:
@@ -544,8 +545,8 @@ class TrainLoop:
         self._reduce_steps()
         if self._reporting.log is not None:
             self._reporting.log(self._metrics.flush_steps())
-        if self._reporting.pacing is not None:
-            self._reporting.pacing.report(self._progress.batch_idx)
+        if self._reporting.progress_reporter is not None:
+            self._reporting.progress_reporter.report(self._progress.batch_idx)
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._reporting.log is not None

@@ -30,7 +30,10 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _CHANGE_TIMEOUT = timedelta(seconds=30)
-"""Limit for the agreement on a change. A rank that sees no change does not join it; an error then names that rank."""
+"""The time limit for the ranks' agreement on a change.
+
+A rank that sees no change does not join the agreement. When the limit is reached, an error names that rank.
+"""
 
 _SCHEDULERS_WITH_FIXED_GROUPS = (
     lr_scheduler.LambdaLR,
@@ -47,8 +50,8 @@ _SCHEDULERS_WITH_FIXED_GROUPS = (
 class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    When a window opens, the step compares the ``requires_grad`` of all `parameters` with `flags`; the comparison runs
-    in C. New layers and parameter groups set `touched`.
+    When a window opens, the step compares the ``requires_grad`` of all `parameters` with `requires_grad_flags`. The
+    comparison runs in C. New layers and parameter groups set `touched`.
 
     Args:
         module: the module, wrapped by the strategy.
@@ -68,9 +71,9 @@ class Trainables:
         "_strategy",
         "_warned",
         "checks_each_window",
-        "flags",
         "parameters",
         "refuses_in_window",
+        "requires_grad_flags",
         "touched",
         "trained",
         "window_open",
@@ -90,7 +93,7 @@ class Trainables:
         self.checks_each_window = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
         """Whether changes are checked in each window because the strategy depends on them; otherwise once an epoch."""
         self.refuses_in_window = self.checks_each_window
-        """Whether changes within an open window are refused."""
+        """Whether a parameter group that is added within an open window raises an error."""
         self.window_open = False
         """Whether a window is open: from its first forward until ``on_before_optimizer_step``."""
         self.touched = False
@@ -124,8 +127,8 @@ class Trainables:
 
     # Checks
 
-    def settle(self) -> None:
-        """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if there are any.
+    def adapt_strategy(self) -> None:
+        """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if something changed.
 
         Raises:
             DistributedError: the changes differ between ranks. The error names them.
@@ -151,7 +154,8 @@ class Trainables:
         """Raise an error if parameters have changed since the window opened.
 
         Args:
-            unfrozen_only: ignore newly frozen parameters, since ``toggle_optimizer`` freezes those of other optimizers.
+            unfrozen_only: whether to ignore newly frozen parameters, since ``toggle_optimizer`` freezes the parameters
+                of other optimizers.
             mention_toggling: whether the error mentions that an optimizer may still be toggled.
 
         Raises:
@@ -167,7 +171,7 @@ class Trainables:
         names = {id(parameter): name for name, (parameter, _) in self._recorded.items()}
         changed = [
             names[id(parameter)]
-            for parameter, requires_grad in zip(self.parameters, self.flags, strict=True)
+            for parameter, requires_grad in zip(self.parameters, self.requires_grad_flags, strict=True)
             if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
@@ -186,7 +190,7 @@ class Trainables:
         if names and optimizers and self._strategy.rank == 0:
             logger.warning(
                 "%d trainable parameter(s) are in no optimizer: %s. They get gradients that are never used: add them "
-                "to an optimizer (optimizer.add_param_group), or freeze them. This is reported once.",
+                "to an optimizer (optimizer.add_param_group), or freeze them. This warning is not repeated.",
                 len(names),
                 listed(names),
             )
@@ -194,7 +198,7 @@ class Trainables:
     # Frozen parameters
 
     def accept_strategy_changes(self, before: Mapping[str, tuple[torch.nn.Parameter, bool]]) -> None:
-        """Accept what the strategy changed in ``setup_optimizers``; what it froze there counts as trainable.
+        """Record what the strategy changed in ``setup_optimizers``. Parameters that it froze count as trainable.
 
         Args:
             before: the result of `current_state` just before ``setup_optimizers``.
@@ -205,7 +209,7 @@ class Trainables:
             name for name in changed if name in before and before[name][1] and not after[name][1]
         }
         self._recorded.update((name, after[name]) for name in changed)
-        self._update_flags()
+        self._update_requires_grad_flags()
 
     def current_state(self) -> dict[str, tuple[torch.nn.Parameter, bool]]:
         """Return every parameter by name, and whether it trains."""
@@ -238,7 +242,7 @@ class Trainables:
             )
 
     def set_resuming(self, value: bool) -> None:
-        """Set while start hooks of a resumed run are called: the groups that they add were restored already."""
+        """Set whether the start hooks of a resumed run are being called. Groups that they add were already restored."""
         self._resuming = value
 
     # Notifications of new layers and groups
@@ -270,7 +274,7 @@ class Trainables:
                     "add_param_group within training_step or an open accumulation window.",
                     f"{type(strategy).__name__} exchanges gradients of the parameters that were trainable when the "
                     "window opened.",
-                    "add it between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
+                    "add the group between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
             strategy.adding_group(optimizer)
             self._check_schedulers(optimizer)
@@ -302,20 +306,22 @@ class Trainables:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
-                        "it holds a value for each group that existed when it was built: torch fails at its next step.",
-                        "give the optimizer the group from the start, since frozen parameters are not updated; or use "
-                        "a scheduler that works on the groups' current rates: StepLR, ExponentialLR, LinearLR.",
+                        "the scheduler holds one value for each group that existed when it was built, so its next step "
+                        "would fail.",
+                        "give the optimizer the group from the start, with frozen parameters, which are not updated; "
+                        "or use a scheduler that works on the groups' current learning rates, such as StepLR, "
+                        "ExponentialLR or LinearLR.",
                     )
 
     # The recorded state
 
     def _record(self) -> None:
         self._recorded = self.current_state()
-        self._update_flags()
+        self._update_requires_grad_flags()
 
-    def _update_flags(self) -> None:
+    def _update_requires_grad_flags(self) -> None:
         self.parameters = tuple(parameter for parameter, _ in self._recorded.values())
-        self.flags = tuple(trained for _, trained in self._recorded.values())
+        self.requires_grad_flags = tuple(trained for _, trained in self._recorded.values())
         self.trained |= {name for name, (_, trained) in self._recorded.items() if trained}
 
     def _current_groups(self) -> Groups:

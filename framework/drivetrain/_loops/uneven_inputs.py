@@ -51,8 +51,8 @@ class Joining(LoggingPaused):
 def without_side_effects(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
     """Run a step that this rank only joins: logged values are discarded, and buffers are restored at the end.
 
-    Only what the step does to buffers is undone. What hooks do is kept: a hook that averages weights, for example, must
-    follow the optimizer's step on every rank.
+    Only the step's changes to buffers are undone. The effects of hooks are kept: a hook that averages weights, for
+    example, must run after the optimizer's step on every rank.
     """
     joining = None if metrics.joining else Joining(metrics)
     buffers = BufferSnapshot(module)

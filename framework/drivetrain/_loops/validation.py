@@ -21,9 +21,9 @@ class ValidationPlan:
         interval: an int is a number of micro-batches, a float a fraction of an epoch; None for the end of an epoch.
         every_n_epochs: n, to validate in every n-th epoch only; None to let ``interval`` count across epochs.
         length: the number of micro-batches of an epoch; None if the number is unknown.
-        stop: the requests to stop. Ranks exchange them after a validation, since early stopping may request one.
+        stop: the requests to stop. Ranks exchange them after a validation, which may make early stopping request one.
         metrics: the logged values; `run` switches them back to the training stage after a validation.
-        warns: whether this rank warns.
+        warns: whether this rank logs warnings.
         reloads: whether later epochs may have other data, and so another length.
 
     Raises:
@@ -66,7 +66,7 @@ class ValidationPlan:
                 self._warned_of_interval = True
                 logger.warning(
                     "val_check_interval=%d is more than the %d micro-batches that an epoch has now: validation runs "
-                    "at its end. This is reported once.",
+                    "at the epoch's end. This warning is not repeated.",
                     interval,
                     length,
                 )
@@ -140,8 +140,9 @@ class ValidationPlan:
         self._warns_if_short = False
         logger.warning(
             "Epoch %d ended after %d micro-batches without a validation: val_check_interval=%d counts from the start "
-            "of each epoch, and the loader has no length. Lower it, or set check_val_every_n_epoch=None to count "
-            "across epochs; val_check_interval=1.0 validates at the end of each. This is reported once.",
+            "of each epoch, and the loader has no length. Lower val_check_interval, or set it to 1.0 to validate at "
+            "the end of each epoch, or set check_val_every_n_epoch=None to count across epochs. This warning is not "
+            "repeated.",
             progress.epoch,
             progress.batch_idx,
             self._interval,
@@ -189,6 +190,6 @@ def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, 
         raise ConfigurationError(
             f"val_check_interval={interval} is more than the {length} micro-batches of an epoch.",
             "validation would never run.",
-            "lower it, or set check_val_every_n_epoch=None to count across epochs.",
+            "lower val_check_interval, or set check_val_every_n_epoch=None to count across epochs.",
         )
     return interval

@@ -1,4 +1,7 @@
-"""Groups micro-batches into windows, the micro-batches of one optimizer step, and computes each one's loss scale."""
+"""Groups micro-batches into windows, and computes the factors of their losses.
+
+A window is the micro-batches of one optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -228,12 +231,12 @@ def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
     if number < 0 or not math.isfinite(number):
         raise ConfigurationError(
             f"batch_weight returned {number} on rank {rank} for batch {batch_idx}.",
-            "a weight is the number of items that the loss is a mean of: finite and not negative.",
+            "a weight is the number of items that the loss is a mean of, so it is finite and not negative.",
             "return a count, such as the number of tokens that are not padding.",
         )
     return number
 
 
 def _total_samples(shard: BatchShard) -> int:
-    assert shard.total is not None  # the sources of `sharded_windows` know it in advance
+    assert shard.total is not None  # the sources of `sharded_windows` know the total in advance
     return shard.total

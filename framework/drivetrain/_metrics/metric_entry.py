@@ -211,10 +211,10 @@ class Entry:
         if not all(text is None or isinstance(text, str) for text in texts) or not all(
             type(flag) is bool for flag in flags
         ):
-            raise ValueError(f"{name!r} is described by {texts} and {flags}")
+            raise ValueError(f"the entry of {name!r} has options of the wrong types: {texts} and {flags}")
         forced = state["forced"]
         if not isinstance(forced, list) or len(forced) != 2 or not all(flag in (None, True, False) for flag in forced):
-            raise ValueError(f"{name!r} was logged with {forced!r}")
+            raise ValueError(f"the entry of {name!r} has invalid values of on_step and on_epoch: {forced!r}")
         check_value(name, state["weight"])
         for key in ("last", "result", "total"):
             if state[key] is not None:
@@ -260,7 +260,7 @@ def operation_of(reduce_fx: Any) -> str | None:
     """Return the name of a reduction that is given as a name or a function, or None if the reduction is unknown."""
     try:
         return _OPERATIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
-    except TypeError:  # it is not hashable
+    except TypeError:  # `reduce_fx` is not hashable
         return None
 
 
@@ -296,7 +296,7 @@ def raise_kind_mismatch(entry: Entry, value: Any) -> NoReturn:
     """
     before = "a number" if entry.metric is None else f"the {type(entry.metric).__name__} {entry.attribute!r}"
     raise ConfigurationError(
-        f"log({entry.name!r}) was given a {type(value).__name__}, and {before} before.",
+        f"log({entry.name!r}) was given a {type(value).__name__}, but it was given {before} before.",
         "a key has one meaning within a stage.",
         "use another key.",
     )

@@ -77,7 +77,7 @@ class MetricObjects:
         raise ConfigurationError(
             f"log({name!r}) was given a {type(metric).__name__} that is not an attribute of the module.",
             "a metric must move with the module and exist on every rank and after a resume.",
-            "assign it in __init__ (self.accuracy = ...), or pass metric_attribute=.",
+            "assign the metric in __init__ (self.accuracy = ...), or pass metric_attribute=.",
         )
 
     def note_logged(self, key: str, metric: Any) -> None:
@@ -123,7 +123,7 @@ def is_metric(value: Any) -> bool:
 
 
 def metric_state(metric: Any) -> dict[str, Any]:
-    """Return a copy of the states declared with add_state, and of torchmetrics' bookkeeping, as the update count."""
+    """Return a copy of the states declared with add_state, and of torchmetrics' own attributes, as the update count."""
     return {name: _copy_state(value) for name, value in _saved_attributes(metric).items()}
 
 
@@ -149,7 +149,7 @@ def merge_metric_states(name: str, metric: Any, states: Sequence[Mapping[str, An
 
     Args:
         name: the metric's name on the module.
-        metric: the metric object, whose own state is the same afterwards.
+        metric: the metric object, whose state the call does not change.
         states: the result of `metric_state` on each rank.
 
     Raises:
@@ -263,7 +263,7 @@ def compute_value(
 
 
 def forward_value(name: str, metric: Any) -> torch.Tensor | None:
-    """Return what a metric that was logged as ``name`` returned for the current batch; None if it was not called.
+    """Return the value that a metric's ``forward`` returned for the current batch; None if it was not called.
 
     Raises:
         ConfigurationError: the value is not a single number.
@@ -286,5 +286,5 @@ def as_scalar(name: str, metric: Any, value: Any) -> torch.Tensor:
     raise ConfigurationError(
         f"log({name!r}) was given a {type(metric).__name__}, which computes {description}.",
         "a logged value is one number.",
-        "compute it in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
+        "compute the value in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
     )

@@ -40,13 +40,13 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
-        self.speaks = True
+        self.contributes = True
         """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
         self.joining = False
-        """True while this rank has no data left and runs steps only to match the others' collectives."""
+        """True while this rank has no data left and runs steps only to match the other ranks' collectives."""
         self.muted = False
         """True while logged values are discarded: while `joining` is True, or while a closure repeats a step."""
         self.batch: Any = None
@@ -137,7 +137,7 @@ class MetricStore:
             raise ConfigurationError(
                 f"log({name!r}) was called {'in prediction' if self.stage else 'outside the loops'}.",
                 "values belong to an epoch of training, validation or test.",
-                "call it from a step, or from a hook of an evaluation or between on_train_start and on_train_end.",
+                "call self.log in a step, in a hook of an evaluation, or between on_train_start and on_train_end.",
             )
         on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist = options
         if old is not None and old.adopt_options(options, operation_of(reduce_fx)):
@@ -207,7 +207,7 @@ class MetricStore:
         return any(entry.on_epoch and entry.sync_dist is not False for entry in self.entries.values())
 
     def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
-        """Return the reduced epoch values of the stage by name, with one packed collective if ``together``."""
+        """Return the stage's epoch values by name. ``together`` reduces them over all ranks, in one collective."""
         numeric = sorted(
             (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None and not entry.idle),
             key=lambda entry: entry.name,
@@ -227,7 +227,7 @@ class MetricStore:
         results: dict[str, Tensor | None] = {}
         split = 2 * len(shared)
         if together:
-            if not self.speaks:
+            if not self.contributes:
                 numbers[:split] = [0.0] * split
             keys = [
                 *(_key(entry.epoch_name, entry) for entry in shared),
@@ -273,7 +273,10 @@ class MetricStore:
                 reset(entry.metric)
 
     def flush_steps(self) -> dict[str, Tensor | float]:
-        """Return the step values for loggers that were logged since the last flush, on their devices."""
+        """Return the step values to send to loggers, as far as they were logged since the last flush.
+
+        The tensors stay on their devices.
+        """
         values: dict[str, Tensor | float] = {}
         for entry in self.entries.values():
             if entry.fresh and entry.last is not None and entry.logger:
@@ -298,7 +301,7 @@ class MetricStore:
         keys, table = gather_packed(
             self.control,
             keys,
-            [part for number, new in numbers for part in (number, float(new and self.speaks))],
+            [part for number, new in numbers for part in (number, float(new and self.contributes))],
             self._part(keys),
         )
         for entry in synced:
@@ -358,7 +361,7 @@ class MetricStore:
         return values
 
     def agreed(self, name: str) -> float | None:
-        """Return a logged value that is equal on all ranks, or None if no rank logged it. Collective."""
+        """Return a logged value, the same on all ranks (see `agreed_value`); None if no rank logged it. Collective."""
         return agreed_value(self.control, name, self.callback_metrics().get(name))
 
     # State for checkpoints

@@ -11,7 +11,7 @@ import torch
 from drivetrain._distributed.control_plane import ControlPlane, spread
 from drivetrain.errors import DistributedError
 
-_CHUNK = 256  # the number of doubles in the first collective, which does not depend on the keys
+_CHUNK = 256  # the number of doubles in the first collective, the same for any number of keys
 _HEADER = 4  # the number of header values: the part, the number of values, and two halves of the keys' hash
 
 
@@ -104,7 +104,7 @@ def gather_packed(
 
     Returns:
         The keys, and a double-precision tensor of shape (ranks that take part, 2 * keys with numbers). It contains
-        zeros for keys that a rank without all data does not know.
+        zeros for the keys that a rank does not know because it lacked data.
 
     Raises:
         DistributedError: the keys of the ranks differ. The message names the keys that some ranks lack.

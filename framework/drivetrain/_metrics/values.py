@@ -36,7 +36,7 @@ def number(name: str, value: Any) -> Tensor | float:
 
 
 def weight(name: str, batch_size: Any) -> Tensor | float:
-    """Return ``batch_size`` as `number` does. The value of a tensor is not read, so it is not checked.
+    """Convert ``batch_size`` as `number` does. A tensor's value is not checked, since reading it waits for the device.
 
     Raises:
         ConfigurationError: ``batch_size`` is not a number, or is negative.
@@ -45,8 +45,8 @@ def weight(name: str, batch_size: Any) -> Tensor | float:
     if not isinstance(value, Tensor) and not value >= 0:
         raise ConfigurationError(
             f"log({name!r}, batch_size={batch_size!r}).",
-            "it is the weight of the value in a mean, which must be 0 or more.",
-            "pass the number of samples that the value is a mean over, or omit it.",
+            "batch_size is the weight of the value in a mean, which must be 0 or more.",
+            "pass the number of samples that the value is a mean over, or omit batch_size.",
         )
     return value
 
@@ -108,7 +108,9 @@ def _from_numpy(name: str, value: Any) -> Any:
     if value.dtype.kind in "buif":  # `item` of a longdouble does not return a Python float
         return float(value.item()) if value.dtype.kind == "f" else value.item()
     if isinstance(value, numpy.ndarray):
-        raise _value_error(name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it.")
+        raise _value_error(
+            name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it to a float."
+        )
     return value
 
 

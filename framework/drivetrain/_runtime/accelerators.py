@@ -41,7 +41,7 @@ class Devices:
         if local_rank < len(self.indices):
             return torch.device(self.type, self.indices[local_rank])
         if torch.cuda.device_count() == 1:
-            return torch.device(self.type, 0)  # the scheduler shows each process only its own device
+            return torch.device(self.type, 0)  # the job scheduler has made only one device visible to this process
         raise ConfigurationError(
             f"Process {local_rank} of this node has no device of its own among {list(self.indices)}.",
             "two processes on one device would compete for it.",
@@ -72,13 +72,13 @@ def resolve_devices(accelerator: str, devices: int | str | Sequence[int]) -> Dev
         raise ConfigurationError(
             f"devices={devices!r} on the CPU.",
             "CPU processes have no index.",
-            f"give their number, devices={len(indices)}.",
+            f"give the number of processes, devices={len(indices)}.",
         )
     missing = [index for index in indices if available is not None and not 0 <= index < available]
     if missing or not indices or len(set(indices)) != len(indices):
         raise ConfigurationError(
             f"devices={devices!r} with accelerator={accelerator!r}.",
-            f"{device_type} has {available} device(s) here, and each process needs one of its own.",
+            f"this machine has {available} {device_type} device(s), and each process needs its own device.",
             f"use at most {available}, or use accelerator='cpu'.",
         )
     return Devices(device_type, indices, chosen=True)
@@ -93,7 +93,7 @@ def check_devices(accelerator: object, devices: object) -> None:
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(
             f"accelerator={accelerator!r} is unknown.{nearest(str(accelerator), ACCELERATORS)}",
-            "it names the type of device to compute on.",
+            "accelerator names the type of device to compute on.",
             f"use one of {', '.join(ACCELERATORS)}.",
         )
     _parse_devices(devices)
@@ -138,7 +138,7 @@ def _kind(accelerator: str) -> str:
 def _parse_devices(devices: object) -> int | str | Sequence[int]:
     error = ConfigurationError(
         f"devices={devices!r} does not name any devices.",
-        "it must be a count, a list of indices, 'auto' or -1 for all.",
+        "devices must be a count, a list of indices, 'auto', or -1 for all devices.",
         "use devices=2, devices=[0, 1], devices='0,1', devices='auto' or devices=-1.",
     )
     if isinstance(devices, str):

@@ -27,8 +27,8 @@ def capture_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
     """
     python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
-    own = _state_of(device)
-    return lambda: _as_values(python, host, arrays, own, device.type)
+    device_state = _state_of(device)
+    return lambda: _as_values(python, host, arrays, device_state, device.type)
 
 
 def _state_of(device: torch.device) -> torch.Tensor | None:
@@ -37,7 +37,9 @@ def _state_of(device: torch.device) -> torch.Tensor | None:
     return torch.mps.get_rng_state() if device.type == "mps" else None
 
 
-def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor | None, device: str) -> dict[str, Any]:
+def _as_values(
+    python: Any, host: torch.Tensor, arrays: Any, device_state: torch.Tensor | None, device: str
+) -> dict[str, Any]:
     version, words, gauss = python
     states: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
@@ -52,8 +54,8 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
             "has_gauss": int(has_gauss),
             "gauss": float(cached),
         }
-    if own is not None:
-        states[device] = own
+    if device_state is not None:
+        states[device] = device_state
     return states
 
 

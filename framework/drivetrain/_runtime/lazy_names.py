@@ -9,24 +9,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, defining_modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the package's ``__getattr__`` and ``__dir__``.
 
     Args:
         package: the ``__name__`` of the package.
-        homes: maps each public name to the module that defines the name. The name of the module is absolute, or
+        defining_modules: maps each public name to the module that defines the name. The module's name is absolute, or
             relative to the package (".module").
     """
 
     def get(name: str) -> Any:
-        if name not in homes:
+        if name not in defining_modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name], package), name)
+        value = getattr(importlib.import_module(defining_modules[name], package), name)
         setattr(sys.modules[package], name, value)  # later look-ups do not call this function
         return value
 
     def names() -> list[str]:
-        return sorted(homes)
+        return sorted(defining_modules)
 
     return get, names
 

@@ -9,10 +9,10 @@ class MemoryAdvice(NamedTuple):
     """One change of settings that reduces memory.
 
     Attributes:
-        lessens: the kind of memory that the change reduces. "state" stands for parameters, gradients and optimizer
+        reduces: the kind of memory that the change reduces. "state" stands for parameters, gradients and optimizer
             state, "activations" for activations and batches. Advice on the larger kind is shown first.
         text: what to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
     """
 
-    lessens: Literal["state", "activations"]
+    reduces: Literal["state", "activations"]
     text: str

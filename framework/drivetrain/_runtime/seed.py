@@ -62,8 +62,8 @@ def is_unseeded() -> bool:
     return _last_seed is None and seed == _seed_at_import and seed >= 2**32
 
 
-def has_drawn() -> bool:
-    """Return True if torch's generator has a different state than when this module was imported.
+def generator_was_used() -> bool:
+    """Return True if torch's CPU generator has another state than when this module was imported.
 
     Draws within `torch.random.fork_rng` do not count.
     """

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from drivetrain.callback import Callback
 from drivetrain.callbacks._averages import Averages, average_regions
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies._trainable import REQUIRES_GRAD
+from drivetrain.strategies._trainable import get_requires_grad
 
 if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region
@@ -141,7 +141,7 @@ class WeightAveraging(Callback):
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
         """Collect the weights again if different parameters are trainable, before the step changes them."""
-        if self._weights_changed or tuple(map(REQUIRES_GRAD, self._parameters)) != self._trainable_flags:
+        if self._weights_changed or tuple(map(get_requires_grad, self._parameters)) != self._trainable_flags:
             self._weights_changed = True
             self._collect_weights(trainer)
 
@@ -212,7 +212,7 @@ class WeightAveraging(Callback):
         assert self._averages is not None
         self._averages.collect_weights()
         self._parameters = list(trainer.strategy.named_parameters().values())
-        self._trainable_flags = tuple(map(REQUIRES_GRAD, self._parameters))
+        self._trainable_flags = tuple(map(get_requires_grad, self._parameters))
         self._weights_changed = False
 
     def _update(self) -> None:

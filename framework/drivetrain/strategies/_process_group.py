@@ -72,12 +72,12 @@ class ProcessGroup:
         control_store = PrefixStore("control", run_store)
         rank, world_size = placement.rank, placement.world_size
         self.control = GroupControl(
-            self._control_group, control_store, rank, world_size, self.timeout, then=self._after_first_step
+            self._control_group, control_store, rank, world_size, self.timeout, on_first_step=self._after_first_step
         )
         watchdog_store: Store = control_store.clone()  # type: ignore[attr-defined]
         # NCCL kernels keep waiting for a failed rank, and so does every thread that waits for such a kernel.
         abort = abort_nccl if self._owned and uses_nccl() else None
-        self._watchdog = Watchdog(watchdog_store, rank, self.control.flight.leave, abort)
+        self._watchdog = Watchdog(watchdog_store, rank, self.control.flight.write, abort)
         return self.control
 
     def _after_first_step(self) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
 
-REQUIRES_GRAD = attrgetter("requires_grad")
-"""``tuple(map(REQUIRES_GRAD, parameters))`` reads ``requires_grad`` without a Python call per parameter."""
+get_requires_grad = attrgetter("requires_grad")
+"""``tuple(map(get_requires_grad, parameters))`` reads ``requires_grad`` without a Python call per parameter."""
 
 Groups = tuple[tuple[tuple[str, ...], ...], ...]
 """Parameter names of each group of each optimizer."""

@@ -45,7 +45,7 @@ NEEDED = (
 CastsOf = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
 """Builds a unit's `WeightCasts` from its modules and torch's `FSDPParam` objects; returns None to track no casts."""
 
-_REQUIRES_GRAD = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
+_get_requires_grad = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 _VERSION = attrgetter("_version")
 
 
@@ -256,7 +256,7 @@ class Sharded:
 
     def toggled_while_gathered(self) -> list[_WatchedParam]:
         """Return parameters that were frozen or unfrozen only on the gathered tensor; torch would silently undo it."""
-        if tuple(map(_REQUIRES_GRAD, self._shards)) == tuple(map(_REQUIRES_GRAD, self._gathered)):
+        if tuple(map(_get_requires_grad, self._shards)) == tuple(map(_get_requires_grad, self._gathered)):
             return []
         return [
             fsdp_param

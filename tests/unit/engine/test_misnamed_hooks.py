@@ -327,7 +327,7 @@ def test_a_callback_removed_in_setup_is_not_called(tmp_path: Path) -> None:  # I
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
 def test_a_callback_appended_later_is_refused(tmp_path: Path, hook: str) -> None:  # I-10
     module = module_with(**{hook: lambda self: self.trainer.callbacks.append(Counting())})
-    with pytest.raises(ConfigurationError, match=r"(?s)Counting was appended.*append it in setup"):
+    with pytest.raises(ConfigurationError, match=r"(?s)Counting was appended.*append the callback in setup"):
         fit(tmp_path).fit(module, loader())
     assert module.seen == []
 

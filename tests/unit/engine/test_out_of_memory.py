@@ -122,7 +122,7 @@ def test_the_largest_tensors_are_named_without_advice(tmp_path: Path) -> None:
 
 
 def _told(strategy: Strategy) -> list[tuple[str, str]]:
-    return [(one.lessens, one.text.partition(":")[0]) for one in strategy.memory_advice(torch.nn.Linear(1, 1))]
+    return [(one.reduces, one.text.partition(":")[0]) for one in strategy.memory_advice(torch.nn.Linear(1, 1))]
 
 
 def test_each_strategy_advises_its_own_settings() -> None:

@@ -182,16 +182,20 @@ def test_ranks_of_one_job_are_recognised(hosts: str, comes: str) -> None:  # J-0
 @pytest.mark.parametrize(
     ("hosts", "comes", "why"),
     [
-        (_job("a"), _job("b"), "it is 'a', and this is 'b'"),
-        (_job("a"), _job(), "it is 'a', and this is 'one without a name'"),
-        (_job(), _job("b"), "it is 'a job without a name', and this is 'b'"),
-        (_job(), _job(folder=Path("/")), "and this one in /"),
+        (_job("a"), _job("b"), "the other job is 'a', and this job is 'b'"),
+        (_job("a"), _job(), "the other job is 'a', and this job is a job without a name"),
+        (_job(), _job("b"), "the other job is a job without a name, and this job is 'b'"),
+        (_job(), _job(folder=Path("/")), "and this job in /"),
         (_job(command="train.py --seed 0"), _job(rank=1, command="train.py --seed 1"), "another command line"),
         (_job(command="train.py --seed=0"), _job(rank=1, command="train.py --seed=1"), "another command line"),
         (_job(command="train.py"), _job(command="other.py"), "another command line"),
         (_job(command="train.py"), _job(command="train.py --fast"), "another command line"),
-        (Job(user="0", folder="/"), Job(user="7", folder="/"), "it belongs to user 0, and this one to user 7"),
-        (Job.new(), Job.new(), "and this is"),
+        (
+            Job(user="0", folder="/"),
+            Job(user="7", folder="/"),
+            "the other job belongs to user 0, and this job to user 7",
+        ),
+        (Job.new(), Job.new(), "and this job is"),
     ],
 )
 def test_two_jobs_are_distinguished(hosts: Job, comes: Job, why: str) -> None:  # J-05

@@ -189,7 +189,7 @@ def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: 
     trainer = trained(tmp_path, logger=Offline(tmp_path))
     assert (trainer.global_step, record(trainer.log_dir)["status"]) == (6, "finished")
     assert [one["step"] for one in record(trainer.log_dir)["checkpoints"]] == [6]
-    assert "Offline could not write what was logged so far, and tries again later: no network" in caplog.text
+    assert "Offline could not write the values logged so far, and tries again later: no network" in caplog.text
 
 
 def test_an_evaluation_does_not_change_the_record_of_its_run(tmp_path: Path) -> None:

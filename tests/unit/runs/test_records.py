@@ -131,7 +131,7 @@ def test_a_failed_write_is_warned_about_once_and_retried(
 
     saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
     trainer = trained(tmp_path, module=Net(at_step=at), callbacks=saver)
-    assert caplog.text.count("cannot be written; the next update tries again") == 1
+    assert caplog.text.count("cannot be written. The next update tries again") == 1
     assert len(record(trainer.log_dir)["checkpoints"]) == 6
     assert sorted(one.name for one in Path(str(trainer.log_dir)).glob("run.json*")) == ["run.json"]
 
