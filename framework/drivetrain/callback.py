@@ -313,10 +313,10 @@ class Callback:
         """Whether this callback saves checkpoints that a run can resume from, not only weights."""
         return False
 
-    def before_going_back(self, trainer: RunContext, module: Any) -> None:
+    def before_rollback(self, trainer: RunContext, module: Any) -> None:
         """Called before the run rolls back to an earlier checkpoint, whose callback state is loaded next."""
 
-    def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
+    def after_rollback(self, trainer: RunContext, module: Any, path: str) -> None:
         """Called after the run rolled back to the checkpoint of step ``trainer.global_step`` at ``path``."""
 
     @property

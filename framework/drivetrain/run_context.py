@@ -585,14 +585,15 @@ class Trials(Protocol):
         False means that a rank ran out of memory, or that the data has no batch of that size.
         """
 
-    def searches(self, name: str) -> None:
+    def declare_tuned(self, name: str) -> None:
         """Declare that a finder sets hyper-parameter ``name``.
 
-        Runs that differ only in it are the same experiment for ``ckpt_path`` "auto", "last" and "best".
+        For ``ckpt_path`` "auto", "last" and "best", runs that differ only in this hyper-parameter are the same
+        experiment.
         """
 
-    def say(self, text: str, *values: Any) -> None:
-        """Log a message on rank 0."""
+    def log_info(self, text: str, *values: Any) -> None:
+        """Log a message on rank 0, with ``values`` as the arguments of the format string ``text``."""
 
 
 class SavedCheckpoints(Protocol):

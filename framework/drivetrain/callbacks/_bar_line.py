@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _MAX_BAR_WIDTH = 24  # columns
-_MIN_BAR_WIDTH = 6
+_MIN_BAR_WIDTH = 6  # columns
 
 
 class Phase:
@@ -31,7 +31,7 @@ class Phase:
 
     @property
     def counted(self) -> int:
-        """The number of micro-batches that were completed since the start, without micro-batches before a resume."""
+        """The number of micro-batches completed since the start, which excludes those from before a resume."""
         return max(self.done - self.first, 0)
 
     @property

@@ -32,7 +32,7 @@ _FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CONSTANTS = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
-)  # what torch.tensor(...) in forward calls
+)  # the operators that torch.tensor(...) in forward calls
 _MAX_MESSAGE_LENGTH = 100  # characters of an error's message that a reason quotes
 
 
@@ -93,13 +93,13 @@ def _run_forward(module: nn.Module, example: Any, device: torch.device) -> Forwa
         fakes = _FakeTensors(device)
         with fakes.installed_in(module):
             _record_shapes(module, result, counter)
-            args, named = example_arguments(fakes.convert(example))
-            module(*args, **named)
+            args, kwargs = example_arguments(fakes.convert(example))
+            module(*args, **kwargs)
     return result
 
 
 class _FakeTensors:
-    """Maps each tensor to a fake tensor, always the same for one tensor.
+    """Maps each tensor to one fake tensor, however often the tensor occurs.
 
     Floating-point tensors become float32 in every precision of the run, so the example need not be cast.
     """
@@ -123,7 +123,7 @@ class _FakeTensors:
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Context manager that replaces the tensors of ``module`` by fake ones and detaches ``module`` from its run."""
+        """Context manager that replaces the tensors of ``module`` by fake tensors and disconnects it from its run."""
         children = list(module.modules())
         saved = [(child.__dict__, dict(child.__dict__)) for child in children]
         run_handles = [vars(child) for child in children if isinstance(child, RunHandle)]
@@ -183,7 +183,7 @@ def _shapes(values: Any) -> Shapes:
 
 
 class _FakeTensorsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error at communication, because other ranks would not take part, and at operations on real tensors."""
+    """Raises an error at collectives, in which other ranks would not take part, and at operations on real tensors."""
 
     def __init__(self, fake: type[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,10 +191,10 @@ class _FakeTensorsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            raise RuntimeError("it communicates with other ranks")
+            raise RuntimeError("forward communicates with other ranks")
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
         if func not in _CONSTANTS and not all(isinstance(tensor, self._fake) for tensor in tensors):
-            raise RuntimeError("it uses a tensor that is not an attribute of a module")
+            raise RuntimeError("forward uses a tensor that is not an attribute of a module")
         return func(*args, **(kwargs or {}))
 
 

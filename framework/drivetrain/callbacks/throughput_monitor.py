@@ -51,7 +51,7 @@ class ThroughputMonitor(Callback):
         window: optimizer steps over which rates are averaged.
         peak_flops: peak FLOP/s of one device; None looks the peak up by the device's name. FLOPs are not counted if the
             peak is unknown.
-        flops: FLOPs of the forward and backward of one micro-batch on one rank; None counts these FLOPs.
+        flops: FLOPs of the forward and backward pass of one micro-batch on one rank; None counts these FLOPs.
 
     Attributes:
         latest: the last logged values, by key.
@@ -64,7 +64,7 @@ class ThroughputMonitor(Callback):
         for name, value in (("window", window), ("peak_flops", peak_flops), ("flops", flops)):
             if value is not None and value <= 0:
                 raise ConfigurationError(
-                    f"ThroughputMonitor({name}={value!r})", "it must be positive", "give a number above 0"
+                    f"ThroughputMonitor({name}={value!r})", f"{name} must be positive", "give a number above 0"
                 )
         self.window = window
         self.peak_flops = peak_flops
@@ -165,7 +165,7 @@ class ThroughputMonitor(Callback):
         point = _Counters(now, trainer.global_step, self._micro_batches_started, trainer.samples_seen, weight)
         points = self._history
         points.append(point)
-        # One point that is at least a whole window old is kept.
+        # The newest point that is at least a whole window old is kept as the start of the window.
         while len(points) > 2 and points[1].step <= point.step - self.window:
             points.popleft()
         first = points[0]

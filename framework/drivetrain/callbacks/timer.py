@@ -23,11 +23,11 @@ _DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
 class Timer(Callback):
     """Measures the time spent in training, validation and test, and stops training after ``duration``.
 
-    If a run is resumed, the time that was spent before counts too. When the time of any rank is up, all ranks stop
+    In a resumed run, the time that earlier runs have spent counts too. When the time of any rank is up, all ranks stop
     after the same step.
 
     Args:
-        duration: a `timedelta`, its keyword arguments as a dict, a string ``"DD:HH:MM:SS"``, or None to only measure.
+        duration: a `timedelta`, keyword arguments of `timedelta` as a dict, ``"DD:HH:MM:SS"``, or None to only measure.
         interval: when to check the time: after each "step", or at the end of each "epoch".
         verbose: whether to print a message when the time is up.
 
@@ -95,7 +95,7 @@ class Timer(Callback):
             self._spent = dict.fromkeys(self._spent, 0.0)  # The times of a checkpoint are loaded after this hook.
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Stop the clocks that a failure has left running."""
+        """Stop clocks that are still running after a failure."""
         for running in list(self._running_since):
             self._stop(running)
 
@@ -169,8 +169,8 @@ class Timer(Callback):
         if stage not in _STAGES:
             raise ConfigurationError(
                 f"Timer does not know the stage {stage!r}.{nearest(stage, _STAGES)}",
-                f"it measures {', '.join(_STAGES)}",
-                "use one of those",
+                f"the timer measures {', '.join(_STAGES)}",
+                "use one of these stages",
             )
 
 
@@ -178,7 +178,7 @@ def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> ti
     """Return ``duration`` as a `timedelta`.
 
     Args:
-        duration: a `timedelta`, its keyword arguments as a dict, ``"DD:HH:MM:SS"``, or None.
+        duration: a `timedelta`, keyword arguments of `timedelta` as a dict, ``"DD:HH:MM:SS"``, or None.
 
     Raises:
         ConfigurationError: ``duration`` cannot be parsed, or is negative.
@@ -191,7 +191,7 @@ def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> ti
         if match is None:
             raise ConfigurationError(
                 f"duration={duration!r} cannot be parsed",
-                "a string has days, hours, minutes and seconds, DD:HH:MM:SS",
+                "a string consists of days, hours, minutes and seconds, DD:HH:MM:SS",
                 "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
             )
         days, hours, minutes, seconds = map(int, match.groups())

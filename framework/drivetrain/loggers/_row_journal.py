@@ -1,4 +1,4 @@
-"""RowJournal: a copy of logged rows in the run's folder, for a service that may lose its last rows in a kill."""
+"""RowJournal: copies of logged rows in the run's folder, for a service that may lose the last rows in a kill."""
 
 from __future__ import annotations
 

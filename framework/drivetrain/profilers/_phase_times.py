@@ -1,4 +1,4 @@
-"""PhaseTimes: measure a run's time by phase. Each moment counts once, for the innermost open phase."""
+"""PhaseTimes: measure a run's time by phase. Time counts only once, for the innermost open phase."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Phase:
         return self.self_ns + sum(child.total_ns for child in self.children.values())
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Phase]]:
-        """Yield this phase and its descendants with their paths; the longest siblings come first."""
+        """Yield this phase and its descendants with their paths. Siblings are ordered by time, the longest first."""
         yield path, self
         for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk((*path, child.name))
@@ -86,7 +86,7 @@ class PhaseTimes:
         self.root = Phase(name, None)
         self.overhead_ns = 0
         self.overlapping: dict[str, list[int]] = {}
-        """The calls and nanoseconds, by name, of phases that ended after their parent phase and thus overlap others."""
+        """The calls and nanoseconds, by name, of phases that ended after their parent phase."""
         self.began = self._last = perf_counter_ns()
         self.ended: int | None = None
         self._top: Phase | None = self.root
@@ -194,7 +194,7 @@ class PhaseTimes:
         self._top = phase.parent
 
     def _close_overlapping(self, top: Phase, name: str, now: int) -> Phase:
-        """Close the phases that are open within phase ``name``, remember that they continue, and return ``name``'s."""
+        """Close the open phases within the phase called ``name``, record that they continue, and return this phase."""
         phase: Phase | None = top
         while phase is not None and (phase.name != name or phase.parent is None):
             phase = phase.parent
@@ -212,4 +212,4 @@ class PhaseTimes:
         return phase
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_markers": None, "_top": None}  # Only finished measurements are pickled.
+        return self.__dict__ | {"_markers": None, "_top": None}  # Only measurements that have ended are pickled.

@@ -161,7 +161,7 @@ def test_many_small_operations_are_seen_in_a_trace(tmp_path: Path) -> None:
 
     profiler = PyTorchProfiler(export_to_chrome=False)
     fit(tmp_path, profiler=profiler).fit(Small(), loader(32))
-    assert "of the time in operations was spent in ones below 20 us" in profiler.summary()
+    assert "of the time in operations was spent in operations shorter than 20 us" in profiler.summary()
     assert "use a larger batch, compile=True, or an optimizer with fused=True" in profiler.summary()
 
     class Large(Net):

@@ -9,7 +9,7 @@ from drivetrain.data._prediction_files import Entry
 
 
 class CompletedPredictions:
-    """Index of the samples whose predictions an earlier run has written.
+    """Answers which samples of a batch an earlier run has predicted and written.
 
     Args:
         entries: the outputs that the earlier run has written.
