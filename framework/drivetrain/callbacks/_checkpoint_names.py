@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from drivetrain.errors import ConfigurationError, nearest
 
-DEFAULT = "{epoch}-{step}"
+DEFAULT_TEMPLATE = "{epoch}-{step}"
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 COUNTERS = ("epoch", "step")

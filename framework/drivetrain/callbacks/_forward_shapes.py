@@ -205,7 +205,7 @@ def _without_fused_kernels() -> Iterator[None]:
 
     backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)  # Both fuse recurrent layers.
     fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs each error before raising the error
-    fused, enabled, was_disabled = (
+    fastpath_enabled, backends_enabled, logger_disabled = (
         torch.backends.mha.get_fastpath_enabled(),
         [backend.enabled for backend in backends],
         fake_tensor_logger.disabled,
@@ -218,7 +218,7 @@ def _without_fused_kernels() -> Iterator[None]:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        fake_tensor_logger.disabled = was_disabled
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for backend, before in zip(backends, enabled, strict=True):
-            backend.enabled = before
+        fake_tensor_logger.disabled = logger_disabled
+        torch.backends.mha.set_fastpath_enabled(fastpath_enabled)
+        for backend, enabled in zip(backends, backends_enabled, strict=True):
+            backend.enabled = enabled

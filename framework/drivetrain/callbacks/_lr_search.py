@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext, Trials
 
 MODES = ("exponential", "linear")
-NAMES = ("lr", "learning_rate")
+DEFAULT_ATTRIBUTES = ("lr", "learning_rate")
 _SMOOTHING = 0.98
 """Decay of the exponential moving average of the loss."""
 
@@ -233,7 +233,7 @@ def lr_attribute(module: Any, datamodule: Any, requested: str) -> str:
     Raises:
         ConfigurationError: neither the module nor the data module has such an attribute or hyper-parameter.
     """
-    names = (requested,) if requested else NAMES
+    names = (requested,) if requested else DEFAULT_ATTRIBUTES
     for name in names:
         if find_holders(name, module, datamodule):
             return name

@@ -13,7 +13,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checkpoint_names import COUNTERS, DEFAULT, check_template, checkpoint_name, names_in
+from drivetrain.callbacks._checkpoint_names import (
+    COUNTERS,
+    DEFAULT_TEMPLATE,
+    check_template,
+    checkpoint_name,
+    names_in,
+)
 from drivetrain.callbacks._monitored_value import monitored_value
 from drivetrain.checkpoint._folders import (
     LATEST,
@@ -118,7 +124,7 @@ class Checkpoint(Callback):
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
         self._disabled = False
-        self.filename = DEFAULT if filename is None else filename
+        self.filename = DEFAULT_TEMPLATE if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
         self.mode = mode
@@ -149,7 +155,7 @@ class Checkpoint(Callback):
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
         self._interrupt_checkpoint: SavedCheckpoint | None = None  # written by `save_before_leaving`
-        self._clock = time.monotonic()
+        self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
         self._claims: dict[str, Callable[[], None]] = {}  # functions that release names of unfinished checkpoints
@@ -347,7 +353,7 @@ class Checkpoint(Callback):
         once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         at_epoch_end = self.save_on_train_epoch_end
         self._at_epoch_end = once_per_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
-        self._clock = time.monotonic()
+        self._last_timed_save = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._disabled:
             self._clean_up(trainer, list(self._to_remove))
 
@@ -363,9 +369,9 @@ class Checkpoint(Callback):
         if every and step % every == 0:
             self._request_save(trainer)
         elif interval is not None and step % _TIME_CHECK_INTERVAL == 0:
-            is_due = time.monotonic() - self._clock >= interval.total_seconds()
+            is_due = time.monotonic() - self._last_timed_save >= interval.total_seconds()
             if trainer.strategy.control.from_rank_0(is_due):
-                self._clock = time.monotonic()
+                self._last_timed_save = time.monotonic()
                 self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
@@ -426,7 +432,7 @@ class Checkpoint(Callback):
     @property
     def _name_needs_values(self) -> bool:
         """Whether the checkpoint's name may contain logged values, which have to be copied from the device."""
-        return self.filename != DEFAULT
+        return self.filename != DEFAULT_TEMPLATE
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
         if trainer.global_step == self._last_saved_step and score is None:

@@ -232,18 +232,18 @@ class BackboneFinetuning(BaseFinetuning):
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone at ``unfreeze_backbone_at_epoch``, and change its learning rate in later epochs."""
-        head = float(optimizer.param_groups[0]["lr"])
+        head_lr = float(optimizer.param_groups[0]["lr"])
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         if self.previous_backbone_lr is None:  # A resumed run may be past the epoch of unfreezing.
             initial = self.backbone_initial_lr
-            rate = head * self.backbone_initial_ratio_lr if initial is None else initial
+            rate = head_lr * self.backbone_initial_ratio_lr if initial is None else initial
             self.unfreeze_and_add_param_group(
                 module.backbone, optimizer, rate, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
         else:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            rate = min(rate, head) if self.should_align else rate
+            rate = min(rate, head_lr) if self.should_align else rate
             backbone = {id(parameter) for parameter in module.backbone.parameters()}
             for group in optimizer.param_groups[1:]:
                 if not backbone.isdisjoint(map(id, group["params"])):
@@ -253,7 +253,7 @@ class BackboneFinetuning(BaseFinetuning):
             logger.info(
                 "Epoch %d: learning rate of the head %s, of the backbone %s.",
                 epoch,
-                round(head, self.rounding),
+                round(head_lr, self.rounding),
                 round(rate, self.rounding),
             )
 

@@ -136,13 +136,13 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     differing = [
         index
         for index in range(len(labels))
-        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _holders(sums[:, index], shards[:, index]))
+        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _ranks_by_checksum(sums[:, index], shards[:, index]))
     ]
     if differing:
         first = differing[0]
         groups = next(
             ranks_by_checksum
-            for ranks_by_checksum in _holders(sums[:, first], shards[:, first])
+            for ranks_by_checksum in _ranks_by_checksum(sums[:, first], shards[:, first])
             if len(ranks_by_checksum) > 1
         )
         raise DistributedError(
@@ -190,7 +190,7 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
     return sharded.to_local(), shard
 
 
-def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
+def _ranks_by_checksum(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
     """Return for each shard the ranks that hold the shard, grouped by the checksum of their copies."""
     by_shard = spread(shards.tolist())
     values = sums.tolist()

@@ -141,8 +141,8 @@ class StochasticWeightAveraging(WeightAveraging):
         while len(self._initial_rates) < len(groups):
             self._initial_rates.append(float(groups[len(self._initial_rates)]["lr"]))
         progress = self._annealing_progress(trainer.current_epoch - self._first_epoch)
-        for number, (group, before) in enumerate(zip(groups, self._initial_rates, strict=True)):
-            rate = self._rate_of(number) * progress + before * (1 - progress)
+        for number, (group, initial_rate) in enumerate(zip(groups, self._initial_rates, strict=True)):
+            rate = self._rate_of(number) * progress + initial_rate * (1 - progress)
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -182,7 +182,9 @@ def _recompute_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> 
 
     A collective operation. A layer that is not called in train mode keeps its statistics.
     """
-    before = [{name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers]
+    original_buffers = [
+        {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers
+    ]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
@@ -192,7 +194,7 @@ def _recompute_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> 
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
-    for layer, buffers in zip(layers, before, strict=True):
+    for layer, buffers in zip(layers, original_buffers, strict=True):
         assert layer.running_mean is not None
         assert layer.running_var is not None
         assert layer.num_batches_tracked is not None

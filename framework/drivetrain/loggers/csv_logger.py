@@ -69,8 +69,8 @@ class CSVLogger(DirectoryLogger):
         self._flush_every = flush_logs_every_n_steps
         self._table_directory: str | None = None  # the directory that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
-        self._pending: list[Row] = []
-        self._flushed_step: int | None = None
+        self._pending: list[Row] = []  # rows that are not written yet
+        self._flushed_step: int | None = None  # the step of the last write, or of the first row
         # All rows of a file at a URL. An object store cannot append to a file, so each write replaces the whole file.
         self._written: list[Row] = []
         self._size_before_append: int | None = None  # the local file's size in bytes before an append that failed

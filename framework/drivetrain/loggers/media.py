@@ -144,7 +144,9 @@ class Histogram:
                 "call trainer.log_histogram(name, tensor) on every rank.",
             )
         numbers = FlatValues(tensor)
-        return cls.joined([numbers.counted(edges := numbers.reach.edges(bins))], edges, numbers.reach.left_out)
+        return cls.joined(
+            [numbers.counted(edges := numbers.value_range.edges(bins))], edges, numbers.value_range.left_out
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[BinCounts], edges: Edges, left_out: int) -> Histogram:
@@ -253,7 +255,7 @@ class FlatValues:
         low, high = (
             (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (EMPTY_RANGE.low, EMPTY_RANGE.high)
         )
-        self.reach = ValueRange(low, high, left_out, is_float32)
+        self.value_range = ValueRange(low, high, left_out, is_float32)
 
     def counted(self, edges: Edges) -> BinCounts:
         """Return the counts of the bins with these edges, which must be the same for all parts of a histogram."""

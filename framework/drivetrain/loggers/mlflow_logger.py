@@ -108,10 +108,10 @@ class MLFlowLogger(DirectoryLogger):
         self._stored: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by metric
         self._stored_images: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by image
         self._latest: dict[str, tuple[int, float]] = {}  # the last logged step and value, by metric
-        self._pending: list[Any] = []
-        self._in_flight: list[Any] = []
+        self._pending: list[Any] = []  # metrics that are not sent yet
+        self._in_flight: list[Any] = []  # asynchronous requests that have not completed
         self._write_failed = False
-        self._renamed_warned: set[str] = set()
+        self._renamed_warned: set[str] = set()  # invalid names about which a warning was logged
 
     @property
     def experiment(self) -> Any:

@@ -47,7 +47,7 @@ class AdvancedProfiler(Profiler):
         self.dump_stats = dump_stats
         self._run = ProfiledRun("fit")
         self._times: PhaseTimes | None = None
-        self._open: list[cProfile.Profile] = []
+        self._open: list[cProfile.Profile] = []  # the profiles of the open phases; only the last is enabled
         self._profiles: dict[str, cProfile.Profile] = {}
         self._stats: dict[str, pstats.Stats] = {}
 

@@ -104,10 +104,10 @@ class PyTorchProfiler(Profiler):
         self._run = ProfiledRun("fit")
         self._times: PhaseTimes | None = None
         self._torch_profiler: Any = None
-        self._spans: list[tuple[str, Any]] = []
+        self._spans: list[tuple[str, Any]] = []  # the open phases, each with its span in the trace
         self._steps = 0
-        self._written: list[str] = []
-        self._tables: list[str] = []
+        self._written: list[str] = []  # the paths of written traces and snapshots
+        self._tables: list[str] = []  # the table of operations of each cycle of the schedule
         self._small_stats: SmallOperations | None = None
 
     def begin(self, run: ProfiledRun) -> None:

@@ -65,11 +65,11 @@ class SimpleProfiler(Profiler):
         self._times: PhaseTimes | None = None
         self._device: DeviceTimes | None = None
         self._uncounted_ns = 0.0  # nanoseconds per phase of the profiler's overhead that count for the phases
-        self._ranks: list[dict[str, int]] = []
+        self._results_by_rank: list[dict[str, int]] = []  # the result of `measured` of each rank
 
     def begin(self, run: ProfiledRun) -> None:
         """Discard earlier measurements and start the clock."""
-        self._run, self._ranks = run, []
+        self._run, self._results_by_rank = run, []
         self._uncounted_ns = _uncounted_ns()
         self._device = DeviceTimes(run.device) if self.device_times and run.device.type == "cuda" else None
         self._times = PhaseTimes(run.stage, self._device)
@@ -128,7 +128,7 @@ class SimpleProfiler(Profiler):
 
     def take_ranks(self, measured: Sequence[Any]) -> None:
         """Receive the results of all ranks, for the columns of the quickest and the slowest rank."""
-        self._ranks = list(measured)
+        self._results_by_rank = list(measured)
 
     def next_steps(self) -> list[str]:
         """Return at most three recommendations, each with the share of the time that the recommendation concerns."""
@@ -206,7 +206,7 @@ def _seconds(nanoseconds: float) -> str:
 def _format_table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[str]:
     """Return the lines of the table; the last row is the total."""
     total_ns = rows[-1].self_ns
-    ranks = profiler._ranks if len(profiler._ranks) > 1 else []
+    ranks = profiler._results_by_rank if len(profiler._results_by_rank) > 1 else []
     timed = profiler._device_was_timed()
     header = ["phase", "self s", "share", "total s"]
     header += ["calls", "mean s", "longest s"] if profiler.extended else []

@@ -81,14 +81,14 @@ class PredictionRun:
         entries = [entry for part, _ in self.store.earlier_parts.values() for entry in part.entries]
         self._failure_message = failure_message
         self._completed, self._token, self.resumes = _broadcast(self._control, entries, resumes)
-        self._number = 0
+        self._part_number = 0  # the number of the next part
         self._entries: list[Entry] = []
         self._values: list[bytes] = []
         self._tensors: dict[str, Tensor] = {}
         self._buffered_bytes = 0
         self._buffered_since = 0.0
         self._parts: list[Part] = []
-        self._last_batch: dict[int, int] = {}
+        self._last_batch: dict[int, int] = {}  # the last batch of each loader whose samples are counted
         self._sample_count = 0
         self._write_failed = False
 
@@ -206,8 +206,8 @@ class PredictionRun:
         """Write the buffer as a part."""
         if not self._entries:
             return
-        stem = f"part-{self._rank:05d}-{self._number:06d}-{self._token}"
-        self._number += 1
+        stem = f"part-{self._rank:05d}-{self._part_number:06d}-{self._token}"
+        self._part_number += 1
         specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items())
         tensors: list[bytes | memoryview] = []
         if specs:

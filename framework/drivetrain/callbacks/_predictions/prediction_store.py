@@ -117,7 +117,7 @@ class PredictionStore:
             with suppress(CheckpointError):  # An incomplete index means that the part was not committed.
                 part = decode_part_index(stem, content, self.path)
                 if all(self._size(name) == record.size for name, record in part.files.items()):
-                    self.earlier_parts[part.index] = part, _record([content])
+                    self.earlier_parts[part.index] = part, _file_record([content])
         entries = [entry for part, _ in self.earlier_parts.values() for entry in part.entries]
         self._check_identity(identity, before, entries)
 
@@ -156,9 +156,9 @@ class PredictionStore:
             values: all other values, as JSON.
         """
         part = Part(stem, entries=tuple(entries), files={})
-        files = {part.values: _record([values])}
+        files = {part.values: _file_record([values])}
         if tensors:
-            files[part.tensors] = _record(tensors)
+            files[part.tensors] = _file_record(tensors)
             self._write_file(part.tensors, tensors)
         self._write_file(part.values, [values])
         part = Part(stem, tuple(entries), files)
@@ -179,7 +179,7 @@ class PredictionStore:
         """
         records = {name: record for name, (_, record) in self.earlier_parts.items()}
         for part in parts:
-            index = _record([encode_part_index(part)])
+            index = _file_record([encode_part_index(part)])
             for name, record in {**part.files, part.index: index}.items():
                 if self._size(name) != record.size:
                     raise CheckpointError(
@@ -319,7 +319,7 @@ def _first_repeated(entries: Iterable[Entry]) -> int | None:
     return None
 
 
-def _record(contents: Sequence[Content]) -> FileRecord:
+def _file_record(contents: Sequence[Content]) -> FileRecord:
     sums = BlockChecksums()
     for content in contents:
         sums.update(content)
