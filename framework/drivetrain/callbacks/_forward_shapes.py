@@ -44,13 +44,13 @@ class ForwardShapes:
         inputs: shapes of the tensors that the submodule was called with first.
         outputs: shapes of the tensors that the submodule's first call returned.
         flops: FLOPs of all calls of the submodule, including those of its children.
-        missing: why shapes and FLOPs are unknown; "" if they are known.
+        missing_reason: why shapes and FLOPs are unknown; "" if they are known.
     """
 
     inputs: dict[str, Shapes] = field(default_factory=dict)
     outputs: dict[str, Shapes] = field(default_factory=dict)
     flops: Counter[str] = field(default_factory=Counter)
-    missing: str = ""
+    missing_reason: str = ""
 
 
 def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> ForwardShapes:
@@ -66,12 +66,12 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
     if example is None:
         return ForwardShapes()
     if not has_forward(module):
-        return ForwardShapes(missing="the module has no forward")
+        return ForwardShapes(missing_reason="the module has no forward")
     tensors = [*module.parameters(), *module.buffers()]
     if any(isinstance(tensor, UninitializedParameter | UninitializedBuffer) for tensor in tensors):
-        return ForwardShapes(missing="lazy layers have no shape until the first batch")
+        return ForwardShapes(missing_reason="lazy layers have no shape until the first batch")
     if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
-        return ForwardShapes(missing="TorchScript cannot run on shapes alone")
+        return ForwardShapes(missing_reason="TorchScript cannot run on shapes alone")
     try:
         generators = [value for child in module.modules() for value in vars(child).values() if is_generator(value)]
         with in_eval_mode(module), preserved_generators(device, generators):
@@ -79,7 +79,7 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
     except Exception as error:  # A user's forward may raise any error, but a summary must not end a run.
         message = " ".join(str(error).split()) or "no message"
         short = message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[: _MAX_MESSAGE_LENGTH - 3]}..."
-        return ForwardShapes(missing=f"forward does not run on shapes alone ({type(error).__name__}: {short})")
+        return ForwardShapes(missing_reason=f"forward does not run on shapes alone ({type(error).__name__}: {short})")
 
 
 def _run_forward(module: nn.Module, example: Any, device: torch.device) -> ForwardShapes:

@@ -218,8 +218,8 @@ def find_lr(
         trials.log_info("%s.%s is set to the learning rate %.4g.", type(module).__name__, name, suggestion)
     elif name is not None:
         trials.log_info(
-            "The search suggests no learning rate, so %s.%s is unchanged: it made %d steps, of which the first 10, "
-            "the last and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
+            "The search suggests no learning rate, so %s.%s is unchanged. The search made %d steps, of which the first "
+            "10, the last and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
             type(module).__name__,
             name,
             len(result.results["loss"]),
@@ -267,7 +267,7 @@ def check_lr_arguments(
     if type(num_training) is not int or num_training < 2:
         raise ConfigurationError(
             f"num_training={num_training!r}.",
-            "it is the number of optimizer steps of the search, which needs at least two to compare losses.",
+            "the search compares the losses of at least two optimizer steps.",
             "use an int, such as 100.",
         )
     if early_stop_threshold is not None and not early_stop_threshold > 0:

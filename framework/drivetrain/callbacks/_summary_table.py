@@ -57,7 +57,7 @@ class Summary:
     """Number of modules in eval mode, at any depth."""
     flops: int | None = None
     """FLOPs of a forward pass of the example; None without an example or if they cannot be counted."""
-    missing: str = ""
+    missing_reason: str = ""
     """Why FLOPs cannot be counted; "" if they are counted."""
 
     def __str__(self) -> str:
@@ -199,8 +199,8 @@ def _footer(summary: Summary) -> list[str]:
     ]
     if summary.flops is not None:
         lines.append(f"{_with_unit(summary.flops, 'KMGTP', 'FLOPs')} in a forward pass of example_input_array")
-    elif summary.missing:
-        lines.append(f"No shapes and no FLOPs: {summary.missing}")
+    elif summary.missing_reason:
+        lines.append(f"No shapes and no FLOPs: {summary.missing_reason}")
     return lines
 
 

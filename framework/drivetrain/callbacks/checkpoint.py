@@ -258,7 +258,7 @@ class Checkpoint(Callback):
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
-                "The list of the earlier run's checkpoints in %r cannot be read, so they will not be removed: %s",
+                "The list of the earlier run's checkpoints in %r cannot be read, so this run does not remove them: %s",
                 folder,
                 error,
             )

@@ -25,7 +25,7 @@ class GarbageCollection(Callback):
     pipeline or `training_step` creates many Python objects and there are many ranks. The engine itself creates few
     objects, as described in ``docs/decisions/``.
 
-    After the run, also after a failure, automatic collection is enabled again if it was enabled before.
+    After the run, also after a failure, automatic collection is enabled again if it was enabled before the run.
 
     Args:
         every_n_steps: optimizer steps between two collections.

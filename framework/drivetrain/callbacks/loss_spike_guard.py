@@ -65,10 +65,11 @@ class _PendingLosses(NamedTuple):
 class LossSpikeGuard(Callback):
     """Watches the loss of every step (the mean over its micro-batches and all ranks) for sudden rises.
 
-    A loss is a spike if it is more than ``threshold`` robust standard deviations above the median of the last
-    ``window`` steps, or if it is not finite. Losses are collected in a small buffer on the device. The host reads
-    the buffer, and communicates with the other ranks, only every ``every_n_steps`` steps, before a validation and at
-    the end of an epoch. All ranks take the same decision.
+    A loss is a spike if it is more than ``threshold`` robust standard deviations (1.4826 times the median absolute
+    deviation) above the median of the last ``window`` steps, or if it is not finite.
+    Losses are collected in a small buffer on the device. The host reads the buffer, and communicates with the other
+    ranks, only every ``every_n_steps`` steps, before a validation and at the end of an epoch. All ranks take the same
+    decision.
 
     Actions:
         "warn": log a warning. Within an epoch the host never waits for a GPU. Losses that have not arrived are checked

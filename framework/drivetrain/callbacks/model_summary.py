@@ -85,7 +85,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
     ]
     total, trainable, size = _count(module)
     modes = [child.training for child in module.modules()]
-    flops, missing = None, ""
+    flops, missing_reason = None, ""
     example = getattr(module, "example_input_array", None)
     if example is not None:
         from drivetrain.callbacks._forward_shapes import forward_shapes  # Imported only if there is an example.
@@ -93,8 +93,8 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
         if device is None:
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         shapes = forward_shapes(module, example, device)
-        missing = shapes.missing
-        if not missing:
+        missing_reason = shapes.missing_reason
+        if not missing_reason:
             flops = shapes.flops[""]
             rows = [
                 replace(
@@ -105,7 +105,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
                 )
                 for row in rows
             ]
-    return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing)
+    return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing_reason)
 
 
 def _use_rich() -> bool:

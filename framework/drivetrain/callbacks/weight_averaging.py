@@ -124,7 +124,7 @@ class WeightAveraging(Callback):
         if len(averaging) > 1:
             raise ConfigurationError(
                 f"{' and '.join(averaging)} in one run.",
-                "each would load its averages into the module, for validation and after fit",
+                "each callback would load its averages into the module, for validation and after fit",
                 "keep one of them",
             )
         self.updates, self._averages = 0, None

@@ -36,7 +36,7 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The number n of a directory ``version_<n>``, or another directory's name. Reading this fixes the version."""
+        """The run's number n if the directory is ``version_<n>``, else its name. Reading this fixes the version."""
         version = self._directory.version
         number = version.removeprefix("version_")
         return int(number) if number.isdecimal() and version == f"version_{int(number)}" else version

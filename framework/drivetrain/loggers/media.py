@@ -237,7 +237,7 @@ class BinCounts:
 
 
 class FlatValues:
-    """The finite numbers of a tensor as a flat tensor on its device.
+    """The finite numbers of a tensor, as a flat tensor on the same device.
 
     Args:
         tensor: a tensor of any shape; a complex tensor contributes its real and imaginary parts.

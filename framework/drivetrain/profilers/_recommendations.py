@@ -83,7 +83,11 @@ def next_steps(root: Phase, run: ProfiledRun, small_operations: SmallOperations 
         *(_Advice(share, 0.1, f"of {loop_name} was {name}: {_HOOK_ADVICE}") for name, share in _hooks(loop, excluded)),
     ]
     candidates.append(
-        _Advice(loop.self_ns / loop.total_ns, 0.5, f"of {loop_name} was spent around its steps: {_OVERHEAD_ADVICE}")
+        _Advice(
+            loop.self_ns / loop.total_ns,
+            0.5,
+            f"of {loop_name} was spent outside of the phases of its steps: {_OVERHEAD_ADVICE}",
+        )
     )
     if excluded:
         candidates.append(

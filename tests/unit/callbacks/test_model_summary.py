@@ -238,7 +238,7 @@ def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:
     module = _Logging()
     before = dict(vars(module))
     summary = summarize(module)
-    assert (summary.missing, summary.flops) == ("", 2 * 3 * 4 * 2)
+    assert (summary.missing_reason, summary.flops) == ("", 2 * 3 * 4 * 2)
     assert vars(module) == before
 
 
