@@ -313,10 +313,10 @@ class Callback:
         """Whether this callback saves checkpoints from which a run can resume. Weights alone do not suffice."""
         return False
 
-    def before_going_back(self, trainer: RunContext, module: Any) -> None:
-        """Called before the run rolls back to an earlier checkpoint. The checkpoint's callback state is loaded next."""
+    def before_rollback(self, trainer: RunContext, module: Any) -> None:
+        """Called before the run rolls back to an earlier checkpoint, whose callback state is loaded next."""
 
-    def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
+    def after_rollback(self, trainer: RunContext, module: Any, path: str) -> None:
         """Called after the run rolled back to the checkpoint of step ``trainer.global_step`` at ``path``."""
 
     @property

@@ -590,14 +590,15 @@ class Trials(Protocol):
         False means that a rank ran out of memory, or that the data has no batch of the requested size.
         """
 
-    def searches(self, name: str) -> None:
+    def declare_tuned(self, name: str) -> None:
         """Declare that a finder sets hyper-parameter ``name``.
 
-        ``ckpt_path`` "auto", "last" and "best" look for runs with the same hyper-parameters, and ignore this one.
+        For ``ckpt_path`` "auto", "last" and "best", runs that differ only in this hyper-parameter are the same
+        experiment.
         """
 
-    def say(self, text: str, *values: Any) -> None:
-        """Log a message on rank 0."""
+    def log_info(self, text: str, *values: Any) -> None:
+        """Log a message on rank 0, with ``values`` as the arguments of the format string ``text``."""
 
 
 class SavedCheckpoints(Protocol):

@@ -167,5 +167,5 @@ def test_on_a_device_asynchronous_work_is_timed_by_events(tmp_path: Path) -> Non
     assert timed["other"] is None
     assert "device s" in summary.splitlines()[1]
     assert "The host does not wait for cuda:0" in summary
-    assert "The host waits for the device in: logging, checkpoint" in summary
+    assert "The host waits for the device in logging, in checkpoints" in summary
     assert not seen.races, seen.report

@@ -323,12 +323,12 @@ class RunCheckpoints:
         def load_now() -> None:
             self.finish()
             for callback in core.callbacks:
-                callback.before_going_back(core.trainer, core.module)
+                callback.before_rollback(core.trainer, core.module)
             self._run_state().load(checkpoint, rolling_back=True)
             if core.strategy.rank == 0:
                 core.folder.note("went back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
-                callback.after_going_back(core.trainer, core.module, path)
+                callback.after_rollback(core.trainer, core.module, path)
 
         self.requests.roll_back(load_now)
 

@@ -27,7 +27,7 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
     problem = next((f"{key}: a {type(item).__name__}" for key, item in tensors.items() if not _is_tensor(item)), None)
     local = {} if problem is not None else _local_values(run, tensors)
     local_ranges = {
-        key: list(astuple(EMPTY_RANGE if values is None else values.reach)) for key, values in local.items()
+        key: list(astuple(EMPTY_RANGE if values is None else values.value_range)) for key, values in local.items()
     }
     from_ranks = control.gather_objects([problem, local_ranges])
     if (invalid := next((each for each, _ in from_ranks if each is not None), None)) is not None:

@@ -103,10 +103,10 @@ class EngineTrials:
             torch.cuda.empty_cache()
         return fits
 
-    def searches(self, name: str) -> None:
+    def declare_tuned(self, name: str) -> None:
         self._trainer.searched.add(name)
 
-    def say(self, text: str, *values: Any) -> None:
+    def log_info(self, text: str, *values: Any) -> None:
         is_rank_0 = self._trainer.is_global_zero
         with log_to_console(is_rank_0 and not self._trainer.barebones):
             if is_rank_0:

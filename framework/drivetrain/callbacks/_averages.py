@@ -13,7 +13,7 @@ from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
-"""A function that updates averages in place from ``(averages, weights, updates so far)``, of one dtype and device."""
+"""A function of ``(averages, weights, updates so far)`` that updates averages in place, all on one device."""
 
 
 class Averages:
@@ -37,7 +37,7 @@ class Averages:
         """This rank's part of each average, by the weight's name."""
         self._weights: dict[str, Tensor] = {}  # views of the trained weights, or copies of them
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
-        self._weights_are_copies = False  # whether `_weights` are copies, which later steps do not change
+        self._weights_are_copies = False  # whether `_weights` are copies, which do not follow the training
         self._parameters: list[Tensor] = []  # parameters that share storage with `_weights`
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._addresses: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Averages:
 
     @torch.no_grad()
     def collect_weights(self) -> None:
-        """Collect the weights to average. The average of a newly trainable weight starts with the weight's value."""
+        """List the weights to average. The average of a newly trainable weight starts with the weight's value."""
         local_weights = self._local_weights()
         second = self._local_weights()
         self._weights_are_copies = any(
@@ -101,7 +101,7 @@ class Averages:
 
     @torch.no_grad()
     def swap_in(self) -> None:
-        """Load the averages into the module, and keep the module's weights. A collective operation.
+        """Load the averages into the module, and keep a copy of the trained weights. A collective operation.
 
         All ranks load the averages of buffers from rank 0.
         """
@@ -113,7 +113,7 @@ class Averages:
             self._strategy.sync_buffers(self._module)
 
     def swap_out(self) -> None:
-        """Load the weights that `swap_in` kept back into the module, bit for bit. A collective operation."""
+        """Restore the trained weights that `swap_in` copied, bit for bit. A collective operation."""
         trained, self._trained_weights = self._trained_weights, {}
         self._load(trained)
 
@@ -157,7 +157,7 @@ class Averages:
         }
 
     def _averaged_values(self) -> dict[str, Any]:
-        """Return the values to average, by name, as the strategy holds them; tied weights appear once."""
+        """Return the values to average, by name, as the strategy holds them. Tied weights appear once."""
         trainable = {
             name
             for name, value in self._strategy.named_parameters().items()

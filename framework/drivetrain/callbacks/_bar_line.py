@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _MAX_BAR_WIDTH = 24  # columns
-_MIN_BAR_WIDTH = 6
+_MIN_BAR_WIDTH = 6  # columns
 
 
 class Phase:
@@ -31,7 +31,7 @@ class Phase:
 
     @property
     def counted(self) -> int:
-        """The number of micro-batches that were completed since the start, without micro-batches before a resume."""
+        """The number of micro-batches completed since the start, which excludes those from before a resume."""
         return max(self.done - self.first, 0)
 
     @property
@@ -93,28 +93,30 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
     details = [f"[{times}, {speed_now}]", *([run] if run else [])]
     shorter = [[count, *details], [count, f"[{times}]", *details[1:]], [count, *details[1:]], [count]]
     shown = format_metrics(metrics)
-    room = width - len(phase.title)
+    free_columns = width - len(phase.title)
     choices = [(_MIN_BAR_WIDTH if phase.is_bounded else 0, shorter[0]), *((0, parts) for parts in shorter)]
-    chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, room) or _first_that_fits(choices, [], False, room)
+    chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, free_columns) or _first_that_fits(
+        choices, [], False, free_columns
+    )
     bar, parts = chosen or (0, [count])
     for index, metric in enumerate(shown):
         ellipsis = [] if index == len(shown) - 1 else ["…"]
-        if _width(bar, [*parts, metric, *ellipsis]) > room:
-            if index and _width(bar, [*parts, "…"]) <= room:
+        if _width(bar, [*parts, metric, *ellipsis]) > free_columns:
+            if index and _width(bar, [*parts, "…"]) <= free_columns:
                 parts = [*parts, "…"]
             break
         parts = [*parts, metric]
     if bar:
-        bar = min(_MAX_BAR_WIDTH, bar + room - _width(bar, parts))
+        bar = min(_MAX_BAR_WIDTH, bar + free_columns - _width(bar, parts))
     filled = bar * phase.done // (phase.total or 1) if bar else 0
-    return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(room - 1, 0)])
+    return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(free_columns - 1, 0)])
 
 
 def _first_that_fits(
-    choices: list[tuple[int, list[str]]], metric: list[str], has_more: bool, room: int
+    choices: list[tuple[int, list[str]]], metric: list[str], has_more: bool, free_columns: int
 ) -> tuple[int, list[str]] | None:
     extra = [*metric, "…"] if has_more else metric
-    return next(((bar, parts) for bar, parts in choices if _width(bar, [*parts, *extra]) <= room), None)
+    return next(((bar, parts) for bar, parts in choices if _width(bar, [*parts, *extra]) <= free_columns), None)
 
 
 def _width(bar: int, parts: list[str]) -> int:

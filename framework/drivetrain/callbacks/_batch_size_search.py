@@ -35,11 +35,11 @@ class FirstBatchSize(Callback):
     def on_train_batch_end(
         self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        if self.samples is None:  # The parts of two ranks differ by at most one sample.
+        if self.samples is None:  # The shares of two ranks differ by at most one sample.
             self.samples = -(-trainer.samples_seen // trainer.strategy.data_world_size)
 
-    # In evaluation a rank without data runs no batch hooks. The maximum is therefore computed in the hooks at the end,
-    # which every rank runs.
+    # In an evaluation, a rank without data runs no batch hooks. The maximum over ranks is therefore computed in the
+    # hooks at the end, which every rank runs.
 
     def on_validation_batch_start(
         self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -84,7 +84,7 @@ def find_batch_size(
     """
     check_batch_size_arguments(mode, init_val, max_trials, steps_per_trial)
     _check_resizable(trials, batch_arg_name)
-    trials.searches(batch_arg_name)
+    trials.declare_tuned(batch_arg_name)
     available: int | None = None
 
     def fits(size: int) -> bool:
@@ -101,7 +101,7 @@ def find_batch_size(
             raise ConfigurationError(
                 f"{batch_arg_name}={size}, but the first batch holds {first_batch.samples} samples.",
                 "the loader does not use that attribute, or the samples are not in the batch's first dimension, so "
-                "changing it cannot find a batch size.",
+                "the search cannot control the batch size.",
                 f"build the loader with batch_size=self.{batch_arg_name}, or choose the size by hand.",
             )
         if first_batch.samples is not None and 0 < first_batch.samples < size:
@@ -110,8 +110,8 @@ def find_batch_size(
 
     size = search_largest(fits, mode, init_val, max_trials, lambda: available)
     set_attribute(batch_arg_name, size, trials.module, trials.datamodule)
-    suffix = "" if available is None else "; a rank has no more samples than that"
-    trials.say("The largest batch size that fits is %d%s.", size, suffix)
+    suffix = "" if available is None else ", which is the number of samples that a rank has"
+    trials.log_info("The largest batch size that fits is %d%s.", size, suffix)
     return size
 
 
@@ -123,7 +123,7 @@ def search_largest(
     Args:
         fits: a function that tries a size and returns whether this size fits.
         mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two sizes.
-        init_val: the first size. It is halved until a size fits.
+        init_val: the first size. If it does not fit, sizes are halved until one fits.
         max_trials: the maximum number of sizes to try.
         available: a function that returns the number of samples that a rank has, or None until a trial has revealed
             this number. Larger sizes make no difference.
@@ -180,8 +180,8 @@ def _check_resizable(trials: Trials, name: str) -> None:
         loader = f"{type(loaders).__name__} of {type(loaders.dataset).__name__}"
         raise ConfigurationError(
             f"The batch size of a {loader} {reason}, passed to {stage}, cannot be changed.",
-            "the dataset or the batch_sampler decides how large its batches are.",
-            f"give it a batch_size, or pass a data module that builds its loaders with self.{name}.",
+            "the dataset or the batch_sampler determines how large the batches are.",
+            f"give the loader a batch_size, or pass a data module that builds its loaders with self.{name}.",
         )
 
 
@@ -194,12 +194,12 @@ def check_batch_size_arguments(mode: str, init_val: int, max_trials: int, steps_
     if mode not in MODES:
         raise ConfigurationError(
             f"mode={mode!r}.{nearest(str(mode), MODES)}",
-            "sizes are doubled, then optionally searched between the last two.",
+            "'power' doubles the size until it does not fit, and 'binsearch' then searches between the last two sizes.",
             "use 'power' or 'binsearch'.",
         )
     counts = (("init_val", init_val), ("max_trials", max_trials), ("steps_per_trial", steps_per_trial))
     for name, value in counts:
         if type(value) is not int or value < 1:
             raise ConfigurationError(
-                f"{name}={value!r}.", "it is a count of 1 or more.", f"use an int, such as {name}=2."
+                f"{name}={value!r}.", f"{name} is an integer, 1 or more.", f"use an int, such as {name}=2."
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from drivetrain.errors import ConfigurationError, nearest
 
-DEFAULT = "{epoch}-{step}"
+DEFAULT_TEMPLATE = "{epoch}-{step}"
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 COUNTERS = ("epoch", "step")
@@ -32,7 +32,7 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
             raise ConfigurationError(
                 f"Checkpoint(filename={template!r}): no value {name!r} was logged.{nearest(name, values)}",
                 f"available: {', '.join(sorted(values))}.",
-                "log it before the checkpoint is written, or leave it out of the name.",
+                "log the value before the checkpoint is written, or remove it from filename.",
             )
         value = values[name]
         try:
@@ -40,8 +40,8 @@ def checkpoint_name(template: str, values: Mapping[str, float], named: bool = Tr
         except ValueError as error:
             raise ConfigurationError(
                 f"Checkpoint(filename={template!r}): {name} = {value!r} cannot be formatted as {form[1:]!r}: {error}.",
-                "",
-                "counters take ':03d', values ':.3f'.",
+                "the format must fit the type of the value.",
+                "use for example ':03d' for counters and ':.3f' for logged values.",
             ) from error
         return f"{name}={text}" if named else text
 
@@ -63,6 +63,6 @@ def check_template(template: str) -> None:
     if not template or "/" in rest or "{" in rest or "}" in rest or template.startswith("."):
         raise ConfigurationError(
             f"Checkpoint(filename={template!r}) is not a valid name.",
-            "it names a folder within dirpath: text, with the names of values in braces.",
-            "write for example '{epoch:03d}-{val_loss:.3f}', and put the path into dirpath.",
+            "filename is the name of a folder in dirpath: text, with the names of values in braces.",
+            "write for example '{epoch:03d}-{val_loss:.3f}', and pass the path as dirpath.",
         )

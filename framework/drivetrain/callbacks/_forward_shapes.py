@@ -32,7 +32,7 @@ _FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CONSTANTS = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
-)  # what torch.tensor(...) in forward calls
+)  # the operators that torch.tensor(...) in forward calls
 _MAX_MESSAGE_LENGTH = 100  # characters of an error's message that a reason quotes
 
 
@@ -44,13 +44,13 @@ class ForwardShapes:
         inputs: shapes of the tensors that the submodule was called with first.
         outputs: shapes of the tensors that the submodule's first call returned.
         flops: FLOPs of all calls of the submodule, including those of its children.
-        missing: why shapes and FLOPs are unknown; "" if they are known.
+        missing_reason: why shapes and FLOPs are unknown; "" if they are known.
     """
 
     inputs: dict[str, Shapes] = field(default_factory=dict)
     outputs: dict[str, Shapes] = field(default_factory=dict)
     flops: Counter[str] = field(default_factory=Counter)
-    missing: str = ""
+    missing_reason: str = ""
 
 
 def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> ForwardShapes:
@@ -66,12 +66,12 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
     if example is None:
         return ForwardShapes()
     if not has_forward(module):
-        return ForwardShapes(missing="the module has no forward")
+        return ForwardShapes(missing_reason="the module has no forward")
     tensors = [*module.parameters(), *module.buffers()]
     if any(isinstance(tensor, UninitializedParameter | UninitializedBuffer) for tensor in tensors):
-        return ForwardShapes(missing="lazy layers have no shape until the first batch")
+        return ForwardShapes(missing_reason="lazy layers have no shape until the first batch")
     if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
-        return ForwardShapes(missing="TorchScript cannot run on shapes alone")
+        return ForwardShapes(missing_reason="TorchScript cannot run on shapes alone")
     try:
         generators = [value for child in module.modules() for value in vars(child).values() if is_generator(value)]
         with in_eval_mode(module), preserved_generators(device, generators):
@@ -79,7 +79,7 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
     except Exception as error:  # A user's forward may raise any error, but a summary must not end a run.
         message = " ".join(str(error).split()) or "no message"
         short = message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[: _MAX_MESSAGE_LENGTH - 3]}..."
-        return ForwardShapes(missing=f"forward does not run on shapes alone ({type(error).__name__}: {short})")
+        return ForwardShapes(missing_reason=f"forward does not run on shapes alone ({type(error).__name__}: {short})")
 
 
 def _run_forward(module: nn.Module, example: Any, device: torch.device) -> ForwardShapes:
@@ -93,13 +93,13 @@ def _run_forward(module: nn.Module, example: Any, device: torch.device) -> Forwa
         fakes = _FakeTensors(device)
         with fakes.installed_in(module):
             _record_shapes(module, result, counter)
-            args, named = example_arguments(fakes.convert(example))
-            module(*args, **named)
+            args, kwargs = example_arguments(fakes.convert(example))
+            module(*args, **kwargs)
     return result
 
 
 class _FakeTensors:
-    """Maps each tensor to a fake tensor, always the same for one tensor.
+    """Maps each tensor to one fake tensor, however often the tensor occurs.
 
     Floating-point tensors become float32 in every precision of the run, so the example need not be cast.
     """
@@ -123,7 +123,7 @@ class _FakeTensors:
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Context manager that replaces the tensors of ``module`` by fake ones and detaches ``module`` from its run."""
+        """Context manager that replaces the tensors of ``module`` by fake tensors and disconnects it from its run."""
         children = list(module.modules())
         saved = [(child.__dict__, dict(child.__dict__)) for child in children]
         run_handles = [vars(child) for child in children if isinstance(child, RunHandle)]
@@ -183,7 +183,7 @@ def _shapes(values: Any) -> Shapes:
 
 
 class _FakeTensorsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises an error at communication, because other ranks would not take part, and at operations on real tensors."""
+    """Raises an error at collectives, in which other ranks would not take part, and at operations on real tensors."""
 
     def __init__(self, fake: type[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,10 +191,10 @@ class _FakeTensorsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            raise RuntimeError("it communicates with other ranks")
+            raise RuntimeError("forward communicates with other ranks")
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
         if func not in _CONSTANTS and not all(isinstance(tensor, self._fake) for tensor in tensors):
-            raise RuntimeError("it uses a tensor that is not an attribute of a module")
+            raise RuntimeError("forward uses a tensor that is not an attribute of a module")
         return func(*args, **(kwargs or {}))
 
 
@@ -205,7 +205,7 @@ def _without_fused_kernels() -> Iterator[None]:
 
     backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)  # Both fuse recurrent layers.
     fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs each error before raising the error
-    fused, enabled, was_disabled = (
+    fastpath_enabled, backends_enabled, logger_disabled = (
         torch.backends.mha.get_fastpath_enabled(),
         [backend.enabled for backend in backends],
         fake_tensor_logger.disabled,
@@ -218,7 +218,7 @@ def _without_fused_kernels() -> Iterator[None]:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        fake_tensor_logger.disabled = was_disabled
-        torch.backends.mha.set_fastpath_enabled(fused)
-        for backend, before in zip(backends, enabled, strict=True):
-            backend.enabled = before
+        fake_tensor_logger.disabled = logger_disabled
+        torch.backends.mha.set_fastpath_enabled(fastpath_enabled)
+        for backend, enabled in zip(backends, backends_enabled, strict=True):
+            backend.enabled = enabled

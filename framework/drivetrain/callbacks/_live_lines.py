@@ -17,11 +17,10 @@ _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 class LiveLines:
     """One or more lines at the bottom of a terminal, redrawn by `show`.
 
-    Between two calls the cursor stays at the beginning of the first line. A terminal that becomes narrower
-    wraps the lines again but keeps the cursor with the text at the cursor, so the next `show` can clear everything
-    below the cursor. Some
-    terminals report a new width late (tmux after a quarter of a second), so lines that are too long are cut off instead
-    of wrapped.
+    Between two calls the cursor stays at the beginning of the first line. When a terminal becomes narrower, it wraps
+    the lines again, and the cursor moves with the beginning of the first line. The next `show` therefore clears all
+    lines by clearing everything below the cursor. Some terminals report a new width late (tmux after a quarter of a
+    second), so lines that are too long are cut off instead of wrapped.
 
     After `guard`, printing to ``sys.stdout`` or ``sys.stderr`` clears the lines first.
 
@@ -38,10 +37,10 @@ class LiveLines:
 
     @property
     def width(self) -> int:
-        """Columns that a line may use, which exclude the terminal's last column because text there may wrap."""
+        """The number of columns that a line may use: all but the last, because text in the last column may wrap."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
-        except (OSError, ValueError, AttributeError):  # The stream is no file, or a file without a size.
+        except (OSError, ValueError, AttributeError):  # The stream is not a file, or is not a terminal.
             columns = 0
         return (columns or shutil.get_terminal_size().columns) - 1
 

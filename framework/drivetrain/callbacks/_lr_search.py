@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext, Trials
 
 MODES = ("exponential", "linear")
-NAMES = ("lr", "learning_rate")
+DEFAULT_ATTRIBUTES = ("lr", "learning_rate")
 _SMOOTHING = 0.98
 """Decay of the exponential moving average of the loss."""
 
@@ -97,7 +97,7 @@ class LRFind:
 
 
 class LRRangeTest(Callback):
-    """Sets the learning rate before each step of a trial and records the loss after it.
+    """Sets the learning rate before each step of a trial and records the loss of the step.
 
     Args:
         min_lr: the learning rate of the first step.
@@ -130,10 +130,10 @@ class LRRangeTest(Callback):
         if not module.automatic_optimization or count != 1:
             reason = f"configure_optimizers returned {count or 'no'} optimizer{'s' if count != 1 else ''}"
             raise ConfigurationError(
-                f"No learning rate can be searched for {type(module).__name__}: "
+                f"The learning rate of {type(module).__name__} cannot be searched for: "
                 + (reason if module.automatic_optimization else "automatic_optimization is False")
                 + ".",
-                "the search sets the rate of one optimizer, which the engine steps.",
+                "the search sets the rate of one optimizer before each step, and the engine makes the step.",
                 "return one optimizer, or choose the rates by hand.",
             )
 
@@ -196,7 +196,7 @@ def find_lr(
     update_attr: bool,
     attr_name: str,
 ) -> LRFind:
-    """Search for a learning rate by a trial and, with ``update_attr``, set the attribute to this rate.
+    """Search for a learning rate in a trial and, with ``update_attr``, set the attribute to this rate.
 
     A collective operation.
 
@@ -208,18 +208,18 @@ def find_lr(
     module, datamodule = trials.module, trials.datamodule
     name = lr_attribute(module, datamodule, attr_name) if update_attr else None
     if name is not None:
-        trials.searches(name)
+        trials.declare_tuned(name)
     search = LRRangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
     trials.run(search, num_training)
     result = LRFind({"lr": search.rates, "loss": search.losses}, mode)
     suggestion = result.suggestion() if name is not None else None
     if name is not None and suggestion is not None:
         set_attribute(name, suggestion, module, datamodule)
-        trials.say("Learning rate set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
+        trials.log_info("%s.%s is set to the learning rate %.4g.", type(module).__name__, name, suggestion)
     elif name is not None:
-        trials.say(
-            "No learning rate can be suggested, and %s.%s is unchanged: the search made %d steps, but the first 10, "
-            "the last one and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
+        trials.log_info(
+            "The search suggests no learning rate, so %s.%s is unchanged. The search made %d steps, of which the first "
+            "10, the last and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
             type(module).__name__,
             name,
             len(result.results["loss"]),
@@ -233,13 +233,13 @@ def lr_attribute(module: Any, datamodule: Any, requested: str) -> str:
     Raises:
         ConfigurationError: neither the module nor the data module has such an attribute or hyper-parameter.
     """
-    names = (requested,) if requested else NAMES
+    names = (requested,) if requested else DEFAULT_ATTRIBUTES
     for name in names:
         if find_holders(name, module, datamodule):
             return name
     raise ConfigurationError(
         f"{type(module).__name__} has no attribute or hyper-parameter {' or '.join(map(repr, names))}.",
-        "update_attr=True sets it to the suggested learning rate, for configure_optimizers to read.",
+        "update_attr=True sets that attribute to the suggested learning rate, for configure_optimizers to read.",
         "set self.lr = ... in __init__ and use it, name another attribute (attr_name=), or pass update_attr=False.",
     )
 
@@ -261,16 +261,18 @@ def check_lr_arguments(
     if not 0 < min_lr < max_lr:
         raise ConfigurationError(
             f"min_lr={min_lr!r} with max_lr={max_lr!r}.",
-            "the rate grows from the first to the last.",
+            "the learning rate grows from min_lr to max_lr during the search.",
             "give 0 < min_lr < max_lr, such as 1e-8 and 1.",
         )
     if type(num_training) is not int or num_training < 2:
         raise ConfigurationError(
-            f"{num_training!r} training steps.", "a slope needs at least two steps.", "use an int, such as 100."
+            f"num_training={num_training!r}.",
+            "the search compares the losses of at least two optimizer steps.",
+            "use an int, such as 100.",
         )
     if early_stop_threshold is not None and not early_stop_threshold > 0:
         raise ConfigurationError(
             f"early_stop_threshold={early_stop_threshold!r}.",
-            "it is the multiple of the best loss at which the search stops.",
+            "the search stops when the loss exceeds this multiple of the best loss.",
             "use a positive number, such as 4.0, or None.",
         )

@@ -11,5 +11,8 @@ if TYPE_CHECKING:
 
 
 def monitored_value(trainer: RunContext, name: str) -> float | None:
-    """Return the logged value ``name``, the same on every rank, or None if no rank logged it; collective."""
+    """Return the logged value ``name``, the same on every rank, or None if no rank has logged it.
+
+    A collective operation.
+    """
     return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# The dense peaks of each GPU in FLOP/s for 16 bit, TF32 and float32, from the vendors' data sheets. A device has the
-# peaks of the first entry whose name matches.
+# The peak FLOP/s of each GPU without sparsity in 16 bit, TF32 and float32, from the vendors' data sheets. A device has
+# the peaks of the first entry whose name matches.
 _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     ("B200", (2250e12, 1100e12, 75e12)),
     ("H200", (989e12, 494e12, 67e12)),

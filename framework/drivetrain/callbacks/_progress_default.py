@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ProgressLines(ProgressBar):
-    """A `ProgressBar` for output that is not a terminal, which prints occasional lines and does no work in a step.
+    """A `ProgressBar` that prints occasional lines to output that is not a terminal, and does no work in a step.
 
     The batch hooks of this class are those of `Callback`, which the engine does not call.
     """
@@ -31,8 +31,8 @@ class ProgressLines(ProgressBar):
         return False
 
     def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
-        # The batch hooks do not count micro-batches. Training has the engine's counter, and an evaluation has the
-        # total.
+        # The batch hooks do not count micro-batches. The engine counts those of training, and an evaluation that has
+        # ended has processed all of its micro-batches.
         if phase is not None:
             phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
         super()._end_phase(trainer, phase)

@@ -14,8 +14,9 @@ _MIN_DEVIATION = 0.01  # lower bound of the deviation, as a fraction of the medi
 class SpikeStatistic:
     """Detects loss spikes from the losses of the last ``window`` steps.
 
-    The median and the MAD are not affected as long as fewer than half of the values are spikes. A higher loss that
-    lasts for half a window becomes the new normal.
+    Spikes hardly affect the median and the MAD as long as fewer than half of the values are spikes. A higher loss that
+    lasts for half a window is no longer a spike. The robust standard deviation is the MAD times 1.4826, but at least 1%
+    of the median.
 
     Args:
         threshold: the number of robust standard deviations above the median beyond which a loss is a spike.
@@ -47,7 +48,7 @@ class SpikeStatistic:
         return not math.isfinite(loss) or loss > self.limit
 
     def add(self, loss: float) -> None:
-        """Add a step's loss to the window, even if it is a spike. Non-finite losses are ignored."""
+        """Add a step's loss to the window, even if the loss is a spike. Non-finite losses are ignored."""
         if math.isfinite(loss):
             self._losses.append(loss)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks._forward_shapes import Shapes
 
 _COLUMN_GAP = "  "
-_MAX_NAMES = 4  # names of rows before a note; further rows are only counted
+_MAX_NAMES = 4  # names of rows in a note; further rows are only counted
 _NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
 
@@ -35,9 +35,9 @@ class SummaryRow:
     training: bool
     """Whether the submodule itself is in train mode."""
     inputs: Shapes | None = None
-    """Shapes of the tensors that the submodule is called with; None if they are unknown or it is not called."""
+    """Shapes of the tensors that the submodule is called with; None if they are unknown or there is no call."""
     outputs: Shapes | None = None
-    """Shapes of the tensors that the submodule returns; None as for ``inputs``."""
+    """Shapes of the tensors that the submodule returns; None if they are unknown or there is no call."""
     flops: int | None = None
     """FLOPs of the submodule in a forward pass of the example; None if they are unknown."""
 
@@ -54,9 +54,10 @@ class Summary:
     in_train_mode: int
     """Number of modules in train mode, at any depth."""
     in_eval_mode: int
+    """Number of modules in eval mode, at any depth."""
     flops: int | None = None
     """FLOPs of a forward pass of the example; None without an example or if they cannot be counted."""
-    missing: str = ""
+    missing_reason: str = ""
     """Why FLOPs cannot be counted; "" if they are counted."""
 
     def __str__(self) -> str:
@@ -198,8 +199,8 @@ def _footer(summary: Summary) -> list[str]:
     ]
     if summary.flops is not None:
         lines.append(f"{_with_unit(summary.flops, 'KMGTP', 'FLOPs')} in a forward pass of example_input_array")
-    elif summary.missing:
-        lines.append(f"No shapes and no FLOPs: {summary.missing}")
+    elif summary.missing_reason:
+        lines.append(f"No shapes and no FLOPs: {summary.missing_reason}")
     return lines
 
 

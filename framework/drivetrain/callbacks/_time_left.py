@@ -26,7 +26,7 @@ class TimeLeft:
         self._deadline = None if trainer.max_time is None else now + duration(trainer.max_time).total_seconds()
         self._pace_start_time, self._pace_start_batch = now, trainer.micro_batches
         self._last_count = trainer.micro_batches
-        self._warmed_up = False  # whether the first micro-batches are over
+        self._warmed_up = False  # whether the measurement of the pace has restarted after the first micro-batches
         self._last_pace: float | None = None
 
     def seconds(self, trainer: RunContext, now: float) -> float | None:

@@ -43,6 +43,6 @@ def set_attribute(name: str, value: Any, *owners: Any) -> None:
         except AttributeError as error:
             raise ConfigurationError(
                 f"{type(holder).__name__}.{name} cannot be set: {error}.",
-                "the search sets that attribute.",
-                "make it a plain attribute, or name another one.",
+                "the search sets this attribute.",
+                "make it a plain attribute, or pass the name of another attribute.",
             ) from error

@@ -7,7 +7,7 @@ from typing import Any
 from drivetrain.checkpoint._format import load
 from drivetrain.errors import CheckpointError
 
-_CHOSEN = ("auto", "last", "best")
+_AUTOMATIC_PATHS = ("auto", "last", "best")
 
 
 def load_saved_result(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
@@ -21,10 +21,10 @@ def load_saved_result(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
         The state, or {} if the checkpoint does not contain the state or cannot be read. None if ``ckpt_path`` is None,
         "auto", "last" or "best", and thus not the path of a checkpoint.
     """
-    if ckpt_path is None or ckpt_path in _CHOSEN:
+    if ckpt_path is None or ckpt_path in _AUTOMATIC_PATHS:
         return None
     try:
         saved = load(ckpt_path).state()["callbacks"][key]["state"]
-    except (CheckpointError, KeyError, TypeError):  # The run reports what is wrong.
+    except (CheckpointError, KeyError, TypeError):  # The run raises an error when it loads the checkpoint.
         return {}
     return saved if isinstance(saved, dict) else {}

@@ -33,7 +33,7 @@ class GradientAccumulationScheduler(Callback):
         if not scheduling:
             raise ConfigurationError(
                 "GradientAccumulationScheduler({}) is empty",
-                "it needs the number of micro-batches for at least one epoch",
+                "the schedule needs the number of micro-batches for at least one epoch",
                 "give {epoch: micro_batches}, such as {0: 8, 4: 1}",
             )
         for epoch, window in scheduling.items():
@@ -44,7 +44,7 @@ class GradientAccumulationScheduler(Callback):
                     "give {epoch: micro_batches}, such as {0: 8, 4: 1}",
                 )
         self.scheduling = dict(sorted(scheduling.items()))
-        self._before: int | None = None
+        self._original_window: int | None = None  # ``accumulate_grad_batches`` before the run
 
     @property
     def state_key(self) -> str:
@@ -60,7 +60,7 @@ class GradientAccumulationScheduler(Callback):
         return self.window(epoch)
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Check that nothing contradicts the schedule, and set the first window."""
+        """Check that no other setting contradicts the schedule, and set the first window."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
@@ -73,10 +73,10 @@ class GradientAccumulationScheduler(Callback):
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"GradientAccumulationScheduler({self.scheduling!r}) with manual optimization",
-                "the module decides when to step",
+                "in manual optimization the module determines when the optimizers step",
                 "count micro-batches in training_step, or use automatic optimization",
             )
-        self._before = trainer.accumulate_grad_batches
+        self._original_window = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
@@ -88,10 +88,10 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Restore the ``accumulate_grad_batches`` of the run."""
-        if self._before is not None:
-            trainer.accumulate_grad_batches = self._before
-            self._before = None
+        """Restore ``accumulate_grad_batches`` to its value before the run."""
+        if self._original_window is not None:
+            trainer.accumulate_grad_batches = self._original_window
+            self._original_window = None
 
 
 def _is_count(value: object, least: int) -> bool:

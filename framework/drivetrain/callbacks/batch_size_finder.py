@@ -23,7 +23,7 @@ class BatchSizeFinder(Callback):
     Trials run on copies, so only that attribute changes. The result is in `optimal_batch_size`.
 
     A run that resumes from the path of a checkpoint uses the size that the checkpoint contains, and does not search. A
-    run with ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
+    run with ``ckpt_path`` "auto", "last" or "best" searches, because there may be no checkpoint to resume from.
 
     Args:
         mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two.
@@ -68,8 +68,8 @@ class BatchSizeFinder(Callback):
         if trials.loaders is not None:
             raise ConfigurationError(
                 f"BatchSizeFinder does not work with loaders passed to {trials.stage}.",
-                "they cannot be rebuilt for the run with the batch size that is found.",
-                f"pass a data module that builds them with self.{self._batch_arg_name}, or call "
+                "these loaders cannot be rebuilt for the run with the batch size that the search finds.",
+                f"pass a data module that builds its loaders with self.{self._batch_arg_name}, or call "
                 "Tuner(fit).scale_batch_size before.",
             )
         saved = load_saved_result(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None

@@ -13,7 +13,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checkpoint_names import COUNTERS, DEFAULT, check_template, checkpoint_name, names_in
+from drivetrain.callbacks._checkpoint_names import (
+    COUNTERS,
+    DEFAULT_TEMPLATE,
+    check_template,
+    checkpoint_name,
+    names_in,
+)
 from drivetrain.callbacks._monitored_value import monitored_value
 from drivetrain.checkpoint._folders import (
     LATEST,
@@ -36,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _MODES = ("min", "max")
-_TIME_CHECK_INTERVAL = 16  # steps between two checks of the time, because a check broadcasts rank 0's clock
+_TIME_CHECK_INTERVAL = 16  # optimizer steps between checks of the elapsed time, each of which is a broadcast
 
 
 class Checkpoint(Callback):
@@ -44,9 +50,9 @@ class Checkpoint(Callback):
 
     A checkpoint is written after all hooks of the event that triggers it, and only when no accumulation window is open,
     so that a run can resume from it exactly. An old checkpoint is removed only after a new one is complete. Only
-    checkpoints of this run are removed. They are recognised as folders directly in ``dirpath`` whose manifest has the
-    expected identifier. If a checkpoint that is kept already has the name of a new one, ``-v1``, ``-v2``, ... is
-    appended to the new name. A small file ``latest`` names the checkpoint written last.
+    checkpoints that this run has written are removed: folders directly in ``dirpath`` with an identifier of this run in
+    their manifest. If a new checkpoint would have the name of one that is kept, ``-v1``, ``-v2``, ... is appended to
+    the new name. A small file ``latest`` contains the name of the newest checkpoint.
 
     Without ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval``, the callback saves once per epoch,
     or after each validation if an epoch has several validations.
@@ -54,7 +60,7 @@ class Checkpoint(Callback):
     Args:
         dirpath: a folder or fsspec URL; by default ``checkpoints`` in the run's folder, ``trainer.log_dir``.
         filename: a template of counters and logged values, such as ``"{epoch:03d}-{val_loss:.3f}"``.
-        monitor: the logged value that ranks checkpoints, or "epoch" or "step"; None keeps the newest.
+        monitor: the logged value by which checkpoints are compared, or "epoch" or "step"; None keeps the newest.
         mode: "min" if lower values are better, "max" if higher values are better.
         save_top_k: how many of the best checkpoints to keep; -1 for all, 0 for none.
         save_last: whether to also keep the newest checkpoint, whatever its monitored value. Same as ``keep_last=1``.
@@ -62,7 +68,7 @@ class Checkpoint(Callback):
         every_n_epochs: epochs between checkpoints; 0 to not save by epochs.
         train_time_interval: time between checkpoints.
         save_weights_only: whether to save only the weights, from which a run cannot resume.
-        save_on_exception: whether to save the state after the last step if the run fails. For a single process only.
+        save_on_exception: whether to save the state after the last step if the run fails. Needs a single process.
         save_async: whether to copy the state and write it in the background while training continues.
         keep_last: how many of the newest checkpoints to keep besides the best.
         trainable_only: whether to leave out parameters that were never trained, so that an adapter is saved without its
@@ -116,9 +122,9 @@ class Checkpoint(Callback):
         _check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
-        self._run = ""  # the run's id
+        self._run_id = ""
         self._disabled = False
-        self.filename = DEFAULT if filename is None else filename
+        self.filename = DEFAULT_TEMPLATE if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
         self.mode = mode
@@ -149,10 +155,10 @@ class Checkpoint(Callback):
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
         self._interrupt_checkpoint: SavedCheckpoint | None = None  # written by `save_before_leaving`
-        self._clock = time.monotonic()
+        self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
-        self._claims: dict[str, Callable[[], None]] = {}  # by name of a checkpoint being written: releases the name
+        self._claims: dict[str, Callable[[], None]] = {}  # functions that release names of unfinished checkpoints
         self._to_remove: list[SavedCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
@@ -221,11 +227,11 @@ class Checkpoint(Callback):
         return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the folder of the checkpoints, and the names and identifiers of those that this run has written."""
+        """Return the folder, and the names and identifiers of the checkpoints that this run has written."""
         best = self._retention.best
         return {
             "dirpath": None if self.dirpath is None else resolve_folder(self.dirpath),
-            "run": self._run,
+            "run": self._run_id,
             "best": "" if best is None else best.name,
             "saved_at": self._last_saved_step,
             "asked_at": self._last_considered_step,
@@ -235,12 +241,12 @@ class Checkpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the list of checkpoints if this run has written them to this folder; otherwise leave them alone."""
+        """Restore the list of checkpoints if this run has written them to this folder. Others are never removed."""
         self._last_saved_step, self._last_considered_step = (
             _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
         )
         folder = state_dict.get("dirpath")
-        same_run = state_dict.get("run", self._run) in (self._run, "")  # older versions had no run id
+        same_run = state_dict.get("run", self._run_id) in (self._run_id, "")  # older versions had no run id
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
         try:
@@ -252,7 +258,9 @@ class Checkpoint(Callback):
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
-                "The earlier run's list of checkpoints in %r cannot be read; they are left there: %s", folder, error
+                "The list of the earlier run's checkpoints in %r cannot be read, so this run does not remove them: %s",
+                folder,
+                error,
             )
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
@@ -261,10 +269,10 @@ class Checkpoint(Callback):
             self.dirpath = self._default_dirpath = state_dict["dirpath"]
         else:
             self.dirpath = os.path.expanduser(self.dirpath)
-        self._run = state_dict["run"]
+        self._run_id = state_dict["run"]
         self.load_state_dict(state_dict)
 
-    # Answers to the engine's queries
+    # What the engine asks of every callback
 
     @property
     def writes_to(self) -> Sequence[str]:
@@ -288,7 +296,7 @@ class Checkpoint(Callback):
 
     @property
     def monitors(self) -> Mapping[str, str]:
-        """The values of ``monitor`` and ``filename``."""
+        """The logged values that ``monitor`` and ``filename`` require."""
         callback = type(self).__name__
         required = {
             name: f"{callback}(filename={self.filename!r}), which names {name!r}" for name in names_in(self.filename)
@@ -299,14 +307,14 @@ class Checkpoint(Callback):
             else {str(self.monitor): f"{callback}(monitor={self.monitor!r})", **required}
         )
 
-    def before_going_back(self, trainer: RunContext, module: TrainModule) -> None:
-        """Remember the list of checkpoints."""
+    def before_rollback(self, trainer: RunContext, module: TrainModule) -> None:
+        """Remember the list of checkpoints, which loading the checkpoint's state replaces."""
         self._retention_before_rollback = self._retention.state_dict()
 
-    def after_going_back(self, trainer: RunContext, module: TrainModule, path: str) -> None:
+    def after_rollback(self, trainer: RunContext, module: TrainModule, path: str) -> None:
         """Restore the list of checkpoints, and remove checkpoints later than the one that was loaded.
 
-        If they remained, a run that is restarted before it reaches their steps again would resume from the newest one.
+        If the later checkpoints remained, a run that is restarted would resume from the newest of them.
         """
         self._retention.load_state_dict(self._retention_before_rollback)
         later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
@@ -324,7 +332,7 @@ class Checkpoint(Callback):
         if stage != "fit":
             return
         self._disabled = bool(trainer.fast_dev_run) or trainer.barebones
-        self._run = trainer.run_id
+        self._run_id = trainer.run_id
         if self.dirpath is None or self.dirpath == self._default_dirpath:
             self.dirpath = self._default_dirpath = (
                 None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
@@ -341,11 +349,11 @@ class Checkpoint(Callback):
             self._release_claim(name)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Determine when to save, and remove the checkpoints that the interrupted run had not yet removed."""
+        """Determine when to save, and remove obsolete checkpoints that an interrupted run has left behind."""
         once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         at_epoch_end = self.save_on_train_epoch_end
         self._at_epoch_end = once_per_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
-        self._clock = time.monotonic()
+        self._last_timed_save = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._disabled:
             self._clean_up(trainer, list(self._to_remove))
 
@@ -361,9 +369,9 @@ class Checkpoint(Callback):
         if every and step % every == 0:
             self._request_save(trainer)
         elif interval is not None and step % _TIME_CHECK_INTERVAL == 0:
-            is_due = time.monotonic() - self._clock >= interval.total_seconds()
+            is_due = time.monotonic() - self._last_timed_save >= interval.total_seconds()
             if trainer.strategy.control.from_rank_0(is_due):
-                self._clock = time.monotonic()
+                self._last_timed_save = time.monotonic()
                 self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
@@ -424,7 +432,7 @@ class Checkpoint(Callback):
     @property
     def _name_needs_values(self) -> bool:
         """Whether the checkpoint's name may contain logged values, which have to be copied from the device."""
-        return self.filename != DEFAULT
+        return self.filename != DEFAULT_TEMPLATE
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
         if trainer.global_step == self._last_saved_step and score is None:
@@ -492,7 +500,7 @@ class Checkpoint(Callback):
         try:
             if newest is not None:
                 write_latest(folder, newest)
-        except Exception as error:  # each store's library has its own exceptions
+        except Exception as error:  # each storage library has its own exceptions
             logger.warning("Cannot write %s in %r (%s). The checkpoint %r is complete.", LATEST, folder, error, newest)
         for saved in removable:
             try:
@@ -500,7 +508,7 @@ class Checkpoint(Callback):
                 self._to_remove.remove(saved)
                 trainer.checkpoint_removed(saved.identifier)
             except Exception as error:
-                logger.warning("Cannot remove %r in %r, will try again: %s", saved.name, folder, error)
+                logger.warning("Cannot remove %r in %r; the run will try again: %s", saved.name, folder, error)
 
     def _release_claim(self, name: str) -> None:
         release = self._claims.pop(name, None)
@@ -536,8 +544,8 @@ def _check_monitor(monitor: Any, mode: str) -> None:
     if monitor is not None and not isinstance(monitor, str):
         raise ConfigurationError(
             f"Checkpoint(monitor={monitor!r}).",
-            "it is the name of a logged value.",
-            "give a name, such as 'val_loss', or None to keep the newest.",
+            "monitor is the name of a logged value.",
+            "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
         )
     if monitor is None and mode == "max":
         raise ConfigurationError(
@@ -551,7 +559,7 @@ def _check_arguments(mode: str, top_k: int, keep_last: int | None, steps: Any, e
     if mode not in _MODES:
         raise ConfigurationError(
             f"Checkpoint(mode={mode!r}).{nearest(str(mode), _MODES)}",
-            "it is the direction in which the monitored value improves",
+            "mode is the direction in which the monitored value improves",
             "give 'min' or 'max'",
         )
     for name, value, least in (
@@ -562,11 +570,11 @@ def _check_arguments(mode: str, top_k: int, keep_last: int | None, steps: Any, e
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigurationError(
-                f"Checkpoint({name}={value!r}).", f"it is a number, {least} or more.", f"give at least {least}."
+                f"Checkpoint({name}={value!r}).", f"{name} is an integer, {least} or more.", f"give at least {least}."
             )
     if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
         raise ConfigurationError(
             f"Checkpoint(train_time_interval={interval!r}).",
-            "it is the time between two checkpoints.",
+            "train_time_interval is the time between two checkpoints.",
             "give a datetime.timedelta, such as timedelta(minutes=30).",
         )

@@ -80,19 +80,19 @@ class EarlyStopping(Callback):
         if mode not in _MODES:
             raise ConfigurationError(
                 f"EarlyStopping(mode={mode!r}).{nearest(str(mode), _MODES)}",
-                "it is the direction in which the monitored value improves",
+                "mode is the direction in which the monitored value improves",
                 "give 'min' or 'max'",
             )
         if not isinstance(monitor, str):
             raise ConfigurationError(
                 f"EarlyStopping(monitor={monitor!r})",
-                "it is the name of a logged value",
+                "monitor is the name of a logged value",
                 "give a name, such as 'val_loss'",
             )
         if not _is_count(patience):
             raise ConfigurationError(
                 f"EarlyStopping(patience={patience!r})",
-                "it is a number of checks without improvement",
+                "patience is a number of checks without improvement",
                 "give 0 or more",
             )
         self.monitor = monitor
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
         return f"{type(self).__qualname__}{settings!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter, the best value, and when and why training was stopped."""
+        """Return the number of checks without improvement, the best value, and when and why training stopped."""
         return {
             "wait_count": self.wait_count,
             "best_score": self.best_score,
@@ -149,7 +149,7 @@ class EarlyStopping(Callback):
 
     @property
     def monitors(self) -> Mapping[str, str]:
-        """The value ``monitor``, which is required if ``strict`` is set."""
+        """The logged value ``monitor``, which is required if ``strict`` is set."""
         return {self.monitor: f"{type(self).__name__}(monitor={self.monitor!r})"} if self.strict else {}
 
     def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
@@ -247,4 +247,4 @@ class EarlyStopping(Callback):
         if not self._warned:
             self._warned = True
             if trainer.is_global_zero:
-                warnings.warn(f"{message} {listed}; skipped because strict=False", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{message} {listed}; the check is skipped (strict=False)", RuntimeWarning, stacklevel=2)

@@ -134,9 +134,11 @@ class BaseFinetuning(Callback):
         rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
         # Parameters of batch normalization that have been trained from the start stay in their group.
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        kept = {id(parameter) for norm in norms for parameter in norm.parameters() if id(parameter) in known}
+        trained_norms = {id(parameter) for norm in norms for parameter in norm.parameters() if id(parameter) in known}
         params = [
-            parameter for parameter in BaseFinetuning.filter_params(layers, train_bn) if id(parameter) not in kept
+            parameter
+            for parameter in BaseFinetuning.filter_params(layers, train_bn)
+            if id(parameter) not in trained_norms
         ]
         new = BaseFinetuning.filter_on_optimizer(optimizer, params)
         if new:
@@ -150,8 +152,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch in which the backbone is trained, counted from 0.
-        lambda_func: returns the factor by which the backbone's learning rate is multiplied at the start of an epoch.
-            It is called with the number of that epoch plus 1.
+        lambda_func: a function that returns the factor by which the backbone's learning rate is multiplied at the start
+            of an epoch. Its argument is the number of that epoch plus 1.
         backbone_initial_ratio_lr: the backbone's initial learning rate as a fraction of the head's.
         backbone_initial_lr: the backbone's initial learning rate; None uses
             ``backbone_initial_ratio_lr``.
@@ -180,7 +182,7 @@ class BackboneFinetuning(BaseFinetuning):
         if type(unfreeze_backbone_at_epoch) is not int or unfreeze_backbone_at_epoch < 0:
             raise ConfigurationError(
                 f"BackboneFinetuning(unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch!r})",
-                "it is an epoch, counted from 0",
+                "epochs are counted from 0",
                 "give 0 or more",
             )
         rates = {"backbone_initial_ratio_lr": backbone_initial_ratio_lr, "backbone_initial_lr": backbone_initial_lr}
@@ -214,8 +216,8 @@ class BackboneFinetuning(BaseFinetuning):
             children = listed([name for name, _ in module.named_children()]) or "none"
             raise ConfigurationError(
                 f"BackboneFinetuning: {type(module).__name__} has no submodule 'backbone'.",
-                f"that is the part that is frozen at first; the submodules are {children}.",
-                "name that part self.backbone, or subclass BaseFinetuning.",
+                f"the callback freezes this submodule at first and trains it later; the submodules are {children}.",
+                "name the part to freeze self.backbone, or subclass BaseFinetuning.",
             )
         self.previous_backbone_lr = None
         super().setup(trainer, module, stage)
@@ -230,18 +232,18 @@ class BackboneFinetuning(BaseFinetuning):
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone at ``unfreeze_backbone_at_epoch``, and change its learning rate in later epochs."""
-        head = float(optimizer.param_groups[0]["lr"])
+        head_lr = float(optimizer.param_groups[0]["lr"])
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         if self.previous_backbone_lr is None:  # A resumed run may be past the epoch of unfreezing.
             initial = self.backbone_initial_lr
-            rate = head * self.backbone_initial_ratio_lr if initial is None else initial
+            rate = head_lr * self.backbone_initial_ratio_lr if initial is None else initial
             self.unfreeze_and_add_param_group(
                 module.backbone, optimizer, rate, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
         else:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            rate = min(rate, head) if self.should_align else rate
+            rate = min(rate, head_lr) if self.should_align else rate
             backbone = {id(parameter) for parameter in module.backbone.parameters()}
             for group in optimizer.param_groups[1:]:
                 if not backbone.isdisjoint(map(id, group["params"])):
@@ -251,7 +253,7 @@ class BackboneFinetuning(BaseFinetuning):
             logger.info(
                 "Epoch %d: learning rate of the head %s, of the backbone %s.",
                 epoch,
-                round(head, self.rounding),
+                round(head_lr, self.rounding),
                 round(rate, self.rounding),
             )
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
 _YOUNG_GENERATION = 1
-"""Argument of `gc.collect` that skips the oldest objects, so that a collection takes some tenths of a millisecond."""
+"""Argument of `gc.collect` that skips the oldest objects, so that a collection takes less than a millisecond."""
 
 
 class GarbageCollection(Callback):
@@ -25,7 +25,7 @@ class GarbageCollection(Callback):
     pipeline or `training_step` creates many Python objects and there are many ranks. The engine itself creates few
     objects, as described in ``docs/decisions/``.
 
-    After the run, also after a failure, automatic collection is enabled again if it was enabled before.
+    After the run, also after a failure, automatic collection is enabled again if it was enabled before the run.
 
     Args:
         every_n_steps: optimizer steps between two collections.
@@ -40,7 +40,7 @@ class GarbageCollection(Callback):
         if every_n_steps != int(every_n_steps) or every_n_steps < 1:
             raise ConfigurationError(
                 f"GarbageCollection(every_n_steps={every_n_steps!r}).",
-                "it is the number of optimizer steps between two collections",
+                "every_n_steps is the number of optimizer steps between two collections",
                 "give at least 1, such as 1000",
             )
         self.every_n_steps = every_n_steps
@@ -48,7 +48,7 @@ class GarbageCollection(Callback):
         self._collected_at = 0  # global_step of the last collection
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Collect the garbage that set-up left behind, and disable automatic collection."""
+        """Collect the garbage of the set-up, and disable automatic collection."""
         self._collected_at = trainer.global_step
         self._has_disabled = gc.isenabled()
         gc.collect()

@@ -28,13 +28,13 @@ class LambdaCallback(Callback):
             if name not in HOOKS:
                 raise ConfigurationError(
                     f"LambdaCallback({name}=...): there is no hook of that name.{nearest(name, HOOKS)}",
-                    "it would never be called",
+                    "the function would never be called",
                     f"use one of {', '.join(HOOKS)}",
                 )
             if not callable(function):
                 raise ConfigurationError(
                     f"LambdaCallback({name}={function!r}): this is not a function",
-                    "it is called as the hook",
+                    "the value is called as the hook",
                     f"pass a function with the arguments of Callback.{name}",
                 )
             setattr(self, name, function)

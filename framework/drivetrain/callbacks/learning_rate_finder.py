@@ -22,7 +22,7 @@ class LearningRateFinder(Callback):
     of the fit changes. The result is in `optimal_lr`.
 
     A run that resumes from the path of a checkpoint uses the rate that the checkpoint contains, and does not search. A
-    run with ``ckpt_path`` "auto", "last" or "best" searches, because it may turn out to start from scratch.
+    run with ``ckpt_path`` "auto", "last" or "best" searches, because there may be no checkpoint to resume from.
 
     Args:
         min_lr: the learning rate of the first step.
@@ -96,7 +96,7 @@ class LearningRateFinder(Callback):
 
 
 def check_was_launched(callback: Callback, was_launched: bool) -> None:
-    """Raise an error for a finder that was added too late to search.
+    """Raise an error if a finder was added to the run too late to search.
 
     Raises:
         ConfigurationError: the callback's `before_launch` was not called.
@@ -104,6 +104,6 @@ def check_was_launched(callback: Callback, was_launched: bool) -> None:
     if not was_launched:
         raise ConfigurationError(
             f"{type(callback).__name__} was added after the run had started.",
-            "it searches before set-up, and therefore cannot be added in configure_callbacks or setup.",
-            "pass it as Fit(callbacks=...).",
+            "the search runs before set-up, so a finder cannot be added in configure_callbacks or setup.",
+            "pass the finder to Fit(callbacks=...).",
         )

@@ -65,10 +65,11 @@ class _PendingLosses(NamedTuple):
 class LossSpikeGuard(Callback):
     """Watches the loss of every step (the mean over its micro-batches and all ranks) for sudden rises.
 
-    A loss is a spike if it is more than ``threshold`` robust standard deviations above the median of the last
-    ``window`` steps, or if it is not finite. Losses are collected in a small buffer on the device. The host reads
-    the buffer, and communicates with the other ranks, only every ``every_n_steps`` steps, before a validation and at
-    the end of an epoch. All ranks take the same decision.
+    A loss is a spike if it is more than ``threshold`` robust standard deviations (1.4826 times the median absolute
+    deviation) above the median of the last ``window`` steps, or if it is not finite.
+    Losses are collected in a small buffer on the device. The host reads the buffer, and communicates with the other
+    ranks, only every ``every_n_steps`` steps, before a validation and at the end of an epoch. All ranks take the same
+    decision.
 
     Actions:
         "warn": log a warning. Within an epoch the host never waits for a GPU. Losses that have not arrived are checked
@@ -94,8 +95,8 @@ class LossSpikeGuard(Callback):
     Raises:
         ConfigurationError: an argument is invalid; at the start of the run, if "skip" or "rollback" is used where steps
             cannot be skipped (DeepSpeed, manual optimization), or "rollback" without a `Checkpoint`.
-        LossSpikeError: on every rank, at a spike after the last rollback, or at a spike without a checkpoint from
-            before it.
+        LossSpikeError: on every rank, at a spike after ``max_rollbacks`` rollbacks, or if there is no checkpoint from
+            before the spike.
     """
 
     priority = 90  # after NonFiniteGuard, before callbacks that save or decide
@@ -112,18 +113,18 @@ class LossSpikeGuard(Callback):
         if action not in _ACTIONS:
             raise ConfigurationError(
                 f"LossSpikeGuard(action={action!r}).{nearest(str(action), _ACTIONS)}",
-                "it is what to do at a spike",
+                "the action is what to do at a spike",
                 f"give one of {', '.join(_ACTIONS)}",
             )
         for name, value in {"window": window, "warmup": warmup, "every_n_steps": every_n_steps}.items():
             if type(value) is not int or value < 1:
                 raise ConfigurationError(
-                    f"LossSpikeGuard({name}={value!r})", "it is a number of steps", "give 1 or more"
+                    f"LossSpikeGuard({name}={value!r})", f"{name} is a number of steps", "give 1 or more"
                 )
         if threshold <= 0 or warmup > window:
             raise ConfigurationError(
                 f"LossSpikeGuard(threshold={threshold!r}, window={window}, warmup={warmup})",
-                "nothing, or everything, would be a spike",
+                "either no loss or almost every loss would be a spike",
                 "give a threshold above 0, and a warmup that is no longer than the window",
             )
         self.action = action
@@ -154,7 +155,7 @@ class LossSpikeGuard(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the recent losses. Rollbacks made since the checkpoint was saved still count."""
+        """Restore the recent losses. Later rollbacks still count, and the steps that they skip are still skipped."""
         self._statistic.load_state_dict(state_dict["losses"])
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
         self.passed_over |= set(state_dict["passed_over"])
@@ -264,7 +265,10 @@ class LossSpikeGuard(Callback):
         return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
 
     def _should_drop(self, trainer: RunContext) -> bool:
-        """Return whether to skip the next step, the same on every rank; a collective operation with action "skip"."""
+        """Return whether to skip the next step, the same on every rank.
+
+        A collective operation with action "skip".
+        """
         if self.action == "rollback":
             return self._step in self.passed_over
         assert self._losses is not None
@@ -323,7 +327,7 @@ class LossSpikeGuard(Callback):
         if not trainer.strategy.accepts_none_loss:
             reason = f"strategy {trainer.strategy.name!r} does not expose its gradients, so steps cannot be skipped"
         elif not module.automatic_optimization:
-            reason = "in manual optimization training_step makes the steps itself"
+            reason = "in manual optimization training_step itself steps the optimizers"
         elif self.action == "rollback" and not any(callback.saves_whole for callback in trainer.callbacks):
             reason = "there is no Checkpoint callback that saves checkpoints to roll back to"
         else:

@@ -20,10 +20,10 @@ _INTERVALS = ("step", "epoch")
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, on rank 0.
 
-    The key is the ``"name"`` of the optimizer's scheduler or ``lr-<class>``, such as ``lr-AdamW``. The key of a second
-    optimizer of the class is ``lr-AdamW-1``. For a parameter group with a ``"name"``, ``/<name>`` is appended to the
-    key. For groups without a name, ``/pg1``, ``/pg2``, ... is appended if the optimizer has several groups. The value
-    at step n is the learning rate used in step n.
+    The key is the ``"name"`` of the optimizer's scheduler or ``lr-<class>``, such as ``lr-AdamW``. A second optimizer
+    of the same class has the key ``lr-AdamW-1``. For a parameter group with a ``"name"``, ``/<name>`` is appended to
+    the key. For groups without a name, ``/pg1``, ``/pg2``, ... is appended if the optimizer has several groups. The
+    value at step n is the learning rate used in step n.
 
     Args:
         logging_interval: "step" logs every ``log_every_n_steps`` steps, "epoch" at the start of each epoch; None logs
@@ -41,13 +41,13 @@ class LearningRateMonitor(Callback):
         if logging_interval is not None and logging_interval not in _INTERVALS:
             raise ConfigurationError(
                 f"LearningRateMonitor(logging_interval={logging_interval!r}).{nearest(logging_interval, _INTERVALS)}",
-                "rates are logged by steps or by epochs",
+                "learning rates are logged by steps or by epochs",
                 "give 'step', 'epoch' or None",
             )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self._log_interval = 1
+        self._log_every_n_steps = 1
         self._by_step = self._by_epoch = False
         self._last_logged_step = -1
         self.lrs: dict[str, list[float]] = {}
@@ -67,8 +67,8 @@ class LearningRateMonitor(Callback):
         """Determine whether to log by steps or by epochs."""
         self.lrs = {}
         self._by_step = self._by_epoch = False
-        self._log_interval = trainer.log_every_n_steps
-        if not self._log_interval:  # Nothing is logged in this run.
+        self._log_every_n_steps = trainer.log_every_n_steps
+        if not self._log_every_n_steps:  # Nothing is logged in this run.
             return
         if not trainer.loggers:
             if trainer.is_global_zero:
@@ -89,7 +89,7 @@ class LearningRateMonitor(Callback):
         if not self._by_step:
             return
         step = trainer.global_step + 1
-        if step % self._log_interval == 0 and step != self._last_logged_step:
+        if step % self._log_every_n_steps == 0 and step != self._last_logged_step:
             self._last_logged_step = step
             trainer.log_metrics(self._record_rates(trainer), step=step)
 
@@ -109,10 +109,11 @@ class LearningRateMonitor(Callback):
             key = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
             occurrence = seen.get(key, 0)
             seen[key] = occurrence + 1
-            values |= self._of_optimizer(optimizer, f"{key}-{occurrence}" if occurrence else key)
+            values |= self._optimizer_values(optimizer, f"{key}-{occurrence}" if occurrence else key)
         return values
 
-    def _of_optimizer(self, optimizer: Optimizer, key: str) -> dict[str, float]:
+    def _optimizer_values(self, optimizer: Optimizer, key: str) -> dict[str, float]:
+        """Return the values to log for each parameter group of one optimizer, by key."""
         values: dict[str, float] = {}
         groups = optimizer.param_groups
         for index, group in enumerate(groups, start=1):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_WIDEST = 120  # columns of the table, because wider tables are hard to read
+_MAX_WIDTH = 120  # columns of the table; wider tables are hard to read
 
 
 class ModelSummary(Callback):
@@ -31,9 +31,8 @@ class ModelSummary(Callback):
     If the module has an `example_input_array`, the summary also has input and output shapes and the FLOPs of a forward
     pass in eval mode, as counted by `torch.utils.flop_counter` (matrix products, convolutions and attention). The
     shapes and FLOPs are derived with fake tensors, so they are also available for sharded modules and on the meta
-    device. If ``forward``
-    cannot run on fake tensors (it branches on values, or communicates with other ranks), the summary says why. The
-    derivation takes one or two seconds, plus a few milliseconds per layer.
+    device. If ``forward`` cannot run on fake tensors, for example because it branches on values, the summary shows the
+    reason. The derivation takes one or two seconds, plus a few milliseconds per layer.
 
     On a terminal with rich installed, the table is drawn by rich.
 
@@ -49,7 +48,7 @@ class ModelSummary(Callback):
         if not isinstance(depth, int) or depth < -1:
             raise ConfigurationError(
                 f"ModelSummary(max_depth={max_depth!r})",
-                "it is the number of levels of children to show",
+                "max_depth is the number of levels of children to show",
                 "give 0 or more, or -1 for all levels",
             )
         self.max_depth = max_depth
@@ -63,7 +62,7 @@ class ModelSummary(Callback):
         """Print the summary."""
         if trainer.is_global_zero:
             summary = summarize(module, self.max_depth, trainer.strategy.device)
-            width = min(shutil.get_terminal_size().columns, _WIDEST)
+            width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
             trainer.print(as_rich(summary, width) if _use_rich() else as_text(summary, width))
 
 
@@ -86,7 +85,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
     ]
     total, trainable, size = _count(module)
     modes = [child.training for child in module.modules()]
-    flops, missing = None, ""
+    flops, missing_reason = None, ""
     example = getattr(module, "example_input_array", None)
     if example is not None:
         from drivetrain.callbacks._forward_shapes import forward_shapes  # Imported only if there is an example.
@@ -94,8 +93,8 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
         if device is None:
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         shapes = forward_shapes(module, example, device)
-        missing = shapes.missing
-        if not missing:
+        missing_reason = shapes.missing_reason
+        if not missing_reason:
             flops = shapes.flops[""]
             rows = [
                 replace(
@@ -106,7 +105,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
                 )
                 for row in rows
             ]
-    return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing)
+    return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing_reason)
 
 
 def _use_rich() -> bool:

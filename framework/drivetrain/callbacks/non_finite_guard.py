@@ -61,7 +61,7 @@ class NonFiniteGuard(Callback):
         if every_n_steps < 1:
             raise ConfigurationError(
                 f"NonFiniteGuard(every_n_steps={every_n_steps!r})",
-                "it is the number of optimizer steps between two checks",
+                "every_n_steps is the number of optimizer steps between two checks",
                 "give 1 or more",
             )
         self.every_n_steps = every_n_steps
@@ -83,11 +83,11 @@ class NonFiniteGuard(Callback):
         return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check that gradients can be checked, if necessary, and reset the buffer."""
+        """Check that ``check_gradients`` is possible in this run, and reset the buffer."""
         if self.check_gradients and trainer.precision.scales_loss:
             raise ConfigurationError(
                 f"NonFiniteGuard(check_gradients=True) with precision {trainer.precision.name!r}",
-                "its loss scaler tries large scales, so gradients that overflow are normal and their step is skipped",
+                "a loss scaler tries large scales, so some gradients overflow and the scaler skips these steps",
                 "leave check_gradients off, or use bf16-mixed, which needs no loss scaler",
             )
         self._buffer = None
@@ -182,13 +182,13 @@ def _raise_error(
         _GRADIENT: f"A gradient is {value}",
         _PARAMETER: f"The parameter {names[int(problem_by_rank[first_rank, 3])]!r} is not finite",
     }[kind]
-    where = f"rank {first_rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    rank_text = f"rank {first_rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     raise NonFiniteError(
-        f"{problem} on {where} at batch index {micro_batch.batch_idx} of epoch {micro_batch.epoch}, after "
+        f"{problem} on {rank_text} at batch index {micro_batch.batch_idx} of epoch {micro_batch.epoch}, after "
         f"{micro_batch.step} optimizer steps (global_step={micro_batch.step})",
-        "training cannot recover from it; the weights may already contain NaN",
+        "training does not recover from non-finite values; the weights may already contain NaN",
         "inspect that batch, lower the learning rate, clip gradients (gradient_clip_val) or use a wider precision; "
-        "Fit(detect_anomaly=True) names the operation",
+        "Fit(detect_anomaly=True) names the operation that produced the value",
     )
 
 

@@ -1,4 +1,4 @@
-"""BasePredictionWriter, a base class for custom writers, and PredictionWriter, whose output a killed run resumes."""
+"""BasePredictionWriter, a base class for custom writers, and PredictionWriter, which can resume after a kill."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BasePredictionWriter(Callback):
             raise ConfigurationError(
                 f"{type(self).__name__}(write_interval={write_interval!r}).{nearest(str(write_interval), _INTERVALS)}",
                 f"the intervals are {', '.join(_INTERVALS)}.",
-                "give one of them.",
+                "give one of these intervals.",
             )
         self.write_interval = write_interval
         self._predictions: list[list[Any]] = []
@@ -123,7 +123,7 @@ class PredictionWriter(BasePredictionWriter):
     Args:
         path: a folder or fsspec URL that all ranks can access.
         format: "safetensors" writes tensors as safetensors files and other values as JSON.
-        part_bytes: bytes of outputs that a rank buffers before it writes a part. A part is also written a minute after
+        part_bytes: bytes of outputs that a rank buffers before writing one part. A part is also written a minute after
             its first output. Outputs in the buffer are lost if the run is killed. The resumed run predicts
             them again.
 
@@ -141,11 +141,11 @@ class PredictionWriter(BasePredictionWriter):
             raise ConfigurationError(
                 f"PredictionWriter(format={format!r}).{nearest(str(format), _FORMATS)}",
                 f"the formats are {', '.join(_FORMATS)}.",
-                "leave it out; for another format write a subclass of BasePredictionWriter.",
+                "omit the argument; for another format write a subclass of BasePredictionWriter.",
             )
         if part_bytes < 1:
             raise ConfigurationError(
-                f"PredictionWriter(part_bytes={part_bytes!r}).", "it is a number of bytes.", "give 1 or more."
+                f"PredictionWriter(part_bytes={part_bytes!r}).", "part_bytes is a number of bytes.", "give 1 or more."
             )
         self.path = os.fspath(path)
         self.format = format
@@ -167,7 +167,7 @@ class PredictionWriter(BasePredictionWriter):
     def predicted_before(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
-        """Return the function that tells which batches a killed run has written, if this run resumes a killed run."""
+        """Return a function that returns whether a killed run has written a batch; None if no killed run is resumed."""
         assert self._run is not None
         return self._run.check_written if self._run.resumes else None
 

@@ -58,7 +58,7 @@ class ProgressBar(Callback):
         if not 0 < refresh_rate <= 10:
             raise ConfigurationError(
                 f"{type(self).__name__}(refresh_rate={refresh_rate!r})",
-                "it is the number of refreshes per second; more than 10 are not readable and slow down the run",
+                "refresh_rate is in refreshes per second; more than 10 are not readable and slow down the run",
                 "give a number above 0 and at most 10",
             )
         self._refresh_interval = 1.0 / refresh_rate
@@ -88,7 +88,7 @@ class ProgressBar(Callback):
         return self._run_left
 
     def is_terminal(self) -> bool:
-        """Return whether lines can be redrawn."""
+        """Return whether the stream is a terminal, on which lines can be redrawn."""
         return is_terminal(self.stream)
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
@@ -118,14 +118,14 @@ class ProgressBar(Callback):
         self._next_refresh = 0.0
 
     def write_line(self, text: str) -> bool:
-        """Print ``text`` for ``trainer.print``."""
+        """Print a line of ``trainer.print`` above the bar. The result is always True."""
         self.write(text)
         return True
 
     # Hooks of training
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Determine whether this rank shows progress, and whether its output is a terminal."""
+        """Determine whether this rank shows progress, and whether the output is a terminal."""
         self._is_rank_zero = trainer.is_global_zero
         self._on_terminal = self._is_rank_zero and self.is_terminal()
         self._next_line = _now() + _LINE_INTERVAL
@@ -266,7 +266,7 @@ class ProgressBar(Callback):
         if phase is not None:
             self._run_left = self._remaining_text(trainer, phase, now)
             self.draw(phase, self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module)), now)
-        # The pause starts after drawing, so that a slow terminal cannot take most of the run's time.
+        # The interval starts after drawing, so that a slow terminal cannot take most of the run's time.
         self._next_refresh = _now() + self._refresh_interval
 
     def _remaining_text(self, trainer: RunContext, phase: Phase, now: float) -> str:
@@ -352,7 +352,7 @@ def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: st
         run: the remaining time of the run as text; "" for none.
     """
     parts = [format_time(phase.elapsed(now))]
-    if phase.counted:  # 0 for an evaluation of unknown length without batch hooks
+    if phase.counted:  # 0 in `ProgressLines` after an evaluation of unknown length
         parts = [f"{phase.done} batches", *parts, format_rate(phase.rate(now))]
     return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *format_metrics(metrics)])
 

@@ -60,7 +60,7 @@ class ReplicaCheck(Callback):
         if every_n_steps < 1:
             raise ConfigurationError(
                 f"ReplicaCheck(every_n_steps={every_n_steps!r})",
-                "it is the number of optimizer steps between two checks",
+                "every_n_steps is the number of optimizer steps between two checks",
                 "give 1 or more",
             )
         self.every_n_steps = every_n_steps
@@ -119,7 +119,7 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
 
     Args:
         control: the control plane.
-        tensors: tensors by a label for the error message. DTensors are compared between ranks with the same shard.
+        tensors: the tensors, by labels for the error message. DTensors are compared between ranks with the same shard.
         when: text for the error message, such as "after step 3".
 
     Raises:
@@ -136,24 +136,24 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
     differing = [
         index
         for index in range(len(labels))
-        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _holders(sums[:, index], shards[:, index]))
+        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _ranks_by_checksum(sums[:, index], shards[:, index]))
     ]
     if differing:
         first = differing[0]
         groups = next(
             ranks_by_checksum
-            for ranks_by_checksum in _holders(sums[:, first], shards[:, first])
+            for ranks_by_checksum in _ranks_by_checksum(sums[:, first], shards[:, first])
             if len(ranks_by_checksum) > 1
         )
         raise DistributedError(
             f"The replicas differ {when}: {labels[first]} is not the same on {_format_groups(groups)}"
             + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
-            "replicas that start with the same weights and apply the same gradients stay bit-identical, so something "
-            "changed it differently on some ranks. Known causes are nn.Embedding(max_norm=...), a module checkpointed "
+            "replicas that start with the same weights and apply the same gradients stay bit-identical, so other code "
+            "has changed this tensor on some ranks. Known causes are nn.Embedding(max_norm=...), a module checkpointed "
             "twice with use_reentrant=True under plain DDP, a graph that changes under static_graph=True, and code "
-            "that writes to it depending on the rank or its data",
-            "find what writes to it; ReplicaCheck(every_n_steps=1) shows the step at which it starts. If it is meant "
-            "to differ between ranks, use ReplicaCheck(ignore=[...])",
+            "that writes to the tensor depending on the rank or the rank's data",
+            "find the code that writes to the tensor; ReplicaCheck(every_n_steps=1) shows the first step at which it "
+            "differs. If it is meant to differ between ranks, use ReplicaCheck(ignore=[...])",
         )
 
 
@@ -190,8 +190,8 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
     return sharded.to_local(), shard
 
 
-def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
-    """Return for each shard the ranks that hold the shard, grouped by the checksum of what they hold."""
+def _ranks_by_checksum(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
+    """Return for each shard the ranks that hold the shard, grouped by the checksum of their copies."""
     by_shard = spread(shards.tolist())
     values = sums.tolist()
     return [

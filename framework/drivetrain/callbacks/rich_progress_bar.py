@@ -30,12 +30,12 @@ class RichProgressBar(ProgressBar):
         if not rich_is_installed():
             raise ConfigurationError(
                 "RichProgressBar needs rich, which is not installed",
-                "the bar is drawn with that package",
-                "pip install 'drivetrain[rich]' (or rich itself), or use ProgressBar",
+                "the bar is drawn with rich",
+                "pip install 'drivetrain[rich]' (or only rich), or use ProgressBar",
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        # The metrics, time and remaining time with which the epoch's bar was drawn last.
+        # The arguments of `fit_line` for the epoch's bar when it was drawn last: metrics, time, remaining time.
         self._epoch: tuple[Mapping[str, float], float, str] | None = None
         self._last_lines: list[str] = []
 

@@ -22,7 +22,7 @@ class StochasticWeightAveraging(WeightAveraging):
     """Averages the weights at the end of each of the last epochs, trained with the learning rates ``swa_lrs``.
 
     From epoch ``swa_epoch_start`` on, the learning rates are annealed per epoch from their current values to
-    ``swa_lrs``, as `torch.optim.swa_utils.SWALR` does. They override the rates of the module's schedulers. After the
+    ``swa_lrs``, as `torch.optim.swa_utils.SWALR` does. These rates override those of the module's schedulers. After the
     last epoch the averages are loaded into the module. If the module has batch normalization, the running statistics
     are then recomputed in one pass over the training data, on all ranks. Validation within `fit` uses the trained
     weights, not the averages, because the statistics of the averages are not known yet. See `WeightAveraging` for how
@@ -55,22 +55,25 @@ class StochasticWeightAveraging(WeightAveraging):
         rates: list[Any] = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
         if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
             raise _argument_error(
-                "swa_lrs", swa_lrs, "it is a learning rate, or one for each parameter group", "give for example 0.05"
+                "swa_lrs",
+                swa_lrs,
+                "swa_lrs is one positive learning rate, or one for each parameter group",
+                "give for example 0.05",
             )
         is_epoch = type(swa_epoch_start) is int
         if not (swa_epoch_start >= 1 if is_epoch else 0 <= swa_epoch_start <= 1):
             raise _argument_error(
                 "swa_epoch_start",
                 swa_epoch_start,
-                "it is an epoch, or a fraction of max_epochs",
+                "swa_epoch_start is an epoch, or a fraction of max_epochs",
                 "give 1 or more, or for example 0.8",
             )
         if type(annealing_epochs) is not int or annealing_epochs < 0:
-            raise _argument_error("annealing_epochs", annealing_epochs, "it is a number of epochs", "give 0 or more")
+            raise _argument_error("annealing_epochs", annealing_epochs, "this is a number of epochs", "give 0 or more")
         if annealing_strategy not in _STRATEGIES:
             hint = nearest(str(annealing_strategy), _STRATEGIES)
             raise _argument_error(
-                "annealing_strategy", annealing_strategy, f"it is unknown.{hint}", "give 'cos' or 'linear'"
+                "annealing_strategy", annealing_strategy, f"there is no such strategy.{hint}", "give 'cos' or 'linear'"
             )
         super().__init__(avg_fn, use_buffers=False, evaluate=False)
         self.swa_lrs = swa_lrs
@@ -102,7 +105,7 @@ class StochasticWeightAveraging(WeightAveraging):
         start, epochs = self.swa_epoch_start, trainer.max_epochs
         if type(start) is not int and epochs in (None, -1):
             raise _argument_error(
-                "swa_epoch_start", start, "it is a fraction of max_epochs, which is not set", "give an epoch"
+                "swa_epoch_start", start, "a float is a fraction of max_epochs, which is not set", "give an epoch"
             )
         if type(start) is not int:
             assert epochs is not None
@@ -124,8 +127,8 @@ class StochasticWeightAveraging(WeightAveraging):
             raise ConfigurationError(
                 f"StochasticWeightAveraging with {type(module).__name__}, which has batch normalization and uses "
                 "manual optimization.",
-                "to recompute the statistics, training_step is called without gradients at the end, but in manual "
-                "optimization it steps the optimizers itself",
+                "at the end, training_step is called without gradients to recompute the statistics, but in manual "
+                "optimization training_step also steps the optimizers",
                 "use WeightAveraging, or automatic optimization",
             )
 
@@ -138,8 +141,8 @@ class StochasticWeightAveraging(WeightAveraging):
         while len(self._initial_rates) < len(groups):
             self._initial_rates.append(float(groups[len(self._initial_rates)]["lr"]))
         progress = self._annealing_progress(trainer.current_epoch - self._first_epoch)
-        for number, (group, before) in enumerate(zip(groups, self._initial_rates, strict=True)):
-            rate = self._rate_of(number) * progress + before * (1 - progress)
+        for number, (group, initial_rate) in enumerate(zip(groups, self._initial_rates, strict=True)):
+            rate = self._rate_of(number) * progress + initial_rate * (1 - progress)
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -179,17 +182,19 @@ def _recompute_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> 
 
     A collective operation. A layer that is not called in train mode keeps its statistics.
     """
-    before = [{name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers]
+    original_buffers = [
+        {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers
+    ]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # a cumulative average
+        layer.momentum = None  # makes torch compute a cumulative average
     try:
         trainer.pass_over_training_data()
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
-    for layer, buffers in zip(layers, before, strict=True):
+    for layer, buffers in zip(layers, original_buffers, strict=True):
         assert layer.running_mean is not None
         assert layer.running_var is not None
         assert layer.num_batches_tracked is not None

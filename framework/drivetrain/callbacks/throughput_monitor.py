@@ -51,7 +51,7 @@ class ThroughputMonitor(Callback):
         window: optimizer steps over which rates are averaged.
         peak_flops: peak FLOP/s of one device; None looks the peak up by the device's name. FLOPs are not counted if the
             peak is unknown.
-        flops: FLOPs of the forward and backward of one micro-batch on one rank; None counts these FLOPs.
+        flops: FLOPs of the forward and backward pass of one micro-batch on one rank; None counts these FLOPs.
 
     Attributes:
         latest: the last logged values, by key.
@@ -64,23 +64,23 @@ class ThroughputMonitor(Callback):
         for name, value in (("window", window), ("peak_flops", peak_flops), ("flops", flops)):
             if value is not None and value <= 0:
                 raise ConfigurationError(
-                    f"ThroughputMonitor({name}={value!r})", "it must be positive", "give a number above 0"
+                    f"ThroughputMonitor({name}={value!r})", f"{name} must be positive", "give a number above 0"
                 )
         self.window = window
         self.peak_flops = peak_flops
         self.flops = flops
         self.latest: dict[str, float] = {}
         self._history: deque[_Counters] = deque()
-        self._weight: float | torch.Tensor = 0.0
+        self._weight: float | torch.Tensor = 0.0  # the sum of the micro-batches' weights on this rank
         self._counts_tokens = False
         self._calls_batch_weight = False
-        self._paused = 0.0
+        self._paused_seconds = 0.0  # the time spent in validations
         self._paused_since = 0.0
         self._micro_batches_started = 0
         self._last_step = 0
-        self._peak: float | None = None
+        self._device_peak_flops: float | None = None
         self._flops_per_micro_batch: float | None = None
-        self._counter: FlopCounterMode | None = None
+        self._flop_counter: FlopCounterMode | None = None
 
     @property
     def state_key(self) -> str:
@@ -104,11 +104,11 @@ class ThroughputMonitor(Callback):
         self._counts_tokens = is_overridden("batch_weight", module, TrainModule)
         # In manual optimization the engine does not compute weights.
         self._calls_batch_weight = self._counts_tokens and not module.automatic_optimization
-        self._paused = 0.0
+        self._paused_seconds = 0.0
         self._micro_batches_started = 0
         self._last_step = trainer.global_step
         strategy = trainer.strategy
-        self._peak = self.peak_flops or known_peak_flops(strategy.device, trainer.precision.compute_dtype)
+        self._device_peak_flops = self.peak_flops or known_peak_flops(strategy.device, trainer.precision.compute_dtype)
         self._flops_per_micro_batch = self.flops
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
@@ -119,17 +119,21 @@ class ThroughputMonitor(Callback):
             self._weight = self._weight + (
                 module.batch_weight(batch) if self._calls_batch_weight else trainer.micro_batch_weight
             )
-        if self._micro_batches_started == 2 and self._peak is not None and self._flops_per_micro_batch is None:
+        if (
+            self._micro_batches_started == 2
+            and self._device_peak_flops is not None
+            and self._flops_per_micro_batch is None
+        ):
             from torch.utils.flop_counter import FlopCounterMode
 
-            self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            self._flop_counter = FlopCounterMode(display=False)
+            self._flop_counter.__enter__()  # type: ignore[no-untyped-call]
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Record the counters after the first step and every ``log_every_n_steps`` steps."""
-        if self._counter is not None:
+        if self._flop_counter is not None:
             self._stop_counting()
         step = trainer.global_step
         if step == self._last_step:
@@ -145,27 +149,27 @@ class ThroughputMonitor(Callback):
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Resume the clock after the validation."""
-        self._paused += time.monotonic() - self._paused_since
+        self._paused_seconds += time.monotonic() - self._paused_since
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
         """Stop counting FLOPs."""
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._counter = None
+        if self._flop_counter is not None:
+            self._flop_counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._flop_counter = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_counter": None}
+        return self.__dict__ | {"_flop_counter": None}
 
     def _log_rates(self, trainer: RunContext) -> None:
         weight = 0.0
         if self._counts_tokens:
             local = torch.tensor([float(self._weight)], dtype=torch.float64)
             weight = float(trainer.strategy.control.all_gather(local).sum())
-        now = time.monotonic() - self._paused
+        now = time.monotonic() - self._paused_seconds
         point = _Counters(now, trainer.global_step, self._micro_batches_started, trainer.samples_seen, weight)
         points = self._history
         points.append(point)
-        # One point that is at least a whole window old is kept.
+        # The newest point that is at least a whole window old is kept as the start of the window.
         while len(points) > 2 and points[1].step <= point.step - self.window:
             points.popleft()
         first = points[0]
@@ -182,16 +186,16 @@ class ThroughputMonitor(Callback):
         if self._flops_per_micro_batch is not None:
             achieved = self._flops_per_micro_batch * rates["micro_batches_per_sec"]
             rates["tflops"] = achieved / 1e12
-            if self._peak is not None:
-                rates["mfu"] = achieved / self._peak
+            if self._device_peak_flops is not None:
+                rates["mfu"] = achieved / self._device_peak_flops
         self.latest = {f"throughput/{name}": rate for name, rate in rates.items()}
         trainer.log_metrics(self.latest, step=trainer.global_step)
 
     def _stop_counting(self) -> None:
-        assert self._counter is not None
-        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        total = self._counter.get_total_flops()
-        self._counter = None
+        assert self._flop_counter is not None
+        self._flop_counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        total = self._flop_counter.get_total_flops()
+        self._flop_counter = None
         if total > 0:
             self._flops_per_micro_batch = float(total)
         else:

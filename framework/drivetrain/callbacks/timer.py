@@ -23,11 +23,11 @@ _DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
 class Timer(Callback):
     """Measures the time spent in training, validation and test, and stops training after ``duration``.
 
-    If a run is resumed, the time that was spent before counts too. When the time of any rank is up, all ranks stop
+    In a resumed run, the time that earlier runs have spent counts too. When the time of any rank is up, all ranks stop
     after the same step.
 
     Args:
-        duration: a `timedelta`, its keyword arguments as a dict, a string ``"DD:HH:MM:SS"``, or None to only measure.
+        duration: a `timedelta`, keyword arguments of `timedelta` as a dict, ``"DD:HH:MM:SS"``, or None to only measure.
         interval: when to check the time: after each "step", or at the end of each "epoch".
         verbose: whether to print a message when the time is up.
 
@@ -50,8 +50,8 @@ class Timer(Callback):
         self.duration = parse_duration(duration)
         self.interval = interval
         self.verbose = verbose
-        self._limit = self.duration.total_seconds() if self.duration is not None else float("inf")
-        self._spent = dict.fromkeys(_STAGES, 0.0)
+        self._limit_seconds = self.duration.total_seconds() if self.duration is not None else float("inf")
+        self._spent_seconds = dict.fromkeys(_STAGES, 0.0)
         self._running_since: dict[str, float] = {}  # in seconds of `time.monotonic`, for stages that are running
         self._started: dict[str, float] = {}  # in seconds of `time.time`
         self._ended: dict[str, float] = {}  # in seconds of `time.time`
@@ -61,7 +61,7 @@ class Timer(Callback):
     @property
     def state_key(self) -> str:
         """The class name, the duration and the interval."""
-        settings = {"duration": None if self.duration is None else self._limit, "interval": self.interval}
+        settings = {"duration": None if self.duration is None else self._limit_seconds, "interval": self.interval}
         return f"{type(self).__qualname__}{settings!r}"
 
     # The measured times
@@ -70,11 +70,11 @@ class Timer(Callback):
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
         self._check_stage(stage)
         since = self._running_since.get(stage)
-        return self._spent[stage] + (time.monotonic() - since if since is not None else 0.0)
+        return self._spent_seconds[stage] + (time.monotonic() - since if since is not None else 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Return the remaining seconds; None without a duration."""
-        return None if self.duration is None else self._limit - self.time_elapsed(stage)
+        return None if self.duration is None else self._limit_seconds - self.time_elapsed(stage)
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage started, in seconds of `time.time`; None if the stage has not started."""
@@ -92,17 +92,19 @@ class Timer(Callback):
         """Reset the times before a fit. Time of validations within `fit` also counts as training time."""
         self._fitting = stage == "fit"
         if self._fitting:
-            self._spent = dict.fromkeys(self._spent, 0.0)  # The times of a checkpoint are loaded after this hook.
+            self._spent_seconds = dict.fromkeys(
+                self._spent_seconds, 0.0
+            )  # The times of a checkpoint are loaded after this hook.
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        """Stop the clocks that a failure has left running."""
+        """Stop clocks that are still running after a failure."""
         for running in list(self._running_since):
             self._stop(running)
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start the clock of training, and stop training immediately if a resumed run has no time left."""
         self._start("train")
-        self._deadline = self._running_since["train"] + self._limit - self._spent["train"]
+        self._deadline = self._running_since["train"] + self._limit_seconds - self._spent_seconds["train"]
         self._check(trainer)
 
     def on_train_batch_end(
@@ -143,7 +145,7 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the seconds that the resumed run has spent in each stage."""
-        self._spent |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
+        self._spent_seconds |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
 
     def _check(self, trainer: RunContext) -> None:
         if time.monotonic() < self._deadline or trainer.should_stop:
@@ -161,7 +163,7 @@ class Timer(Callback):
 
     def _stop(self, stage: str) -> None:
         if stage in self._running_since:
-            self._spent[stage] = self.time_elapsed(stage)
+            self._spent_seconds[stage] = self.time_elapsed(stage)
             del self._running_since[stage]
             self._ended[stage] = time.time()
 
@@ -169,8 +171,8 @@ class Timer(Callback):
         if stage not in _STAGES:
             raise ConfigurationError(
                 f"Timer does not know the stage {stage!r}.{nearest(stage, _STAGES)}",
-                f"it measures {', '.join(_STAGES)}",
-                "use one of those",
+                f"the timer measures {', '.join(_STAGES)}",
+                "use one of these stages",
             )
 
 
@@ -178,7 +180,7 @@ def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> ti
     """Return ``duration`` as a `timedelta`.
 
     Args:
-        duration: a `timedelta`, its keyword arguments as a dict, ``"DD:HH:MM:SS"``, or None.
+        duration: a `timedelta`, keyword arguments of `timedelta` as a dict, ``"DD:HH:MM:SS"``, or None.
 
     Raises:
         ConfigurationError: ``duration`` cannot be parsed, or is negative.
@@ -191,7 +193,7 @@ def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> ti
         if match is None:
             raise ConfigurationError(
                 f"duration={duration!r} cannot be parsed",
-                "a string has days, hours, minutes and seconds, DD:HH:MM:SS",
+                "a string consists of days, hours, minutes and seconds, DD:HH:MM:SS",
                 "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
             )
         days, hours, minutes, seconds = map(int, match.groups())

@@ -54,7 +54,7 @@ class WeightAveraging(Callback):
         if avg_fn is not None and not callable(avg_fn):
             raise ConfigurationError(
                 f"{type(self).__name__}(avg_fn={avg_fn!r})",
-                "it is called with the average, the weight and the number of updates so far",
+                "avg_fn is called with the average, the weight and the number of updates so far",
                 "give a function, such as torch.optim.swa_utils.get_ema_avg_fn(0.999)",
             )
         self.avg_fn = avg_fn
@@ -63,10 +63,10 @@ class WeightAveraging(Callback):
         self.updates = 0
         """Number of updates of the averages."""
         self._averages: Averages | None = None
-        self._step = 0
+        self._step = 0  # global_step when the last micro-batch ended
         self._parameters: list[Any] = []
-        self._trainable_flags: tuple[bool, ...] = ()
-        self._weights_changed = False
+        self._requires_grad_flags: tuple[bool, ...] = ()
+        self._must_collect = False  # whether to call `_collect_weights` before the next step
         self._handles: list[Any] = []
 
     # Methods that subclasses may override
@@ -106,7 +106,7 @@ class WeightAveraging(Callback):
         return {} if self._averages is None or self.updates == 0 else self._averages.state()
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return by name which part of each full tensor this rank holds; it is the same for weights and averages."""
+        """Return, by name, the region of each average that this rank holds, which is the region of its weight."""
         return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class WeightAveraging(Callback):
         if len(averaging) > 1:
             raise ConfigurationError(
                 f"{' and '.join(averaging)} in one run.",
-                "each would load its averages into the module, for validation and after fit",
+                "each callback would load its averages into the module, for validation and after fit",
                 "keep one of them",
             )
         self.updates, self._averages = 0, None
@@ -136,13 +136,13 @@ class WeightAveraging(Callback):
         self._step = trainer.global_step
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             self._handles.append(register(self._note_registration))
-        self._weights_changed = True
+        self._must_collect = True
         self._collect_weights(trainer)
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
-        """Collect the weights again if different parameters are trainable, before the step changes them."""
-        if self._weights_changed or tuple(map(get_requires_grad, self._parameters)) != self._trainable_flags:
-            self._weights_changed = True
+        """Collect the weights again, before the step, if other parameters have become trainable or were registered."""
+        if self._must_collect or tuple(map(get_requires_grad, self._parameters)) != self._requires_grad_flags:
+            self._must_collect = True
             self._collect_weights(trainer)
 
     def on_train_batch_end(
@@ -182,15 +182,15 @@ class WeightAveraging(Callback):
                 self.updates,
             )
 
-    def before_going_back(self, trainer: RunContext, module: Any) -> None:
-        """Reset the averages, because the checkpoint's averages are loaded next."""
+    def before_rollback(self, trainer: RunContext, module: Any) -> None:
+        """Reset the averages before those of the checkpoint are loaded."""
         self.updates = 0
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
 
-    def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
+    def after_rollback(self, trainer: RunContext, module: Any, path: str) -> None:
         """Collect the weights again in the next step."""
         self._step = trainer.global_step
-        self._weights_changed = True
+        self._must_collect = True
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Restore the trained weights if a validation failed, because the failed run may save them."""
@@ -206,14 +206,14 @@ class WeightAveraging(Callback):
         return self.__dict__ | {"_averages": None, "_parameters": [], "_handles": []}
 
     def _note_registration(self, *_: Any) -> None:
-        self._weights_changed = True
+        self._must_collect = True
 
     def _collect_weights(self, trainer: RunContext) -> None:
         assert self._averages is not None
         self._averages.collect_weights()
         self._parameters = list(trainer.strategy.named_parameters().values())
-        self._trainable_flags = tuple(map(get_requires_grad, self._parameters))
-        self._weights_changed = False
+        self._requires_grad_flags = tuple(map(get_requires_grad, self._parameters))
+        self._must_collect = False
 
     def _update(self) -> None:
         assert self._averages is not None
@@ -228,7 +228,7 @@ class WeightAveraging(Callback):
 class EMAWeightAveraging(WeightAveraging):
     """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weight``.
 
-    The first update copies the weights. All else is as in `WeightAveraging`.
+    The first update copies the weights. For everything else, see `WeightAveraging`.
 
     Args:
         decay: the fraction of the average that is kept at each update.
@@ -254,7 +254,7 @@ class EMAWeightAveraging(WeightAveraging):
         if not 0 <= decay <= 1:
             raise ConfigurationError(
                 f"EMAWeightAveraging(decay={decay!r})",
-                "it is the fraction of the average that is kept",
+                "decay is the fraction of the average that is kept at each update",
                 "give a number from 0 to 1, such as 0.999",
             )
         counts = {
@@ -265,7 +265,7 @@ class EMAWeightAveraging(WeightAveraging):
         for name, (value, least) in counts.items():
             if (value is not None or least) and (type(value) is not int or value < least):
                 raise ConfigurationError(
-                    f"EMAWeightAveraging({name}={value!r})", "it is a count", f"give {least} or more"
+                    f"EMAWeightAveraging({name}={value!r})", f"{name} is an integer", f"give {least} or more"
                 )
         super().__init__(None, use_buffers, evaluate)
         self.decay = float(decay)

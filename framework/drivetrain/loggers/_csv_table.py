@@ -20,8 +20,8 @@ def parse_table(text: str) -> tuple[list[str], list[Row]]:
 
     Text after the last line break, and a last row that ends within quotes, were truncated by a kill and are ignored.
     """
-    # The sentinel row is dropped below. If the row before the sentinel has an unclosed quote, both are parsed as one
-    # row.
+    # The last parsed row is dropped. It is the sentinel alone or, if the row before the sentinel has an unclosed quote,
+    # this row and the sentinel.
     text = text[: text.rfind("\n") + 1] + _SENTINEL
     *records, _ = csv.reader(io.StringIO(text))
     columns, *rows = records or [[]]

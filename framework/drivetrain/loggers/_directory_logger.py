@@ -36,7 +36,7 @@ class DirectoryLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The run's number, or its directory's name if that is not ``version_<n>``. Reading this fixes the version."""
+        """The run's number n if the directory is ``version_<n>``, else its name. Reading this fixes the version."""
         version = self._directory.version
         number = version.removeprefix("version_")
         return int(number) if number.isdecimal() and version == f"version_{int(number)}" else version
@@ -57,5 +57,5 @@ class DirectoryLogger(Logger):
 
     @property
     def writes_to(self) -> str:
-        """The same as ``save_dir``. Reading this property does not fix the version."""
+        """The same as `save_dir`. Reading this property does not fix the version."""
         return self.save_dir

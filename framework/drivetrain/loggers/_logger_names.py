@@ -1,4 +1,4 @@
-"""Look up loggers by name: drivetrain's own, and those that other packages register."""
+"""Look up loggers by name: those of drivetrain, and those that other packages register."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NullLogger: replaces a run's loggers when nothing should be logged."""
+"""NullLogger and NullObject: replace loggers, and objects of logging libraries, when nothing should be logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NullLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        return _NullObject()
+        return NullObject()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         del metrics, step
@@ -32,11 +32,11 @@ class NullLogger(Logger):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Such names are looked up by copy and pickle.
             raise AttributeError(name)
-        return _NullObject()
+        return NullObject()
 
 
-class _NullObject:
-    """An object whose attributes, items and call results are the object itself."""
+class NullObject:
+    """Replaces a library's object. All attributes, items and call results are the `NullObject` itself."""
 
     def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):

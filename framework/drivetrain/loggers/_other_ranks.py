@@ -1,4 +1,4 @@
-"""Silence loggers on ranks above 0, where loggers exist but their writing methods do nothing."""
+"""Silence loggers on ranks above 0: the loggers exist there, but their writing methods do nothing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from drivetrain.loggers._null_logger import NullObject
 from drivetrain.loggers.logger import Logger
 
 
 def silence_loggers(loggers: Iterable[Logger], silent: bool) -> None:
     """Make the writing methods of loggers do nothing, or restore them.
 
-    A hook runs on every rank, but ``self.logger.log_image(...)`` in it must write only once. The loggers keep their
-    names and folders, and remain instances of their classes.
+    A hook runs on every rank, but a call of ``self.logger.log_image(...)`` in a hook must write only once. Silenced
+    loggers keep their names and folders, and remain instances of their classes.
 
     Args:
         loggers: the loggers of this process.
@@ -29,13 +30,13 @@ def silence_loggers(loggers: Iterable[Logger], silent: bool) -> None:
 
 
 _ORIGINAL_CLASS: dict[type[Logger], type[Logger]] = {}
-"""The original class of each silent class."""
+"""The class of the logger, by the subclass with silent methods."""
 
 
 @cache
 def _silent_class(cls: type[Logger]) -> type[Logger]:
     # The subclass adds only methods, so that it can be assigned to an object's `__class__`.
-    members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "experiment": property(lambda self: _NullObject())}
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "experiment": property(lambda self: NullObject())}
     silent = type(cls.__name__, (cls,), members | dict.fromkeys(_WRITING_METHODS, _do_nothing))
     _ORIGINAL_CLASS[silent] = cls
     return silent
@@ -50,21 +51,3 @@ _WRITING_METHODS = (
 
 def _do_nothing(self: Logger, *args: Any, **options: Any) -> None:
     pass
-
-
-class _NullObject:
-    """Replaces a library's object. All attributes, items and call results are the `_NullObject` itself."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self
-
-    def __getitem__(self, key: Any) -> Any:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass

@@ -1,4 +1,4 @@
-"""RowJournal: a copy of logged rows in the run's folder, for a service that may lose its last rows in a kill."""
+"""RowJournal: copies of logged rows in the run's folder, for a service that may lose the last rows in a kill."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import suppress
 
 from drivetrain.runs._directory import RunDirectory
 
-_FLUSH_EVERY = 100  # rows between two writes
+_FLUSH_EVERY_N_ROWS = 100
 
 Row = tuple[int, dict[str, float]]
+"""The step of a row, and the row's values by name."""
 
 
 class RowJournal:
@@ -25,7 +26,7 @@ class RowJournal:
     def __init__(self, directory: RunDirectory, file: str) -> None:
         self._directory = directory
         self._file = file
-        self._pending: list[Row] = []
+        self._pending: list[Row] = []  # rows that are not written yet
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         """Add a row. Rows are written in groups.
@@ -34,7 +35,7 @@ class RowJournal:
             OSError: writing failed, as in `save`. The row is still added.
         """
         self._pending.append((step, dict(row)))
-        if len(self._pending) % _FLUSH_EVERY == 0:
+        if len(self._pending) % _FLUSH_EVERY_N_ROWS == 0:
             self.save()
 
     def save(self) -> None:

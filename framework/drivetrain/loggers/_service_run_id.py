@@ -1,4 +1,4 @@
-"""ServiceRunId: the id that a logging service gave to a run, stored so that a resumed run continues it."""
+"""ServiceRunId: stores the id that a logging service gave to a run, so that a resumed run continues the run there."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ServiceRunId:
         run_id = document.get("run_id") if isinstance(document, dict) else None
         if not isinstance(run_id, str):
             raise ConfigurationError(
-                f"{path!r} does not contain the id of the service's run to continue.",
-                "it is not a JSON object with a text 'run_id'.",
-                "pass the run's id to the logger, or remove the file to start a new run of the service.",
+                f"{path!r} does not contain the id of a run of the logging service.",
+                "the file must contain a JSON object with a text 'run_id'.",
+                "pass the id to the logger, or remove the file to start a new run in the service.",
             )
         return run_id
 

@@ -1,8 +1,7 @@
-"""Read the rows in wandb's local files, ``run-<id>.wandb``, so that a resumed run does not write them again.
+"""Read the rows in wandb's local files, ``run-<id>.wandb``, so that a resumed run does not write these rows again.
 
 wandb's service process appends blocks of 32 KiB to these files, so some of the last rows are missing after a kill.
-wandb has no public reader for the files, which ``wandb sync`` uploads. They contain protocol buffers in the record
-format of LevelDB's log.
+wandb has no public reader for these files. They contain protocol buffers in the record format of LevelDB's log.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class StoredRows:
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a ``.wandb`` file. A row has values by name; a value with nested keys (media) is a dict."""
+    """Yield the rows of a ``.wandb`` file as values by name. A value with nested keys (media) is a dict."""
     Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
 
     for content in read_records(path):

@@ -28,15 +28,15 @@ _log = logging.getLogger("drivetrain")
 class CSVLogger(DirectoryLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
-    The table's first column is ``step``, and a metric that appears later becomes a new column. When a run
-    resumes, the rows that are already in the file are kept, except for a row that a kill truncated. A metric that is
+    The table's first column is ``step``, and a metric that appears later becomes a new column. When a run resumes, the
+    rows up to the checkpoint's step are kept, except for a row that a kill truncated. A metric that is
     named ``step`` gets the column ``step.1``.
 
     Media are written to files ``media/<key>/step=<n>.<kind>``. Images and figures are PNG files (images need Pillow),
     texts are plain text, tables are CSV files, and histograms are JSON files with ``counts`` and ``edges``.
 
     At a URL, each write replaces the whole table and is retried for a few seconds. Rows that cannot be written,
-    at a URL or on a full disk, are kept in memory and written with the next ones. The run continues with a warning.
+    at a URL or on a full disk, are kept in memory and written with later rows, and the run continues with a warning.
     `save`, `finalize` and `rewind` raise an error instead.
 
     Args:
@@ -62,20 +62,20 @@ class CSVLogger(DirectoryLogger):
         if flush_logs_every_n_steps < 1:
             raise ConfigurationError(
                 f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r})",
-                "it is the number of steps between two writes, so it must be at least 1",
+                "this is the number of steps between two writes, so it must be at least 1",
                 "pass a number such as 100",
             )
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
         self._table_directory: str | None = None  # the directory that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
-        self._pending: list[Row] = []
-        self._flushed_step: int | None = None
-        # An object store cannot append to a file. Its rows are kept here, and each write replaces the whole file.
+        self._pending: list[Row] = []  # rows that are not written yet
+        self._flushed_step: int | None = None  # the step of the last write, or of the first row
+        # All rows of a file at a URL. An object store cannot append to a file, so each write replaces the whole file.
         self._written: list[Row] = []
         self._size_before_append: int | None = None  # the local file's size in bytes before an append that failed
         self._write_failed = False
-        # After a rewind: the step it went back to, the number of rows in the table from before the rewind, and the
+        # After a rewind: the step of the rewind, the number of rows in the table from before the rewind, and the
         # metrics that were logged again at that step.
         self._rewound_to: int | None = None
         self._rows_before_rewind = 0
@@ -172,7 +172,8 @@ class CSVLogger(DirectoryLogger):
         except DrivetrainError as error:
             if not failed_before:
                 _log.warning(
-                    "%s The run continues: the rows are kept in memory and written with the next ones or at its end.",
+                    "%s The run continues: the rows are kept in memory and written with later rows or at the end of "
+                    "the run.",
                     error.what,
                 )
 
@@ -186,7 +187,7 @@ class CSVLogger(DirectoryLogger):
                 action()
                 self._write_failed = False
                 return
-            except Exception as error:  # Each store's library has its own error types.
+            except Exception as error:  # Each storage library has its own error types.
                 self._write_failed = True
                 if delay is None or isinstance(error, _PERMANENT_ERRORS) or self._directory.is_local:
                     raise DrivetrainError(

@@ -45,12 +45,12 @@ class Logger(ABC):
 
     @property
     def directory(self) -> RunDirectory | None:
-        """The run's directory, in which this logger writes its files; None if it writes none."""
+        """The run's directory, in which this logger writes its files; None if the logger writes no files."""
         return None
 
     @property
     def version_name(self) -> str:
-        """`version` as text, in the form that `adopt` takes. If there is a directory, this is its name."""
+        """`version` as text, in the form that `adopt` takes: the name of the directory if there is a directory."""
         return str(self.version) if self.directory is None else self.directory.version
 
     def adopt(self, version: str) -> None:
@@ -134,7 +134,7 @@ class Logger(ABC):
         warned: set[str] = self.__dict__.setdefault("_warned_media", set())
         if media not in warned:
             warned.add(media)
-            _log.warning("%s cannot log %s: they are ignored.", type(self).__name__, media)
+            _log.warning("%s cannot log %s, so they are ignored.", type(self).__name__, media)
 
     def rewind(self, step: int) -> None:
         """Remove what was logged after optimizer step ``step``, because the run resumes from a checkpoint of that step.
@@ -151,7 +151,7 @@ class Logger(ABC):
         """Write pending data."""
 
     def finalize(self, status: str) -> None:
-        """Write pending data and close files and connections. The logger may be used again afterwards.
+        """Write pending data, and close files and connections. The logger may be used again afterwards.
 
         Args:
             status: how the run ended: "success", "failed" or "interrupted".

@@ -12,7 +12,7 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 
-_CHUNK = 1 << 22  # elements that are counted at once; finding the bin of an element takes 8 bytes
+_CHUNK = 1 << 22  # elements that are counted at once; the bin numbers of the elements take 8 bytes each
 
 
 # Images
@@ -43,8 +43,8 @@ def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise ConfigurationError(
             f"log_image got a {type(value).__name__} of shape {tuple(array.shape)} and dtype {array.dtype}.",
             "an image has one, three or four channels of numbers.",
-            "pass a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image; for "
-            "several images, call it for each, or make a grid.",
+            "pass a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image. For "
+            "several images, call log_image for each, or make a grid.",
         )
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
@@ -73,7 +73,7 @@ def png_of_figure(figure: Any) -> bytes:
     if not callable(getattr(figure, "savefig", None)):
         raise ConfigurationError(
             f"log_figure got a {type(figure).__name__}.",
-            "figures are drawn by savefig(file, format='png'), which it does not have.",
+            "figures are drawn by their method savefig(file, format='png'), which this object does not have.",
             "pass a matplotlib figure; log_image takes pixels.",
         )
     stream = io.BytesIO()
@@ -112,7 +112,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """The number of numbers that were counted."""
+        """How many numbers were counted."""
         return sum(self.counts)
 
     def with_at_most(self, bins: int) -> Histogram:
@@ -125,7 +125,7 @@ class Histogram:
 
     @classmethod
     def of(cls, value: Any, bins: int = 64) -> Histogram:
-        """Count the numbers of a tensor or array; return a `Histogram` unchanged.
+        """Count the numbers of a tensor or array. A `Histogram` is returned unchanged.
 
         Args:
             value: a tensor or array of any shape, on any device.
@@ -140,11 +140,13 @@ class Histogram:
         if hasattr(tensor, "full_tensor"):
             raise ConfigurationError(
                 "log_histogram got a tensor that is sharded over ranks.",
-                "this rank holds only a part of it, whose counts are not those of the whole tensor.",
+                "this rank holds only a part of the tensor, so the counts would not be those of the whole tensor.",
                 "call trainer.log_histogram(name, tensor) on every rank.",
             )
         numbers = FlatValues(tensor)
-        return cls.joined([numbers.counted(edges := numbers.reach.edges(bins))], edges, numbers.reach.left_out)
+        return cls.joined(
+            [numbers.counted(edges := numbers.value_range.edges(bins))], edges, numbers.value_range.left_out
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[BinCounts], edges: Edges, left_out: int) -> Histogram:
@@ -167,7 +169,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"log_histogram got a {type(value).__name__}.",
-            f"it counts the numbers of one tensor or array ({error}).",
+            f"log_histogram counts the numbers of one tensor or array ({error}).",
             "pass a tensor, an array, or a Histogram; trainer.log_histogram takes a dict of tensors by name.",
         ) from error
 
@@ -179,6 +181,7 @@ class ValueRange:
     low: float
     high: float
     left_out: int
+    """How many numbers are infinite or NaN."""
     is_float32: bool
     """Whether all tensors have at most float32 precision, so that edges are computed in float32."""
 
@@ -190,8 +193,9 @@ class ValueRange:
     def edges(self, bins: int) -> Edges:
         """Return the edges of ``bins`` bins, equal to those of ``numpy.histogram`` if NumPy accepts the range.
 
-        NumPy refuses a range of numbers that are almost equal, like a norm's initial weights, or too far apart for
-        float32. In such cases the edges are computed in float64 or for a slightly larger range.
+        NumPy raises an error if the smallest and the largest number are almost equal, like the initial weights of a
+        normalization layer, or too far apart for float32. In such cases the edges are computed in float64 or for a
+        slightly larger range.
         """
         for dtype in (np.float32, np.float64) if self.is_float32 else (np.float64,):
             try:
@@ -233,7 +237,7 @@ class BinCounts:
 
 
 class FlatValues:
-    """The finite numbers of a tensor as a flat tensor on its device.
+    """The finite numbers of a tensor, as a flat tensor on the same device.
 
     Args:
         tensor: a tensor of any shape; a complex tensor contributes its real and imaginary parts.
@@ -251,7 +255,7 @@ class FlatValues:
         low, high = (
             (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (EMPTY_RANGE.low, EMPTY_RANGE.high)
         )
-        self.reach = ValueRange(low, high, left_out, is_float32)
+        self.value_range = ValueRange(low, high, left_out, is_float32)
 
     def counted(self, edges: Edges) -> BinCounts:
         """Return the counts of the bins with these edges, which must be the same for all parts of a histogram."""
@@ -276,7 +280,7 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of numbers, booleans, None and text; `of` converts other values to text."""
+    """A table whose cells are numbers, booleans, None and text. `of` converts other values to text."""
 
     columns: list[str]
     rows: list[list[Any]]

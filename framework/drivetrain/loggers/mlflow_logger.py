@@ -25,16 +25,16 @@ _log = logging.getLogger("drivetrain")
 
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
-_MAX_METRICS = 1000  # that MLflow accepts in one request
-_MAX_PARAMS = 100
-_MAX_NAME_LENGTH = 250
+_MAX_METRICS = 1000  # metrics that MLflow accepts in one request
+_MAX_PARAMS = 100  # parameters that MLflow accepts in one request
+_MAX_NAME_LENGTH = 250  # characters
 # Servers truncate a parameter's value at 250, 500 or 6000 characters, depending on their release.
 _MIN_TRUNCATED_LENGTH = 250
 _STORED_IMAGE = re.compile(r"([^/]+?)[+%]step[+%](\d+)[+%]timestamp")
 _UNSUPPORTED = {
-    "log_model": "it does not upload checkpoints: call logger.experiment.log_artifacts(logger.run_id, "
+    "log_model": "MLFlowLogger does not upload checkpoints: call logger.experiment.log_artifacts(logger.run_id, "
     "trainer.log_dir + '/checkpoints/...') in a hook",
-    "checkpoint_path_prefix": "it does not upload checkpoints",
+    "checkpoint_path_prefix": "MLFlowLogger does not upload checkpoints",
 }
 
 
@@ -45,23 +45,23 @@ class MLFlowLogger(DirectoryLogger):
     run. A run that resumes in the folder continues this MLflow run, and does not log steps again that MLflow has
     stored.
 
-    If the server fails, metrics are kept in memory and sent with the next ones. The run continues with a warning.
-    `save` and `finalize` raise an error instead.
+    If the server fails, metrics are kept in memory and sent together with later metrics, and the run continues with a
+    warning. `save` and `finalize` raise an error instead.
 
     Args:
         experiment_name: the name of the MLflow experiment, which is created if necessary, and of the folder for its
             runs.
-        run_name: the name that MLflow shows; None lets MLflow choose.
+        run_name: the run's name in MLflow; None lets MLflow choose a name.
         tracking_uri: the URI of a server or database; None means the environment's ``MLFLOW_TRACKING_URI``, else the
             local store.
         tags: the run's tags.
-        save_dir: a local path; or an fsspec URL if there is a ``tracking_uri``.
+        save_dir: a local path, or an fsspec URL if there is a ``tracking_uri``.
         log_model: must be False, because checkpoints are not uploaded.
         checkpoint_path_prefix: not supported, because checkpoints are not uploaded.
         prefix: prepended to every metric's name, with a dash.
         artifact_location: the location for the media of a new experiment; None lets the server choose, or means
             ``<save_dir>/<experiment_name>/mlflow-artifacts`` with the local store.
-        run_id: the id of an existing run to continue.
+        run_id: the id of an existing MLflow run to continue.
         synchronous: if False, MLflow sends metrics in a background thread.
         version: a number, a directory name, or ``None`` for the run's version.
 
@@ -106,18 +106,18 @@ class MLFlowLogger(DirectoryLogger):
         self._is_open = False
         self._resume_directory: str | None = None  # the folder in which a run resumes
         self._stored: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by metric
-        self._stored_images: dict[str, int] = {}  # the same for images
+        self._stored_images: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by image
         self._latest: dict[str, tuple[int, float]] = {}  # the last logged step and value, by metric
-        self._pending: list[Any] = []
-        self._in_flight: list[Any] = []
+        self._pending: list[Any] = []  # metrics that are not sent yet
+        self._in_flight: list[Any] = []  # asynchronous requests that have not completed
         self._write_failed = False
-        self._renamed_warned: set[str] = set()
+        self._renamed_warned: set[str] = set()  # invalid names about which a warning was logged
 
     @property
     def experiment(self) -> Any:
         """The ``MlflowClient``, for features that have no method in this class. Only for rank 0.
 
-        The client's methods take `run_id`.
+        Most methods of the client take the run's id, which is `run_id`.
         """
         if self._client is None:
             self._client = _mlflow("mlflow.tracking").MlflowClient(self._tracking_uri)
@@ -150,12 +150,12 @@ class MLFlowLogger(DirectoryLogger):
                 self._pending.append(entities.Metric(name, value, now, step))
         try:
             self._send(run_id)
-        except Exception as error:  # A temporary failure of the server must not end the training.
+        except Exception as error:  # A temporary failure of the server must not end the run.
             if not self._write_failed:
                 self._write_failed = True
                 _log.warning(
-                    "MLflow at %s does not accept metrics: %s: %s. The run continues: they are kept in memory and sent "
-                    "with the next ones or at its end.",
+                    "MLflow at %s does not accept metrics: %s: %s. The run continues: the metrics are kept in memory "
+                    "and sent with later metrics or at the end of the run.",
                     _redact_password(self._tracking_uri or ""),
                     type(error).__name__,
                     error,
@@ -178,7 +178,10 @@ class MLFlowLogger(DirectoryLogger):
             if name in stored_params and not _equals_stored(value, stored_params[name])
         ]
         if changed:
-            _log.warning("MLflow keeps the first values of these parameters: %s.", ", ".join(changed))
+            _log.warning(
+                "MLflow cannot change parameters, so it keeps the first values of these parameters: %s.",
+                ", ".join(changed),
+            )
         new = [entities.Param(name, value) for name, value in new_params.items() if name not in stored_params]
         for start in range(0, len(new), _MAX_PARAMS):
             self.experiment.log_batch(self.run_id, params=new[start : start + _MAX_PARAMS])
@@ -202,7 +205,7 @@ class MLFlowLogger(DirectoryLogger):
         self.experiment.log_text(self.run_id, text_of(value), self._artifact_path("texts", key, step, "txt"))
 
     def log_table(self, key: str, value: Any, step: int) -> None:
-        """Log a table as ``tables/<key>/step=<n>.json``, with ``columns`` and ``data``, the form that MLflow shows."""
+        """Log a table as ``tables/<key>/step=<n>.json``, with ``columns`` and ``data`` as MLflow expects them."""
         table = Table.of(value)
         document = {"columns": table.columns, "data": table.rows}
         self.experiment.log_dict(self.run_id, document, self._artifact_path("tables", key, step, "json"))
@@ -235,7 +238,7 @@ class MLFlowLogger(DirectoryLogger):
             ) from error
 
     def finalize(self, status: str) -> None:
-        """Send pending metrics and end the MLflow run with ``status``; a later write continues the run."""
+        """Send pending metrics and end the MLflow run with ``status``. A later write continues the run."""
         if not self._is_open or self._last_opened is None:
             return
         try:
@@ -284,8 +287,8 @@ class MLFlowLogger(DirectoryLogger):
         if experiment.lifecycle_stage == "deleted":
             raise ConfigurationError(
                 f"The MLflow experiment {self.name!r} was deleted.",
-                "MLflow reserves its name, but does not accept runs in it.",
-                "restore it (mlflow experiments restore), or pass another experiment_name.",
+                "MLflow reserves the name of a deleted experiment, but does not accept runs in it.",
+                "restore the experiment (mlflow experiments restore), or pass another experiment_name.",
             )
         return experiment.experiment_id
 
@@ -322,7 +325,7 @@ class MLFlowLogger(DirectoryLogger):
         valid = _to_valid_name(name)
         if valid != name and name not in self._renamed_warned:
             self._renamed_warned.add(name)
-            _log.warning("MLflow does not accept the name %r: it is logged as %r.", name, valid)
+            _log.warning("MLflow does not accept the name %r, so the value is logged as %r.", name, valid)
         return valid
 
 
@@ -347,8 +350,8 @@ def _mlflow(module: str) -> Any:
     except ImportError as error:
         raise ConfigurationError(
             "MLFlowLogger needs mlflow, which is not installed",
-            f"it uses that package, or its smaller variant mlflow-skinny ({error})",
-            "pip install 'drivetrain[mlflow]' (or mlflow itself), or use CSVLogger",
+            f"the logger uses that package, or its smaller variant mlflow-skinny ({error})",
+            "pip install 'drivetrain[mlflow]' (or only mlflow), or use CSVLogger",
         ) from error
 
 
@@ -357,13 +360,13 @@ def _local_root(save_dir: str) -> str:
         raise ConfigurationError(
             "MLFlowLogger's local store needs SQLAlchemy and Alembic, which are not installed",
             "mlflow-skinny needs them to write a database, but does not install them",
-            "pip install 'drivetrain[mlflow]' (or mlflow itself), or pass a server's tracking_uri",
+            "pip install 'drivetrain[mlflow]' (or only mlflow), or pass a server's tracking_uri",
         )
     filesystem, root = filesystem_of(save_dir)
     if filesystem is not None:
         raise ConfigurationError(
             f"MLFlowLogger(save_dir={save_dir!r}) without a tracking_uri",
-            "without it, the store is a database on a local disk",
+            "without a tracking_uri, the store is a database on a local disk",
             "pass a tracking_uri, or a local save_dir; checkpoints and other loggers may be at a URL",
         )
     return root

@@ -21,7 +21,7 @@ _log = logging.getLogger("drivetrain")
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)\.[^/]*$")
 _RETRY_AFTER = 30.0  # seconds from a failed write to the next attempt
-_MAX_WAIT = 5  # seconds to wait until the clock passes the time in the newest event file's name
+_MAX_WAIT = 5  # maximum seconds to wait until the clock passes the time in the newest event file's name
 
 
 class TensorBoardLogger(DirectoryLogger):
@@ -31,7 +31,8 @@ class TensorBoardLogger(DirectoryLogger):
         save_dir: a local path, or a URL that the installed TensorBoard writes to.
         name: the sub-directory of the experiment; empty for none.
         version: a number, a directory name, or ``None`` for the run's version.
-        default_hp_metric: whether to write ``hp_metric`` with hyper-parameters, so that the HParams tab shows the run.
+        default_hp_metric: whether to write a metric ``hp_metric`` with the hyper-parameters, because the HParams tab
+            shows only runs that have a metric.
         prefix: prepended to every metric's name, with a dash.
         **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step``
             applies to the first event file that this object writes.
@@ -52,8 +53,8 @@ class TensorBoardLogger(DirectoryLogger):
         if not tensorboard_is_installed():
             raise ConfigurationError(
                 "TensorBoardLogger needs TensorBoard, which is not installed",
-                "it uses the package tensorboard (or tensorboardX)",
-                "pip install 'drivetrain[tensorboard]' (or tensorboard itself), or use CSVLogger",
+                "the logger uses the package tensorboard (or tensorboardX)",
+                "pip install 'drivetrain[tensorboard]' (or only tensorboard), or use CSVLogger",
             )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
@@ -61,7 +62,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._options = options
         self._pending_purge: tuple[str, int] | None = None  # a folder, and the first step to hide in it
         self._purged_directory: str | None = None  # the folder of the last event file with a purge step
-        self._initial_values_directory: str | None = None  # the folder in which initial values of metrics are kept
+        self._initial_values_directory: str | None = None  # a folder that already has the initial values of metrics
         self._write_failed = False
         self._retry_at = 0.0  # in seconds of time.monotonic
         self._writer: Any = None
@@ -89,8 +90,8 @@ class TensorBoardLogger(DirectoryLogger):
             if not self._write_failed:
                 self._write_failed = True
                 _log.warning(
-                    "The event file in %r cannot be written: %s. The run continues; until it can be written, steps are "
-                    "missing in TensorBoard.",
+                    "The event file in %r cannot be written: %s. The run continues, but steps are missing in "
+                    "TensorBoard until the file can be written.",
                     self._directory.path,
                     error,
                 )
@@ -111,7 +112,7 @@ class TensorBoardLogger(DirectoryLogger):
         writer = self.experiment
         for summary in _hparams_summaries(_flatten(params), initial_metrics):
             writer.file_writer.add_summary(summary)
-        if self._initial_values_directory != self._directory.path:  # The initial values were not written already.
+        if self._initial_values_directory != self._directory.path:  # The folder has no initial values yet.
             for key, value in initial_metrics.items():
                 writer.add_scalar(key, value, 0)
         writer.flush()  # The values must survive a kill, because a resumed run does not write them again.
@@ -154,7 +155,7 @@ class TensorBoardLogger(DirectoryLogger):
             self.experiment.add_image(f"{self._prefix}{key}", pixels(value), step, dataformats="HWC")
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
-        """Trace ``module`` with ``example`` and write the module's graph; without an example, do nothing."""
+        """Trace ``module`` with ``example`` and write the module's graph. Without an example, nothing is written."""
         if example is not None:
             self.experiment.add_graph(module, example)
 
@@ -188,7 +189,7 @@ class TensorBoardLogger(DirectoryLogger):
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Close the event file; a later write opens another one."""
+        """Close the event file. A later write opens another file."""
         try:
             super().finalize(status)
         finally:

@@ -33,9 +33,9 @@ _EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}  # wandb uses 255 
 _MAX_BINS = 512  # wandb's limit
 
 _UNSUPPORTED = {
-    "log_model": "it does not upload checkpoints: call logger.experiment.log_artifact(trainer.log_dir + '/checkpoints/"
-    "...') in a hook, or wandb artifact put on the command line",
-    "checkpoint_name": "it does not upload checkpoints",
+    "log_model": "WandbLogger does not upload checkpoints: call logger.experiment.log_artifact(trainer.log_dir + "
+    "'/checkpoints/...') in a hook, or wandb artifact put on the command line",
+    "checkpoint_name": "WandbLogger does not upload checkpoints",
     "anonymous": "wandb no longer supports anonymous runs: log in, or pass offline=True",
 }
 
@@ -44,15 +44,15 @@ class WandbLogger(DirectoryLogger):
     """Logs to Weights & Biases, or to local files that ``wandb sync`` uploads.
 
     wandb's files are in the run's folder, ``<save_dir>/<project>/version_<n>/wandb``. A run that resumes in the folder
-    continues the same wandb run, and does not log rows again that are in these files.
+    continues the same wandb run, and does not log rows again that these files contain.
 
     Args:
-        name: the name that wandb shows; None lets wandb choose.
+        name: the run's name in wandb; None lets wandb choose a name.
         save_dir: a local path.
         version: the run's folder: a number, a directory name, or ``None`` for the run's version. A directory name is
             also wandb's id of the run, unless ``id`` is passed.
         offline: if True, only write local files. If False, the environment's ``WANDB_MODE`` decides.
-        dir: the same as ``save_dir``.
+        dir: another name of ``save_dir``.
         id: the id of a wandb run to continue; None for a new one, which is stored in ``wandb.json``.
         anonymous: not supported, because wandb has removed anonymous runs.
         project: wandb's project, and the name of the folder for its runs; None means the environment's
@@ -110,7 +110,7 @@ class WandbLogger(DirectoryLogger):
         self._is_foreign_run = False  # whether other code in this process started the run with wandb.init
         self._last_opened: tuple[str, str] | None = None  # the folder and the id of the last opened run
         self._resume_point: tuple[str, int] | None = None  # the folder and the step from which a run resumes
-        self._next_row: int | None = None  # the number to give the next row, where wandb would restart at 0
+        self._next_row: int | None = None  # the next row of a resumed offline run; wandb would begin at row 0
         self._stored: dict[str, int] = {}  # after a rewind, the last step that wandb has stored, by metric
         self._last_sent: dict[str, int] = {}  # the last step that this object sent, by metric
         self._journal_failed = False
@@ -177,19 +177,19 @@ class WandbLogger(DirectoryLogger):
         self._resume_point = (self._directory.path, step)
 
     def save(self) -> None:
-        """Write the journal of rows that were passed to wandb, since wandb writes its own files in 32 KiB blocks."""
+        """Write the journal of rows that were passed to wandb, because wandb writes its files in blocks of 32 KiB."""
         if self._run is not None:
             self._journal.save()
 
     def finalize(self, status: str) -> None:
-        """Finish the wandb run with ``status``; a later write continues the run."""
+        """Finish the wandb run with ``status``. A later write continues the run."""
         try:
             self.save()
         finally:
             self._finish(_EXIT_CODES.get(status, 1))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_run": None, "_user_run": None}  # Another process has no connection.
+        return self.__dict__ | {"_run": None, "_user_run": None}  # Another process cannot use these connections.
 
     # Start, continue and finish the wandb run
 
@@ -197,7 +197,7 @@ class WandbLogger(DirectoryLogger):
         wandb = _wandb()
         if wandb.run is not None:
             _log.warning(
-                "wandb has an active run in this process, %s: WandbLogger writes to it, and does not finish it.",
+                "wandb has an active run in this process, %s. WandbLogger writes to that run, and does not finish it.",
                 wandb.run.id,
             )
             _define_step(wandb.run)
@@ -232,13 +232,13 @@ class WandbLogger(DirectoryLogger):
             stored_rows = StoredRows(path, run_id, STEP)
         except Exception as error:  # wandb may change its file format in any release.
             _log.warning(
-                "wandb's files of the run %s cannot be read; steps after the checkpoint may be shown twice: %s: %s",
+                "wandb's files of the run %s cannot be read, so steps after the checkpoint may be shown twice: %s: %s",
                 run_id,
                 type(error).__name__,
                 error,
             )
             return
-        if run.offline:  # Online, the server provides the next row's number.
+        if run.offline:  # Otherwise the server provides the next row's number.
             self._next_row = max(stored_rows.next_row, run.step) or None
         if step is None:
             return
@@ -270,8 +270,8 @@ class WandbLogger(DirectoryLogger):
             if not self._journal_failed:
                 self._journal_failed = True
                 _log.warning(
-                    "wandb-rows.jsonl in %r cannot be written: %s. The run continues: its rows are kept in memory and "
-                    "written with the next ones or at its end.",
+                    "wandb-rows.jsonl in %r cannot be written: %s. The run continues: the rows are kept in memory and "
+                    "written with later rows or at the end of the run.",
                     self.log_dir,
                     error,
                 )
@@ -305,8 +305,8 @@ def _wandb() -> Any:
     except ImportError as error:
         raise ConfigurationError(
             "WandbLogger needs wandb, which is not installed",
-            f"it uses that package ({error})",
-            "pip install 'drivetrain[wandb]' (or wandb itself), or use CSVLogger",
+            f"the logger uses that package ({error})",
+            "pip install 'drivetrain[wandb]' (or only wandb), or use CSVLogger",
         ) from error
 
 
@@ -316,7 +316,7 @@ def _check_options(wandb: Any, options: Mapping[str, Any]) -> None:
         if name not in known:
             raise ConfigurationError(
                 f"WandbLogger({name}=...) is unknown.{nearest(name, known)}",
-                "it passes unknown arguments to wandb.init, which does not have this one.",
+                "the logger passes further arguments to wandb.init, which has no such argument.",
                 f"use one of {', '.join(known)}; add_file_policy is for artifacts, which this logger does not upload.",
             )
 

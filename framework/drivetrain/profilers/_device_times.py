@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.profilers._phase_times import Phase
 
-_MAX_PENDING = 256  # the number of pairs of events above which completed pairs are read
+_MAX_PENDING = 256  # pairs of events; with more pending pairs, the completed pairs are read
 
 
 class DeviceTimes:

@@ -1,4 +1,4 @@
-"""PhaseTimes: measure a run's time by phase. Each moment counts once, for the innermost open phase."""
+"""PhaseTimes: measure a run's time by phase. Time counts only once, for the innermost open phase."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from drivetrain.errors import ConfigurationError
 
 
 class Markers(Protocol):
-    """Records the beginnings and ends of phases on a device."""
+    """Marks the beginnings and ends of phases on a device."""
 
-    def begin(self, phase: Phase) -> Any: ...
+    def begin(self, phase: Phase) -> Any:
+        """Mark the beginning of a phase and return the mark."""
 
-    def end(self, phase: Phase, mark: Any) -> None: ...
+    def end(self, phase: Phase, mark: Any) -> None:
+        """Mark the end of a phase that began at ``mark``."""
 
 
 class Phase:
@@ -30,6 +32,8 @@ class Phase:
         self_ns: the time without the time of the children.
         longest_ns: the time of the longest call, including children.
         device_ns: the device time between the marks of the phase's beginning and end; -1 without marks.
+        began: when the last call began, in nanoseconds of `time.perf_counter_ns`.
+        mark: the mark on the device at the beginning of the open call; None without marks.
     """
 
     __slots__ = ("began", "calls", "children", "device_ns", "longest_ns", "mark", "name", "parent", "self_ns")
@@ -51,7 +55,7 @@ class Phase:
         return self.self_ns + sum(child.total_ns for child in self.children.values())
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Phase]]:
-        """Yield this phase and its descendants with their paths; the longest siblings come first."""
+        """Yield this phase and its descendants with their paths. Siblings are ordered by time, the longest first."""
         yield path, self
         for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk((*path, child.name))
@@ -75,7 +79,7 @@ class Phase:
 class PhaseTimes:
     """Adds elapsed time to the innermost open phase, and the profiler's own time to `overhead_ns`.
 
-    The sum of the times of all phases and `overhead_ns` is exactly the time from the beginning to the end of the run.
+    The times of all phases and `overhead_ns` add up to exactly the time from the beginning to the end of the run.
 
     Args:
         name: the name of the root phase, which is the run.
@@ -86,11 +90,12 @@ class PhaseTimes:
         self.root = Phase(name, None)
         self.overhead_ns = 0
         self.overlapping: dict[str, list[int]] = {}
-        """The calls and nanoseconds, by name, of phases that ended after their parent phase and thus overlap others."""
+        """The calls and nanoseconds, by name, of phases that ended after their parent phase."""
         self.began = self._last = perf_counter_ns()
         self.ended: int | None = None
-        self._top: Phase | None = self.root
-        self._open_overlapping: dict[str, int] = {}
+        """When the run ended, in nanoseconds of `time.perf_counter_ns`; None before the end."""
+        self._top: Phase | None = self.root  # the innermost open phase; None after the end
+        self._open_overlapping: dict[str, int] = {}  # start times of phases whose parent phase has ended, by name
         self._thread = get_ident()
         self._markers = markers
         self.root.calls = 1
@@ -194,7 +199,7 @@ class PhaseTimes:
         self._top = phase.parent
 
     def _close_overlapping(self, top: Phase, name: str, now: int) -> Phase:
-        """Close the phases that are open within phase ``name``, remember that they continue, and return ``name``'s."""
+        """Close the open phases within the phase called ``name``, record that they continue, and return this phase."""
         phase: Phase | None = top
         while phase is not None and (phase.name != name or phase.parent is None):
             phase = phase.parent
@@ -212,4 +217,4 @@ class PhaseTimes:
         return phase
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_markers": None, "_top": None}  # Only finished measurements are pickled.
+        return self.__dict__ | {"_markers": None, "_top": None}  # Only measurements that have ended are pickled.

@@ -1,4 +1,4 @@
-"""Look up profilers by name: drivetrain's own, and those that other packages register."""
+"""Look up profilers by name: those of drivetrain, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def resolve_profiler(profiler: object) -> Profiler:
         return profiler
     raise ConfigurationError(
         f"profiler={profiler!r} is not a Profiler.",
-        "the engine starts and stops phases through that interface.",
+        "the engine starts and stops phases through the methods of Profiler.",
         "pass 'simple', 'advanced', 'pytorch', a drivetrain.profilers.Profiler, or None.",
     )

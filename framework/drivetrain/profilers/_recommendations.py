@@ -11,7 +11,7 @@ MAX_LINES = 3
 """The maximum number of recommendations."""
 
 LOOPS = ("training", "validation", "test", "predict")
-"""The names of phases that are the main loop of a run. Shares are fractions of the main loop's time."""
+"""The possible names of the phase that is a run's main loop."""
 
 _LOGGING = ("logging", "loggers")
 _COMPUTE = ("forward", "backward", "optimizer")
@@ -42,8 +42,8 @@ class _Advice(NamedTuple):
     """A possible recommendation.
 
     Attributes:
-        share: the share of the time that the recommendation concerns.
-        threshold: the share from which the recommendation is reported.
+        share: the share that the recommendation concerns, usually of the main loop's time.
+        threshold: the smallest share at which the recommendation is reported.
         text: the text that follows the share as a percentage.
     """
 
@@ -83,7 +83,11 @@ def next_steps(root: Phase, run: ProfiledRun, small_operations: SmallOperations 
         *(_Advice(share, 0.1, f"of {loop_name} was {name}: {_HOOK_ADVICE}") for name, share in _hooks(loop, excluded)),
     ]
     candidates.append(
-        _Advice(loop.self_ns / loop.total_ns, 0.5, f"of {loop_name} was spent around its steps: {_OVERHEAD_ADVICE}")
+        _Advice(
+            loop.self_ns / loop.total_ns,
+            0.5,
+            f"of {loop_name} was spent outside of the phases of its steps: {_OVERHEAD_ADVICE}",
+        )
     )
     if excluded:
         candidates.append(
@@ -109,8 +113,8 @@ _CHECKPOINT_ADVICE = (
 )
 _WINDOWS_ADVICE = "make the ranks' data equally fast, and give their sampler a length."
 _OPTIMIZER_ADVICE = "use a fused optimizer (fused=True), or step less often (accumulate_grad_batches)."
-_OVERHEAD_ADVICE = "the steps are too short for the overhead of each; use a larger batch."
-_HOOK_ADVICE = "do less in it, or do it less often."
+_OVERHEAD_ADVICE = "the steps are too short for the fixed overhead of a step; use a larger batch."
+_HOOK_ADVICE = "do less work there, or do it less often."
 _VALIDATION_ADVICE = (
     "validate less often (val_check_interval, check_val_every_n_epoch) or on less data (limit_val_batches)."
 )
@@ -128,7 +132,7 @@ def _data_advice(run: ProfiledRun) -> str:
 def _transfer_advice(run: ProfiledRun) -> str:
     if run.device.type == "cuda" and run.pin_memory is False:
         return "set pin_memory=True in the loader, so that copies overlap with computation."
-    return "send less (uint8 or half precision, converted on the device), and do less in the transfer's hooks."
+    return "transfer less data (uint8 or half precision, converted on the device), and do less in the transfer hooks."
 
 
 def _logging_advice(run: ProfiledRun) -> str:
@@ -146,7 +150,7 @@ def _small_operations_advice(small_operations: SmallOperations) -> str:
     if small_operations.kind == "kernels":
         description = f"of the traced steps' time no kernel ran ({counted})"
     else:
-        description = f"of the time in operations was spent in ones below {SHORT_US:.0f} us ({counted})"
+        description = f"of the time in operations was spent in operations shorter than {SHORT_US:.0f} us ({counted})"
     return f"{description}: use a larger batch, compile=True, or an optimizer with fused=True."
 
 

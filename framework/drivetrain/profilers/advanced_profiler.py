@@ -30,8 +30,8 @@ class AdvancedProfiler(Profiler):
     Args:
         dirpath: a folder or fsspec URL for the profiler's files; None for ``profile/`` in the run's folder.
         filename: the prefix of the files' names; None for ``<stage>-advanced``.
-        line_count_restriction: how many of each phase's functions are shown. An int is a count, and a float is a
-            fraction.
+        line_count_restriction: how many of each phase's functions are shown. An int is a number of functions, and a
+            float is a fraction of the functions.
         dump_stats: whether to also write each phase's statistics, for `pstats.Stats` and viewers such as snakeviz.
     """
 
@@ -47,7 +47,7 @@ class AdvancedProfiler(Profiler):
         self.dump_stats = dump_stats
         self._run = ProfiledRun("fit")
         self._times: PhaseTimes | None = None
-        self._open: list[cProfile.Profile] = []
+        self._open: list[cProfile.Profile] = []  # the profiles of the open phases; only the last is enabled
         self._profiles: dict[str, cProfile.Profile] = {}
         self._stats: dict[str, pstats.Stats] = {}
 
@@ -111,7 +111,7 @@ class AdvancedProfiler(Profiler):
         ordered = sorted(self._stats.items(), key=lambda item: -_total_seconds(item[1]))
         parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:limit]]
         if limit is not None and len(ordered) > limit:
-            parts.append(f"{len(ordered) - limit} more phases are in the file.")
+            parts.append(f"The profile's file contains {len(ordered) - limit} more phases.")
         parts.append("\n".join(f"- {line}" for line in next_steps(self._times.root, self._run)))
         return "\n\n".join(part for part in parts if part)
 

@@ -25,7 +25,7 @@ class ProfiledRun:
         compiles: whether `Fit(compile=...)` is enabled.
         num_workers: the number of the loader's worker processes; None if unknown.
         pin_memory: whether the loader's batches are in pinned memory; None if unknown.
-        folder: the path or URL for files, which may not exist yet; None to write none, as with ``fast_dev_run``.
+        folder: the path or URL for files, which may not exist yet; None to write no files, as with ``fast_dev_run``.
         name: the prefix of file names, which differs between ranks, such as ``fit-simple-rank-0``.
     """
 
@@ -124,7 +124,7 @@ class Profiler(ABC):
         return None
 
     def take_ranks(self, measured: Sequence[Any]) -> None:
-        """Receive what `measured` returned on each rank. Called on every rank at the end of a run that did not fail."""
+        """Receive the results of all ranks' `measured`. Called on every rank at the end of a run that did not fail."""
 
     @property
     def kind(self) -> str:
@@ -136,7 +136,7 @@ _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class PassThroughProfiler(Profiler):
-    """Measures nothing. It is the ``trainer.profiler`` of a `Fit` without a profiler."""
+    """Measures nothing: the ``trainer.profiler`` of a `Fit` without a profiler."""
 
     def __init__(self) -> None:
         super().__init__()

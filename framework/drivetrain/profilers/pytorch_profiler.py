@@ -23,7 +23,7 @@ from drivetrain.profilers.profiler import ProfiledRun, Profiler
 logger = logging.getLogger("drivetrain")
 
 _RECORDING_ACTIONS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-_MAX_SNAPSHOT_ENTRIES = 100_000  # The newest allocations and frees are kept, which make a snapshot of about 100 MB.
+_MAX_SNAPSHOT_ENTRIES = 100_000  # the newest allocations and frees to keep, for a snapshot of about 100 MB
 
 _SORT_KEYS = (
     *("count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"),
@@ -40,14 +40,14 @@ class PyTorchProfiler(Profiler):
     """Traces operations and kernels of some micro-batches on every rank, into files for ui.perfetto.dev.
 
     Each phase of the engine and each micro-batch is a span in the trace. ``ProfilerStep#7`` is the eighth micro-batch
-    of the run's main loop, including those of a validation within `fit`. The sanity check is not traced.
+    of the run's main loop. Micro-batches of a validation within `fit` count too. The sanity check is not traced.
 
     Args:
         dirpath: a folder or fsspec URL for the profiler's files; None for ``profile/`` in the run's folder.
         filename: the prefix of the files' names; None for ``<stage>-pytorch``.
         schedule: a function from the number of a micro-batch to an action, as made by `torch.profiler.schedule`; None
             traces three micro-batches after the first two, so that the trace does not grow with the run.
-        activities: the activities to trace; None for the CPU, and CUDA if the run uses it.
+        activities: the activities to trace; None for the CPU and, if the run uses CUDA, also CUDA.
         record_shapes: whether to record the shapes of operations' inputs.
         profile_memory: whether to record each allocation.
         with_stack: whether to record the source location of each operation.
@@ -80,7 +80,7 @@ class PyTorchProfiler(Profiler):
         if schedule is not None and not callable(schedule):
             raise ConfigurationError(
                 f"PyTorchProfiler(schedule={schedule!r}).",
-                "it is called with the number of a micro-batch and returns an action.",
+                "schedule is a function that takes the number of a micro-batch and returns an action.",
                 "use torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1), or None.",
             )
         # torch also accepts names with the kind of device, such as cuda_time_total.
@@ -88,7 +88,7 @@ class PyTorchProfiler(Profiler):
         if column and column not in _SORT_KEYS:
             raise ConfigurationError(
                 f"PyTorchProfiler(sort_by_key={sort_by_key!r}).{nearest(column, _SORT_KEYS)}",
-                "it is the column by which the table of operations is sorted.",
+                "sort_by_key is the column by which the table of operations is sorted.",
                 f"use one of {', '.join(map(repr, _SORT_KEYS))}, or None.",
             )
         self.schedule = schedule
@@ -104,10 +104,10 @@ class PyTorchProfiler(Profiler):
         self._run = ProfiledRun("fit")
         self._times: PhaseTimes | None = None
         self._torch_profiler: Any = None
-        self._spans: list[tuple[str, Any]] = []
+        self._spans: list[tuple[str, Any]] = []  # the open phases, each with its span in the trace
         self._steps = 0
-        self._written: list[str] = []
-        self._tables: list[str] = []
+        self._written: list[str] = []  # the paths of written traces and snapshots
+        self._tables: list[str] = []  # the table of operations of each cycle of the schedule
         self._small_stats: SmallOperations | None = None
 
     def begin(self, run: ProfiledRun) -> None:
@@ -121,7 +121,7 @@ class PyTorchProfiler(Profiler):
                 raise ConfigurationError(
                     f"PyTorchProfiler(memory_snapshot=True) on {run.device}.",
                     "a snapshot shows the allocator of a CUDA device.",
-                    "remove it; profile_memory=True records allocations on every device.",
+                    "remove the argument; profile_memory=True records allocations on every device.",
                 )
             torch.cuda.memory._record_memory_history(max_entries=_MAX_SNAPSHOT_ENTRIES)
         self._run = run
@@ -184,9 +184,10 @@ class PyTorchProfiler(Profiler):
         lines = self._tables[-1:]
         if not self._tables:
             lines.append(
-                f"Nothing was traced: the loop ended after {self._steps} micro-batches, before the schedule records."
+                f"Nothing was traced: the loop ended after {self._steps} micro-batches, before the schedule starts to "
+                "record."
             )
-        lines += [f"Open it at https://ui.perfetto.dev: {path}" for path in self._written if path.endswith(".json")]
+        lines += [f"Trace for https://ui.perfetto.dev: {path}" for path in self._written if path.endswith(".json")]
         lines += [f"- {line}" for line in next_steps(self._times.root, self._run, self._small_stats)]
         return "\n".join(lines)
 
@@ -206,7 +207,7 @@ class PyTorchProfiler(Profiler):
             raise ConfigurationError(
                 "profiler='pytorch' while torch's profiler is already active.",
                 "torch supports one profiler at a time.",
-                "stop the other one, or use profiler='simple'.",
+                "stop the other profiler, or use profiler='simple'.",
             )
         started = profile(
             activities=activities,
@@ -236,7 +237,7 @@ class PyTorchProfiler(Profiler):
             span.__exit__(None, None, None)
 
     def _on_trace_ready(self, traced: profile) -> None:
-        """Process the trace of one cycle of the schedule."""
+        """Write the trace of one cycle of the schedule, and make the table of its operations."""
         events: Any = traced.events() or []  # type: ignore[no-untyped-call]
         self._small_stats = _find_small_operations(events)
         sort_by = self.sort_by_key or (
@@ -307,7 +308,7 @@ def _find_small_operations(events: Iterable[Any]) -> SmallOperations | None:
 def _small_kernels(kernels: list[Any], step_us: float, steps: int) -> SmallOperations | None:
     median_us = median(event.time_range.elapsed_us() for event in kernels)
     if median_us >= SHORT_US or not step_us:
-        return None  # A device that idles between long kernels waits for something else.
+        return None  # Between long kernels, a device does not wait for launches, so larger kernels would not help.
     busy, busy_until = 0.0, float("-inf")
     for event in sorted(kernels, key=lambda event: event.time_range.start):
         begin, end = max(event.time_range.start, busy_until), event.time_range.end

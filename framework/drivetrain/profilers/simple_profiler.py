@@ -1,4 +1,4 @@
-"""SimpleProfiler: a table of the time of each phase of a run, whose sum is the run's time."""
+"""SimpleProfiler: a table of the times of a run's phases, which add up to the run's time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PhaseRow(NamedTuple):
 class SimpleProfiler(Profiler):
     """Measures each phase and hook by the host's clock, and prints a table at the end of the run.
 
-    Each moment counts for the innermost open phase, so that the sum of the column "self" is the run's time. The row
+    Time counts for the innermost open phase only, so that the sum of the column "self" is the run's time. The row
     "other" is the time outside of phases, and the row "profiler" is the profiler's own time.
 
     Args:
@@ -47,7 +47,7 @@ class SimpleProfiler(Profiler):
         filename: the prefix of the file's name; None for ``<stage>-simple``.
         extended: whether to show the number of calls, their mean time and the longest call and, with several ranks, the
             times of the quickest and the slowest rank.
-        device_times: whether to also measure the device time of phases on CUDA. CUDA events measure it without
+        device_times: whether to also measure the device time of phases on CUDA, with CUDA events and without
             synchronisation.
     """
 
@@ -64,12 +64,12 @@ class SimpleProfiler(Profiler):
         self._run = ProfiledRun("fit")
         self._times: PhaseTimes | None = None
         self._device: DeviceTimes | None = None
-        self._uncounted_ns = 0.0
-        self._ranks: list[dict[str, int]] = []
+        self._uncounted_ns = 0.0  # nanoseconds per phase of the profiler's overhead that count for the phases
+        self._results_by_rank: list[dict[str, int]] = []  # the result of `measured` of each rank
 
     def begin(self, run: ProfiledRun) -> None:
         """Discard earlier measurements and start the clock."""
-        self._run, self._ranks = run, []
+        self._run, self._results_by_rank = run, []
         self._uncounted_ns = _uncounted_ns()
         self._device = DeviceTimes(run.device) if self.device_times and run.device.type == "cuda" else None
         self._times = PhaseTimes(run.stage, self._device)
@@ -128,10 +128,10 @@ class SimpleProfiler(Profiler):
 
     def take_ranks(self, measured: Sequence[Any]) -> None:
         """Receive the results of all ranks, for the columns of the quickest and the slowest rank."""
-        self._ranks = list(measured)
+        self._results_by_rank = list(measured)
 
     def next_steps(self) -> list[str]:
-        """Return at most three recommendations, each with the share of the time that it concerns."""
+        """Return at most three recommendations, each with the share of the time that the recommendation concerns."""
         return [] if self._times is None else next_steps(self._times.root, self._run)
 
     def summary(self) -> str:
@@ -148,7 +148,7 @@ class SimpleProfiler(Profiler):
         spans = rows[-1].calls
         lines.append(
             f"Measuring {spans} phases took the time in the row {PROFILER_ROW!r}, and about "
-            f"{self._uncounted_ns * spans / 1e9:.6f} s of calls, which are included in the other rows."
+            f"{self._uncounted_ns * spans / 1e9:.6f} s for calls of the profiler, which the other rows include."
         )
         lines += _device_notes(run, self._device_was_timed())
         for name, (calls, time) in times.overlapping.items():
@@ -164,38 +164,38 @@ class SimpleProfiler(Profiler):
 
 
 def _uncounted_ns(rounds: int = 300) -> float:
-    """Measure the part of a phase's overhead that is not counted as the profiler's own time; return nanoseconds."""
+    """Return the nanoseconds of overhead per phase that `PhaseTimes` cannot count as the profiler's own time."""
     profiler = SimpleProfiler()
     times = profiler._times = PhaseTimes("calibration")
     start, stop = profiler.start, profiler.stop
 
-    def nothing(*args: Any, **options: Any) -> None:
+    def do_nothing(*args: Any, **options: Any) -> None:
         return None
 
-    def profiled_nothing(*args: Any, **options: Any) -> None:
+    def do_nothing_profiled(*args: Any, **options: Any) -> None:
         start("nothing")
         try:
-            return nothing(*args, **options)
+            return do_nothing(*args, **options)
         finally:
             stop("nothing")
 
     began = perf_counter_ns()
     for _ in range(rounds):
-        nothing(None)
+        do_nothing(None)
     between = perf_counter_ns()
     for _ in range(rounds):
-        profiled_nothing(None)
+        do_nothing_profiled(None)
     return max(0.0, (perf_counter_ns() - between - times.overhead_ns - (between - began)) / rounds)
 
 
 def _device_notes(run: ProfiledRun, timed: bool) -> list[str]:
     if run.device.type == "cpu":
         return []
-    device_column = ' The column "device" is the device\'s time, by events.' if timed else ""
+    device_column = ' The column "device" is the time on the device, measured by events.' if timed else ""
     return [
-        f"The host does not wait for {run.device}: a phase's time is the host's time to launch its work."
-        f"{device_column} The host waits for the device in: logging, checkpoint, the end of a validation, an "
-        "optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
+        f"The host does not wait for {run.device}: a phase's time is the time in which the host launches the work."
+        f"{device_column} The host waits for the device in logging, in checkpoints, at the end of a validation, "
+        "in the optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
     ]
 
 
@@ -206,7 +206,7 @@ def _seconds(nanoseconds: float) -> str:
 def _format_table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[str]:
     """Return the lines of the table; the last row is the total."""
     total_ns = rows[-1].self_ns
-    ranks = profiler._ranks if len(profiler._ranks) > 1 else []
+    ranks = profiler._results_by_rank if len(profiler._results_by_rank) > 1 else []
     timed = profiler._device_was_timed()
     header = ["phase", "self s", "share", "total s"]
     header += ["calls", "mean s", "longest s"] if profiler.extended else []
@@ -243,10 +243,7 @@ def _format_table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[st
 
 
 def _rank_extremes(row: PhaseRow, ranks: Sequence[Mapping[str, int]], rank: int) -> list[str]:
-    """Return the cells with the times of the quickest and the slowest rank.
-
-    The times of other ranks are those that the ranks reported.
-    """
+    """Return the cells with the times of the quickest and the slowest rank, from the results of all ranks."""
     if row.path == ("total",):
         times = [sum(times_of_rank.values()) for times_of_rank in ranks]
     else:

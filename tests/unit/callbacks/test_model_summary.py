@@ -208,7 +208,7 @@ def test_what_cannot_run_on_shapes_alone_is_named_with_the_reason() -> None:
     said = {
         "DataDependentOutputException": _Vision({"x": torch.zeros(4, 3, 32, 32), "flip": True}),
         "got [4, 288] X [7200, 10]": _Vision(torch.zeros(4, 3, 8, 8)),
-        "it uses a tensor that is not an attribute of a module": _Global(),
+        "forward uses a tensor that is not an attribute of a module": _Global(),
         "lazy layers have no shape": nn.Sequential(nn.LazyLinear(3)),
         "the module has no forward": nn.ModuleList([nn.Linear(2, 2)]),
     }
@@ -238,7 +238,7 @@ def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:
     module = _Logging()
     before = dict(vars(module))
     summary = summarize(module)
-    assert (summary.missing, summary.flops) == ("", 2 * 3 * 4 * 2)
+    assert (summary.missing_reason, summary.flops) == ("", 2 * 3 * 4 * 2)
     assert vars(module) == before
 
 
@@ -248,7 +248,7 @@ def _talks() -> str:
 
 def test_no_rank_waits_for_others_that_summarize_nothing() -> None:
     # L-08
-    assert all("it communicates with other ranks" in text for text in on_ranks(_talks, 2))
+    assert all("forward communicates with other ranks" in text for text in on_ranks(_talks, 2))
 
 
 def test_recurrent_layers_and_attention_are_counted() -> None:

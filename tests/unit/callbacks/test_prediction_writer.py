@@ -566,7 +566,7 @@ def test_a_torn_beginning_is_said(tmp_path: Path) -> None:  # L-03
     with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of beginning\.json"):
         predict(tmp_path / "out")
     beginning.unlink()
-    with pytest.raises(CheckpointError, match=r"but not beginning\.json, which identifies their weights and data"):
+    with pytest.raises(CheckpointError, match=r"but not beginning\.json, which identifies the weights and data"):
         predict(tmp_path / "out")
 
 

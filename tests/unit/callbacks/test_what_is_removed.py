@@ -208,7 +208,7 @@ def test_what_cannot_be_removed_is_tried_again_and_ends_no_run(
     with caplog.at_level(logging.WARNING, logger="drivetrain"):
         fit(tmp_path, Checkpoint(folder), max_epochs=4).fit(Scored([0.0] * 4), loader())
     assert len(refusals) == 2
-    assert len(re.findall("Cannot remove .*, will try again: AccessDenied", caplog.text)) == 2
+    assert len(re.findall("Cannot remove .*; the run will try again: AccessDenied", caplog.text)) == 2
     kept = {path.split("/")[3] for path in bucket.find("/third/run") if path.endswith("manifest.json")}
     assert kept == {"epoch=3-step=24"}
 

@@ -268,8 +268,8 @@ MISTAKES = [
         "folder in a name",
         BUILT,
         "'a/b'",
-        "within dirpath",
-        "into dirpath",
+        "in dirpath",
+        "as dirpath",
         calls(lambda path: Checkpoint(filename="a/b")),
     ),
     Mistake(

@@ -56,10 +56,10 @@ class Saver(Callback):
     def saves_whole(self) -> bool:
         return True
 
-    def before_going_back(self, trainer: Any, module: Any) -> None:
+    def before_rollback(self, trainer: Any, module: Any) -> None:
         self.told.append(f"before at {trainer.global_step}")
 
-    def after_going_back(self, trainer: Any, module: Any, path: str) -> None:
+    def after_rollback(self, trainer: Any, module: Any, path: str) -> None:
         self.told.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
 
 

@@ -115,7 +115,7 @@ def test_who_cannot_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         log_all(Numbers())
     told = [record.getMessage() for record in caplog.records]
     kinds = ("images", "figures", "histograms", "texts", "tables")
-    assert told == [f"Numbers cannot log {kind}: they are ignored." for kind in kinds] * 2
+    assert told == [f"Numbers cannot log {kind}, so they are ignored." for kind in kinds] * 2
     assert logger.experiment is None
 
 

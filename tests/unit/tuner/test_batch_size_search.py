@@ -92,7 +92,7 @@ def test_evaluation_has_a_size_of_its_own() -> None:  # L-06
 def test_the_data_set_is_the_limit(caplog: pytest.LogCaptureFixture) -> None:  # L-06
     caplog.set_level("INFO", "drivetrain")
     assert Tuner(quiet()).scale_batch_size(Net(), loader(11)) == 11
-    assert "a rank has no more samples than that" in caplog.text
+    assert "which is the number of samples that a rank has" in caplog.text
     assert Tuner(quiet()).scale_batch_size(Net(), loader(11, drop_last=True), mode="binsearch") == 11
 
 

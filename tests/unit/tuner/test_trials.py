@@ -225,7 +225,7 @@ def test_nothing_is_said_but_the_finding(
     fit = quiet(enable_progress_bar=True, enable_model_summary=True, logger=True, default_root_dir=tmp_path)
     module = Net()
     Tuner(fit).lr_find(module, loader(), num_training=15)
-    assert capfd.readouterr() == ("", f"Learning rate set to {module.lr:.4g}: Net.lr.\n")
+    assert capfd.readouterr() == ("", f"Net.lr is set to the learning rate {module.lr:.4g}.\n")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,22 +9,24 @@ from drivetrain.data._prediction_files import Entry
 
 
 class CompletedPredictions:
-    """Index of the samples whose predictions an earlier run has written.
+    """Answers which samples of a batch an earlier run has predicted and written.
 
     Args:
         entries: the outputs that the earlier run has written.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._runs: dict[int, list[tuple[int, int]]] = {}
+        # For each loader, the ranges (first, end) of consecutive sample indices that were written.
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+        # The number of samples of each written batch without indices, by loader, batch and rank.
         self._batches: dict[tuple[int, int, int], int] = {}
         for entry in entries:
             if entry.runs is None:
                 self._batches[entry.loader, entry.batch, entry.rank] = entry.samples
             else:
                 ends = ((first, first + count) for first, count in entry.runs)
-                self._runs.setdefault(entry.loader, []).extend(ends)
-        self._runs = {loader: _merged(runs) for loader, runs in self._runs.items()}
+                self._ranges.setdefault(entry.loader, []).extend(ends)
+        self._ranges = {loader: _merged(ranges) for loader, ranges in self._ranges.items()}
 
     def has(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> bool:
         """Return whether all samples of a batch were written."""
@@ -40,19 +42,20 @@ class CompletedPredictions:
         """Return the positions in the batch of the samples that were not written."""
         if indices is None:
             return () if (loader, batch, rank) in self._batches else range(samples)
-        if loader not in self._runs:
+        if loader not in self._ranges:
             return range(samples)
         return [row for row, index in enumerate(indices) if not self._has(loader, index)]
 
     def _has(self, loader: int, index: int) -> bool:
-        runs = self._runs.get(loader, [])
-        number = bisect_right(runs, index, key=lambda run: run[0]) - 1
-        return number >= 0 and index < runs[number][1]
+        ranges = self._ranges.get(loader, [])
+        number = bisect_right(ranges, index, key=lambda index_range: index_range[0]) - 1
+        return number >= 0 and index < ranges[number][1]
 
 
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge ranges that overlap or follow each other."""
     merged: list[tuple[int, int]] = []
-    for first, end in sorted(runs):
+    for first, end in sorted(ranges):
         if merged and first <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:

@@ -12,7 +12,7 @@ from drivetrain.data._samplers import len_or_none
 
 
 def data_identity(loader: Any) -> dict[str, Any]:
-    """Return what identifies a loader's data and its order, as JSON-serializable values."""
+    """Return JSON-serializable values that identify a loader's data and the order of the data."""
     data = getattr(loader, "dataset", loader)
     identity: dict[str, Any] = {
         "class": class_name(data),
@@ -23,8 +23,9 @@ def data_identity(loader: Any) -> dict[str, Any]:
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         inner = sampler.sampler if type(sampler) is BatchSampler else sampler
         # With either of these samplers, predict uses the order of the dataset.
-        plain = type(inner) in (SequentialSampler, RandomSampler) and not getattr(inner, "replacement", False)
-        identity["order"] = "of the data set" if plain else class_name(inner)
+        draws_once = not getattr(inner, "replacement", False)
+        uses_dataset_order = type(inner) in (SequentialSampler, RandomSampler) and draws_once
+        identity["order"] = "of the data set" if uses_dataset_order else class_name(inner)
     if isinstance(data, TensorDataset) and len(data):
         identity["digest of some samples"] = digest_of_batch(
             [data[index] for index in sorted({0, len(data) // 2, len(data) - 1})]
@@ -34,6 +35,6 @@ def data_identity(loader: Any) -> dict[str, Any]:
 
 def class_name(instance: object) -> str:
     """Return the name of an object's class, by which a later run recognizes it."""
-    # A class of the script has no module name, because the next run may import the script.
+    # The module name of a class in the script is omitted, because it differs if the next run imports the script.
     cls = type(instance)
     return cls.__qualname__ if cls.__module__ == "__main__" else f"{cls.__module__}.{cls.__qualname__}"

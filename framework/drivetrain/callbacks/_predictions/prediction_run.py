@@ -81,14 +81,14 @@ class PredictionRun:
         entries = [entry for part, _ in self.store.earlier_parts.values() for entry in part.entries]
         self._failure_message = failure_message
         self._completed, self._token, self.resumes = _broadcast(self._control, entries, resumes)
-        self._number = 0
+        self._part_number = 0  # the number of the next part
         self._entries: list[Entry] = []
         self._values: list[bytes] = []
         self._tensors: dict[str, Tensor] = {}
         self._buffered_bytes = 0
         self._buffered_since = 0.0
         self._parts: list[Part] = []
-        self._last_batch: dict[int, int] = {}
+        self._last_batch: dict[int, int] = {}  # the last batch of each loader whose samples are counted
         self._sample_count = 0
         self._write_failed = False
 
@@ -121,8 +121,8 @@ class PredictionRun:
                 raise CheckpointError(
                     f"The predictions {self.store.path!r} cannot be resumed: some of the {count} samples of batch "
                     f"{batch_idx} were written before, and the output of predict_step cannot be split by samples.",
-                    "they were started with other batches; tensors are split along their first dimension, lists by "
-                    "entries.",
+                    "the killed run used other batches, and only tensors with the batch size as first dimension and "
+                    "lists with one entry for each sample can be split.",
                     "resume with the same number of ranks and batch size, or delete the folder to start again.",
                 )
             assert integer_indices is not None
@@ -160,7 +160,7 @@ class PredictionRun:
             seen = sum(count for _, count in written_by_rank)
             if written != seen:
                 raise CheckpointError(
-                    f"The predictions {self.store.path!r} are not complete: {written} of {seen} were written.",
+                    f"The predictions {self.store.path!r} are not complete: {written} of {seen} samples were written.",
                     "the killed run used other data, or its sampler draws samples more than once.",
                     "delete the folder and predict again.",
                 )
@@ -177,8 +177,7 @@ class PredictionRun:
                 return  # Only the original failure is reported.
 
     def _count_samples(self, loader: int, batch_idx: int, samples: int) -> None:
-        # A batch must not be counted twice, although the loop calls `check_written` before and after it reads the
-        # batch.
+        # The loop calls `check_written` before and after it reads a batch, but must count the batch only once.
         if batch_idx > self._last_batch.get(loader, -1):
             self._last_batch[loader] = batch_idx
             self._sample_count += samples
@@ -207,8 +206,8 @@ class PredictionRun:
         """Write the buffer as a part."""
         if not self._entries:
             return
-        stem = f"part-{self._rank:05d}-{self._number:06d}-{self._token}"
-        self._number += 1
+        stem = f"part-{self._rank:05d}-{self._part_number:06d}-{self._token}"
+        self._part_number += 1
         specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items())
         tensors: list[bytes | memoryview] = []
         if specs:
@@ -223,27 +222,27 @@ class PredictionRun:
 def _broadcast(
     control: ControlPlane, entries: Sequence[Entry], resumes: bool
 ) -> tuple[CompletedPredictions, str, bool]:
-    """Broadcast rank 0's entries, whether it resumes, and the token of this run's file names; collective."""
+    """Broadcast from rank 0 the entries, the token of this run's file names, and ``resumes``. Collective."""
     message = json.dumps([entries_to_json(entries), secrets.token_hex(8), resumes]).encode()
     written, token, resumes = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
     return CompletedPredictions(list(entries_from_json(written))), token, resumes
 
 
-def _unstorable(value: Any, where: str) -> str | None:
+def _unstorable(value: Any, name: str) -> str | None:
     """Return which part of a value cannot be stored, and why; None if the whole value can be stored."""
     if isinstance(value, Tensor):
         try:
-            check_storable(where, value)
+            check_storable(name, value)
         except CheckpointError as error:
-            return f"{where} is {error.what.partition(', ')[2].removesuffix('.')}"
-        return f"{where} is a tensor sharded across ranks" if hasattr(value, "device_mesh") else None
+            return f"{name} is {error.what.partition(', ')[2].removesuffix('.')}"
+        return f"{name} is a tensor sharded across ranks" if hasattr(value, "device_mesh") else None
     if value is None or isinstance(value, bool | int | float | str):
         return None
     if isinstance(value, Mapping):
-        parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
-        keys = [_unstorable(key, f"a key of {where}") for key in value]
-        return next(filter(None, (*keys, *(_unstorable(part, name) for name, part in parts))), None)
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+        keys = [_unstorable(key, f"a key of {name}") for key in value]
+        return next(filter(None, (*keys, *(_unstorable(part, part_name) for part_name, part in parts))), None)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        problems = (_unstorable(part, f"{where}[{number}]") for number, part in enumerate(value))
+        problems = (_unstorable(part, f"{name}[{number}]") for number, part in enumerate(value))
         return next(filter(None, problems), None)
-    return f"{where} is a {type(value).__name__}"
+    return f"{name} is a {type(value).__name__}"

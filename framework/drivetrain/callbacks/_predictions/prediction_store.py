@@ -41,9 +41,9 @@ from drivetrain.errors import CheckpointError, listed
 Content = bytes | memoryview
 
 _LABELS = {"dealing": "ranks or batch sizes"}
-"""How errors describe keys of the identity, where the key itself is not clear."""
+"""Descriptions, for error messages, of keys of the identity that are not clear by themselves."""
 
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to upload a file
+_RETRY_DELAYS = (0.5, 1.0, 2.0)  # seconds between attempts to upload a file
 
 
 class PredictionStore:
@@ -60,7 +60,7 @@ class PredictionStore:
         self._lock: int | None = None
         self._existing_names: list[str] = []
         self.earlier_parts: dict[str, tuple[Part, FileRecord]] = {}
-        """The parts of an earlier run and the records of their index files, by the names of these files. On rank 0."""
+        """On rank 0, the parts of an earlier run and the records of their index files, by the index files' names."""
 
     # Start a run, on rank 0 only
 
@@ -89,15 +89,15 @@ class PredictionStore:
         if MANIFEST in names:
             raise CheckpointError(
                 f"{self.path!r} contains complete predictions.",
-                "they would be overwritten.",
+                "a new prediction would overwrite them.",
                 "read them with drivetrain.data.read_predictions; to predict again, write to another path or delete "
                 "the folder.",
             )
         if START_DOCUMENT not in names:
             if part_stems(names):
                 raise CheckpointError(
-                    f"{self.path!r} contains parts of predictions but not {START_DOCUMENT}, which identifies their "
-                    "weights and data.",
+                    f"{self.path!r} contains parts of predictions but not {START_DOCUMENT}, which identifies the "
+                    "weights and data of the predictions.",
                     "predictions of different weights or data could be mixed up.",
                     "delete the folder, or write to another path.",
                 )
@@ -117,7 +117,7 @@ class PredictionStore:
             with suppress(CheckpointError):  # An incomplete index means that the part was not committed.
                 part = decode_part_index(stem, content, self.path)
                 if all(self._size(name) == record.size for name, record in part.files.items()):
-                    self.earlier_parts[part.index] = part, _record([content])
+                    self.earlier_parts[part.index] = part, _file_record([content])
         entries = [entry for part, _ in self.earlier_parts.values() for entry in part.entries]
         self._check_identity(identity, before, entries)
 
@@ -129,17 +129,18 @@ class PredictionStore:
                 continue
             difference = "" if key == "weights" else f": {_difference(before.get(key), identity.get(key))}"
             raise CheckpointError(
-                f"{self.path!r} contains predictions that were started with other {_LABELS.get(key, key)}{difference}.",
-                "the missing predictions would not match those that were written."
+                f"The unfinished predictions {self.path!r} have other {_LABELS.get(key, key)}{difference}.",
+                "the remaining predictions would not match those that were written."
                 if key != "dealing"
-                else "without sample indices, or with limit_predict_batches, they determine which samples are missing.",
+                else "without sample indices, or with limit_predict_batches, these settings determine which samples "
+                "remain.",
                 "resume with the same settings, write to another path, or delete the folder to start again.",
             )
         repeated = _first_repeated(entries)
         if repeated is not None:
             raise CheckpointError(
                 f"{self.path!r} contains several predictions for sample {repeated}.",
-                "the sampler draws samples more than once, so the missing ones cannot be determined.",
+                "the sampler draws samples more than once, so the samples that remain cannot be determined.",
                 "delete the folder to start again, or write to another path.",
             )
 
@@ -155,9 +156,9 @@ class PredictionStore:
             values: all other values, as JSON.
         """
         part = Part(stem, entries=tuple(entries), files={})
-        files = {part.values: _record([values])}
+        files = {part.values: _file_record([values])}
         if tensors:
-            files[part.tensors] = _record(tensors)
+            files[part.tensors] = _file_record(tensors)
             self._write_file(part.tensors, tensors)
         self._write_file(part.values, [values])
         part = Part(stem, tuple(entries), files)
@@ -178,12 +179,13 @@ class PredictionStore:
         """
         records = {name: record for name, (_, record) in self.earlier_parts.items()}
         for part in parts:
-            index = _record([encode_part_index(part)])
+            index = _file_record([encode_part_index(part)])
             for name, record in {**part.files, part.index: index}.items():
                 if self._size(name) != record.size:
                     raise CheckpointError(
-                        f"{name} of the predictions {self.path!r} was written, but is not complete on rank 0.",
-                        "all ranks must write to the same place.",
+                        f"Rank 0 does not see the whole file {name} of the predictions {self.path!r}, which another "
+                        "rank has written.",
+                        "all ranks must write to the same folder.",
                         "write to a disk that all nodes share, or to an object store; rank 0 is on "
                         f"{os.uname().nodename}.",
                     )
@@ -230,7 +232,7 @@ class PredictionStore:
             raise CheckpointError(
                 f"Another run is writing predictions to {self.path!r}.",
                 "two runs would do the same work twice.",
-                "wait for it, or write to another path.",
+                "wait for the other run, or write to another path.",
             ) from None
         except OSError:  # the file system does not support locks
             os.close(lock)
@@ -264,15 +266,15 @@ class PredictionStore:
             with EagerFile(Path(self._root, name)) as file:
                 file.writelines(contents)
             return
-        for pause in (*_PAUSES, None):
+        for delay in (*_RETRY_DELAYS, None):
             try:
                 with open_object(self._filesystem, f"{self._root}/{name}") as stream:
                     stream.write(b"".join(contents))
                 return
-            except Exception as error:  # each store's library has its own exceptions
-                if pause is None or isinstance(error, PermissionError):
+            except Exception as error:  # each storage library has its own exceptions
+                if delay is None or isinstance(error, PermissionError):
                     raise
-            time.sleep(pause)
+            time.sleep(delay)
 
     def _write_atomically(self, name: str, content: bytes) -> None:
         """Write a document so that other processes see either all of it or nothing."""
@@ -317,7 +319,7 @@ def _first_repeated(entries: Iterable[Entry]) -> int | None:
     return None
 
 
-def _record(contents: Sequence[Content]) -> FileRecord:
+def _file_record(contents: Sequence[Content]) -> FileRecord:
     sums = BlockChecksums()
     for content in contents:
         sums.update(content)
