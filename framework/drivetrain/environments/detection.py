@@ -26,13 +26,13 @@ _ENVIRONMENTS: tuple[type[Environment], ...] = (
     PlainEnvironment,
 )
 
-_NAMES = EntryPointRegistry[Environment](
+_REGISTRY = EntryPointRegistry[Environment](
     "environment",
     "drivetrain.environments",
     Environment,  # type: ignore[type-abstract]
     {kind.name: kind for kind in _ENVIRONMENTS},
-    why="it names what started the processes",
-    instead="an Environment object",
+    meaning="it names what started the processes",
+    alternatives="an Environment object",
 )
 
 
@@ -58,7 +58,7 @@ def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -
     """
     if name == "auto":
         return detect_environment(variables)
-    return _NAMES.make(name) if variables is None else _NAMES.make(name, variables)
+    return _REGISTRY.make(name) if variables is None else _REGISTRY.make(name, variables)
 
 
 def check_environment_name(name: object) -> None:
@@ -67,4 +67,4 @@ def check_environment_name(name: object) -> None:
     Raises:
         ConfigurationError: no environment has this name. The message suggests the closest known name.
     """
-    _NAMES.check(name)
+    _REGISTRY.check(name)

@@ -66,7 +66,7 @@ class FunctionLauncher(Launcher):
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, address=address, port=port, pass_on=work.signals)
 
-        return work.elsewhere(call)
+        return work.run_in_other_processes(call)
 
     def launch(  # type: ignore[override]  # the caller gets no World
         self,

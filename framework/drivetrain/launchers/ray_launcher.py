@@ -80,7 +80,7 @@ class RayLauncher(Launcher):
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, device=work.device)
 
-        return work.elsewhere(call)
+        return work.run_in_other_processes(call)
 
     def launch(  # type: ignore[override]  # the caller gets no World
         self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"

@@ -28,19 +28,19 @@ StrategyName = Literal[
 """The names that come with drivetrain, for completion in editors; names from other packages are valid too."""
 
 
-_NAMES = EntryPointRegistry[Strategy](
+_REGISTRY = EntryPointRegistry[Strategy](
     "strategy",
     "drivetrain.strategies",
     Strategy,  # type: ignore[type-abstract]
     {},  # our own strategies are registered as entry points too
-    why="it names where a run computes",
-    instead="a Strategy object, such as DDPStrategy(...)",
+    meaning="it names where a run computes",
+    alternatives="a Strategy object, such as DDPStrategy(...)",
 )
 
 
 def known_strategies() -> dict[str, Any]:
     """Return every registered name with its entry point, including those of other packages."""
-    return dict(_NAMES.registered())
+    return dict(_REGISTRY.registered())
 
 
 def strategy_by_name(name: str) -> Strategy:
@@ -49,4 +49,4 @@ def strategy_by_name(name: str) -> Strategy:
     Raises:
         ConfigurationError: the name is not registered. The error lists the known names and the nearest spelling.
     """
-    return _NAMES.make(name)
+    return _REGISTRY.make(name)
