@@ -1,4 +1,4 @@
-"""The environment variables of started processes. torchrun sets the same variables, so most libraries read them."""
+"""The environment variables of ranks. torchrun sets the same variables, and most libraries read them."""
 
 from __future__ import annotations
 

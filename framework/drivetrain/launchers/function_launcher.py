@@ -51,13 +51,13 @@ class FunctionLauncher(Launcher):
         self._grace = grace
 
     def check(self, num_local: int) -> None:
-        """Raise an error if ``fork`` is not safe in this process."""
+        """Raise an error if the start method is "fork" and this process cannot be forked safely."""
         reason = why_not_fork() if self.start_method == "fork" else None
         if reason is not None:
             raise ConfigurationError(
                 f'launcher="fork" cannot start {num_local} processes here',
                 reason,
-                'use launcher="forkserver", with your definitions in a module, or start the run before that happens',
+                'use launcher="forkserver" with your definitions in a module, or start the run earlier in the program',
             )
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
@@ -108,16 +108,16 @@ class FunctionLauncher(Launcher):
         """Call ``fn(*args)`` as `launch` does and return the values of all ranks of this node, by rank."""
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
-        hosts, forks = placement.rank == 0, self.start_method == "fork"
+        hosts_store, forks = placement.rank == 0, self.start_method == "fork"
         job, nodes = identify_new_job(placement), placement.num_nodes
-        listener = listen(address, port, nodes) if hosts and forks else None
-        store = host(address, port, num_nodes=nodes, job=job) if hosts and not forks else None
+        listener = listen(address, port, nodes) if hosts_store and forks else None
+        store = host(address, port, num_nodes=nodes, job=job) if hosts_store and not forks else None
         if listener is not None:
             port = listener.getsockname()[1]
         elif store is not None:
             port = store.port
-        jobs = [
-            _RankJob(
+        setups = [
+            _RankSetup(
                 self.start_method,
                 replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
                 address,
@@ -132,7 +132,7 @@ class FunctionLauncher(Launcher):
         ]
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
-        processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
+        processes = Processes.of_function(placement.rank, _run, [(setup, work) for setup in setups], self.start_method)
         forwarding = SignalForwarding(processes, pass_on)
         try:
             if listener is not None:
@@ -207,7 +207,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankJob:
+class _RankSetup:
     start_method: StartMethod
     placement: Placement
     address: str
@@ -215,20 +215,20 @@ class _RankJob:
     job: Job
     variables: dict[str, str]
     folder: str
-    workers_method: str | None
+    child_start_method: str | None
     listener: socket.socket | None
     """The listening socket of the caller's store, if the caller forks."""
 
 
-def _run(job: _RankJob, work: _Call | bytes) -> bytes:
+def _run(setup: _RankSetup, work: _Call | bytes) -> bytes:
     die_with_parent()
     # OpenMP's threads do not survive a fork. A forked process that waited for these threads would block forever.
-    forked = job.start_method == "fork"
-    torch.set_num_threads(1 if forked else suggested_threads(job.placement.local_world_size))
-    _restore_process_settings(job)
-    if job.listener is not None:
-        job.listener.close()
-    world = World("function", job.placement, job.address, job.port, job=job.job)
+    forked = setup.start_method == "fork"
+    torch.set_num_threads(1 if forked else suggested_threads(setup.placement.local_world_size))
+    _restore_process_settings(setup)
+    if setup.listener is not None:
+        setup.listener.close()
+    world = World("function", setup.placement, setup.address, setup.port, job=setup.job)
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work
@@ -240,7 +240,7 @@ def _run(job: _RankJob, work: _Call | bytes) -> bytes:
         raise
 
 
-def _restore_process_settings(job: _RankJob) -> None:
+def _restore_process_settings(setup: _RankSetup) -> None:
     """Restore the caller's environment variables, working directory and multiprocessing start method.
 
     The fork server has the variables and the directory of the moment when the server was started. If the process kept
@@ -248,11 +248,11 @@ def _restore_process_settings(job: _RankJob) -> None:
     """
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
-    os.environ.update(job.variables)
-    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or DEFAULT_RUN_ID))
+    os.environ.update(setup.variables)
+    os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job.name or DEFAULT_RUN_ID))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
-    os.chdir(job.folder)
-    multiprocessing.set_start_method(job.workers_method, force=True)
+    os.chdir(setup.folder)
+    multiprocessing.set_start_method(setup.child_start_method, force=True)
     # After a fork, torch creates its thread pool at first use. Autograd's device threads would all do so at the same
     # time, and one of them would abort with "Invalid thread pool!".
     torch.set_num_threads(torch.get_num_threads())
@@ -281,7 +281,7 @@ def _check_nesting() -> None:
         raise ConfigurationError(
             f"rank {world.placement.rank} of {world.placement.world_size} cannot start processes for further ranks",
             "a launcher started this process for one rank",
-            "use the same number of processes, or 1 (every rank then runs on its own)",
+            f"use {world.placement.world_size} processes, or 1 process (every rank then runs separately)",
         )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -300,7 +300,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
         fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
         if runner() is not None:
             fix += (
-                ". Or create them in a function at the top level of the test's module, and call that on the ranks: "
+                ". Or create them in a function at the top level of the test module, and call it in each rank: "
                 "drivetrain.testing.run_distributed(function, 2)"
             )
         raise ConfigurationError(

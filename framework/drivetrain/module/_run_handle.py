@@ -33,7 +33,7 @@ class RunHandle:
             raise ConfigurationError(
                 f"{type(self).__name__} is not in a run, so it has no trainer.",
                 "fit, validate, test and predict set trainer.",
-                "read trainer in a step or a hook, or after the run. To read it before the run, set module.trainer first.",
+                "read trainer in a step or a hook, or after the run. To use it earlier, set module.trainer.",
             )
         return trainer
 

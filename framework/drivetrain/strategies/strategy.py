@@ -353,7 +353,7 @@ class StrategyState:
         return value
 
     def model_regions(self) -> dict[str, Region]:
-        """Return by name which region of a tensor this rank loads. Tensors that are not in the dict are loaded whole."""
+        """Return the regions of the tensors that this rank loads in part, by name. It loads all other tensors whole."""
         return {}
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
@@ -361,7 +361,7 @@ class StrategyState:
         return self.model_regions()
 
     def save_beside(self, path: str) -> None:
-        """Write files for the tools of the strategy's library next to the checkpoint at ``path``. Collective."""
+        """Write files for tools of the strategy's library next to the checkpoint at ``path``. Collective."""
 
 
 class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, StrategyState, StrategyPlacement, ABC):

@@ -17,8 +17,8 @@ _IGNORED_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"
 class ProcessSnapshot:
     """A snapshot of the process state, for comparison with a later state.
 
-    The snapshot covers what `Fit` promises not to change: the default process group, environment variables, the default dtype,
-    grad mode, the working directory, non-daemon threads and child processes.
+    The snapshot covers what `Fit` promises not to change: the default process group, environment variables, the default
+    dtype, grad mode, the working directory, non-daemon threads and child processes.
     """
 
     def __init__(self) -> None:
