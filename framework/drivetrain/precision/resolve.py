@@ -34,7 +34,7 @@ _REGISTRY = EntryPointRegistry[Precision](
     "precision",
     "drivetrain.precision",
     Precision,
-    {},  # precisions of other packages are created without the device
+    {},  # `_BUILDERS` has the built-in precisions, which are created with the device as an argument
     other_values=(*_BUILDERS, *_SHORTHANDS),
     meaning="it names the dtypes of parameters and arithmetic",
     alternatives="a drivetrain.Precision",
@@ -49,8 +49,8 @@ def canonical_name(setting: str | int) -> str:
     """
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
-        # Spellings such as fp16, float32 and bfloat16 are reduced first. Otherwise the known name closest to "fp16"
-        # would be "bf16".
+        # In fp16, float32 and bfloat16, the prefixes are shortened before the comparison. Otherwise the known name
+        # closest to "fp16" would be "bf16".
         spelling = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
         _REGISTRY.check(setting, spelling)
     return name

@@ -35,7 +35,7 @@ class DistributedStrategy(Strategy):
     Args:
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the timeout after the first step; None keeps ``timeout``.
+        step_timeout: the timeout of collectives after the first step; None keeps ``timeout``.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class DistributedStrategy(Strategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
-            super().trainable_changed(module)  # this class does not know whether the override adapts
+            super().trainable_changed(
+                module
+            )  # this class does not know whether the overriding method supports the change
         elif self.world_size > 1:
             known_ids = {id(parameter) for parameter in self._broadcast_parameters}
             new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known_ids]

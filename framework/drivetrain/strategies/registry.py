@@ -25,21 +25,21 @@ StrategyName = Literal[
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
 ]
-"""The names that come with drivetrain, for completion in editors; names from other packages are valid too."""
+"""The names of drivetrain's strategies, for completion in editors. Names from other packages are also valid."""
 
 
 _REGISTRY = EntryPointRegistry[Strategy](
     "strategy",
     "drivetrain.strategies",
     Strategy,  # type: ignore[type-abstract]
-    {},  # our own strategies are registered as entry points too
+    {},  # drivetrain's strategies are registered as entry points too
     meaning="it names where a run computes",
     alternatives="a Strategy object, such as DDPStrategy(...)",
 )
 
 
 def known_strategies() -> dict[str, Any]:
-    """Return every registered name with its entry point, including those of other packages."""
+    """Return the entry points of all strategies by name, including the strategies of other packages."""
     return dict(_REGISTRY.registered())
 
 
