@@ -31,7 +31,7 @@ _REGISTRY = EntryPointRegistry[Environment](
     "drivetrain.environments",
     Environment,  # type: ignore[type-abstract]
     {kind.name: kind for kind in _ENVIRONMENTS},
-    meaning="it names what started the processes",
+    meaning="it names the launcher or cluster that started the processes",
     alternatives="an Environment object",
 )
 
@@ -47,7 +47,7 @@ def detect_environment(variables: Mapping[str, str] | None = None) -> Environmen
 
 
 def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment called ``name``, or the detected one for ``"auto"``.
+    """Return the environment called ``name``, or the detected environment for ``"auto"``.
 
     Args:
         name: "auto", a built-in name, or a name that a package has registered.

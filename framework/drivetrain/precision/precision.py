@@ -89,8 +89,8 @@ class Precision:
 
     found_inf_reducer: Callable[[Tensor], None] | None = None
     """A function that reduces the overflow flag over ranks in place. The flag is a float tensor of shape () that is
-    above zero after an overflow. The function is None if the reduction of gradients already spreads infinities to all ranks,
-    which is the case for replicated gradients and for gradients on one device mesh."""
+    above zero after an overflow. The function is None if the reduction of gradients already spreads infinities to all
+    ranks, which is the case for replicated gradients and for gradients on one device mesh."""
 
     at_floor: Callable[[float], None] | None = None
     """A function that is called with the loss scale after an overflow has reduced it to the minimum."""

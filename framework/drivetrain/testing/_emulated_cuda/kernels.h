@@ -430,8 +430,8 @@ class HostCall {
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { HostCall(op, stack).run(); }
 
-// Returns operators that have both a CPU kernel and a composite implementation. Real devices do not use the latter
-// either.
+// Returns operators that have both a CPU kernel and a composite implementation. Real devices do not use the composite
+// implementation either.
 inline std::vector<std::string> operators_with_cpu_kernels() {
   auto& dispatcher = c10::Dispatcher::singleton();
   // Convolutions are redispatched as a whole, since the CPU chooses other internal kernels than a device would.

@@ -46,7 +46,7 @@ class Collective final : public c10d::Work {
       std::lock_guard<std::mutex> guard(order().lock);
       order().wait(stream_number(device_), end_.clock);
     }
-    held_.clear();  // from now on the order of streams protects them
+    held_.clear();  // from now on the order of streams protects the tensors
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -219,7 +219,7 @@ class Nccl final : public c10d::Backend {
     return twins;
   }
 
-  // gloo lacks averages and scaled sums: it adds, and tensors are scaled before and divided after.
+  // Gloo lacks averages and scaled sums. Tensors are scaled before a sum by gloo, or divided after it.
   static ReduceOp gloo_op(const ReduceOp& op) { return op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op; }
   static Tensor scaled(const Tensor& tensor, const ReduceOp& op) {
     if (op.op_ != ReduceOp::PREMUL_SUM) return tensor;
@@ -291,7 +291,7 @@ class Nccl final : public c10d::Backend {
     return coalesced_;
   }
 
-  // As NCCL does when a communicator is created. NCCL_HOSTID identifies the machine.
+  // Refuses two ranks on one device, as NCCL does when it creates a communicator. NCCL_HOSTID identifies the machine.
   void refuse_shared_device(int64_t device) {
     if (std::exchange(devices_checked_, true)) return;
     const char* machine = std::getenv("NCCL_HOSTID");
