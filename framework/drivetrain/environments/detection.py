@@ -31,7 +31,7 @@ _REGISTRY = EntryPointRegistry[Environment](
     "drivetrain.environments",
     Environment,  # type: ignore[type-abstract]
     {kind.name: kind for kind in _ENVIRONMENTS},
-    meaning="it names the launcher or cluster that started the processes",
+    meaning="the name selects the launcher or cluster that started the processes",
     alternatives="an Environment object",
 )
 

@@ -31,7 +31,7 @@ _REGISTRY = EntryPointRegistry[Launcher](
         "fork": partial(FunctionLauncher, "fork"),
         "ray": _ray,
     },
-    meaning="it names the way to start processes",
+    meaning="the name selects how the processes of a run are started",
     alternatives="a Launcher object, such as RayLauncher(...)",
 )
 
@@ -70,8 +70,8 @@ def named_launcher(setting: str | Launcher) -> Launcher | None:
 def _choose_automatically() -> Launcher:
     """Return a launcher that runs the script again, or a `FunctionLauncher` if the script cannot be run again.
 
-    A `FunctionLauncher` is for notebooks, REPLs and pytest. It forks if forking is safe, because functions and classes
-    that are defined in a notebook or a REPL exist only in forked processes.
+    A `FunctionLauncher` is for notebooks, REPLs and pytest. The launcher forks if forking is safe, because functions
+    and classes that are defined in a notebook or a REPL exist only in forked processes.
 
     Raises:
         ConfigurationError: this process is a Ray worker.

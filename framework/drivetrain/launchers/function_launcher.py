@@ -39,8 +39,8 @@ class FunctionLauncher(Launcher):
     """Starts one process per rank, none of which is the caller, and waits until all have ended.
 
     Args:
-        start_method: "fork" copies this process, so that functions and classes of a notebook work; "spawn" starts a new
-            interpreter; "forkserver" forks a server that has imported torch once.
+        start_method: "fork" copies this process, so that functions and classes of a notebook work. "spawn" starts a new
+            interpreter. "forkserver" forks a server that has imported torch.
         grace: seconds that the other ranks get to stop after the first failure.
     """
 
@@ -138,7 +138,7 @@ class FunctionLauncher(Launcher):
             if listener is not None:
                 # The store is created only after the fork. A thread of the store holds a lock while it resolves the
                 # address of a peer, and in a process that is forked at that moment the lock would stay locked
-                # forever. Ranks that connect before the store exists wait for it.
+                # forever. Ranks that connect earlier wait until the store exists.
                 store = host_on(listener, address, job)
             processes.store = store
             with forwarding:
@@ -193,7 +193,9 @@ class FunctionLauncher(Launcher):
                 original.__cause__ = error
                 return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
-            error.fix += '; if the script has no `if __name__ == "__main__":`, put its work under one'
+            error.fix += (
+                '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
+            )
         return error
 
 
@@ -243,8 +245,8 @@ def _run(setup: _RankSetup, work: _Call | bytes) -> bytes:
 def _restore_process_settings(setup: _RankSetup) -> None:
     """Restore the caller's environment variables, working directory and multiprocessing start method.
 
-    The fork server has the variables and the directory of the moment when the server was started. If the process kept
-    the start method by which it was started itself, each DataLoader worker would import torch again and take seconds.
+    The fork server has the variables and the directory of the moment when the server was started. Without the caller's
+    start method, DataLoader workers would be started like this process, import torch again, and take seconds to start.
     """
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
@@ -253,8 +255,8 @@ def _restore_process_settings(setup: _RankSetup) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(setup.folder)
     multiprocessing.set_start_method(setup.child_start_method, force=True)
-    # After a fork, torch creates its thread pool at first use. Autograd's device threads would all do so at the same
-    # time, and one of them would abort with "Invalid thread pool!".
+    # After a fork, torch creates its thread pool at first use, which is this call. Otherwise all of autograd's device
+    # threads would create the pool at the same time, and one of them would abort with "Invalid thread pool!".
     torch.set_num_threads(torch.get_num_threads())
 
 
@@ -263,7 +265,7 @@ def _load(work: bytes) -> _Call:
         call = pickle.loads(work)
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
-            f"the function or one of its arguments does not exist in the process started for it: {error}",
+            f"the function or one of its arguments does not exist in the started process: {error}",
             "definitions in a notebook, a REPL or a module that cannot be imported exist only in the process "
             "that made them",
             'use launcher="fork", or move the definitions into a module and import it',

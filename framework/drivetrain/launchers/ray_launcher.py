@@ -207,7 +207,7 @@ def _placement_of(first: Placement, rank: int) -> Placement:
 
 
 def _devices_of(place: Placement, locations: Sequence[WorkerLocation]) -> list[str]:
-    """Return the devices of all workers of the node, by local rank. Each rank selects one of them by its local rank."""
+    """Return the devices of all workers on the node of ``place``, by local rank."""
     begin = place.node_rank * place.local_world_size
     return [device for location in locations[begin : begin + place.local_world_size] for device in location.devices]
 

@@ -77,7 +77,7 @@ class SubprocessLauncher(Launcher):
         if placement.local_rank != 0:
             raise ConfigurationError(
                 f"local rank {placement.local_rank} cannot start the other processes of its node",
-                "only the first process of a node starts them",
+                "only the first process of a node starts the others",
                 "pass the placement of the first process",
             )
         command = self.command()
@@ -154,7 +154,7 @@ def _reuse_world(world: World, placement: Placement) -> World:
 
 def _exit_with(failure: Failure) -> None:
     # Only `os._exit` changes the exit code while the interpreter exits. `os._exit` skips flushing, so the streams are
-    # flushed here. It also skips the functions that were registered with atexit before the launch.
+    # flushed here. `os._exit` also skips functions that were registered with atexit before the launch.
     print(failure.one_line_summary(), file=sys.stderr)  # the rank itself has printed its traceback
     logging.shutdown()
     sys.stdout.flush()

@@ -79,7 +79,7 @@ class World:
     def store(self, prefix: str) -> Store:
         """Return the key-value store that all processes share, with ``prefix`` prepended to its keys.
 
-        The store exists as long as the caller on the first node, which hosts it.
+        The caller on the first node hosts the store, which exists as long as this caller.
 
         Raises:
             ConfigurationError: the store at this address belongs to another job.
@@ -168,8 +168,8 @@ class World:
 def identify_new_job(placement: Placement) -> Job:
     """Return the identity of the job whose processes this process is about to start.
 
-    On one node the identity is new. On several nodes it consists of properties that all nodes share, because each node
-    starts processes before the nodes can agree on a name.
+    On one node the identity is new. On several nodes the identity consists of properties that all nodes share, because
+    each node starts processes before the nodes can agree on a name.
     """
     if placement.num_nodes == 1:
         return Job.new()
@@ -180,7 +180,7 @@ _world: World | None = None
 
 
 def current_world() -> World | None:
-    """Return the world that this process belongs to, or None if it is not part of a launched run.
+    """Return the world that this process belongs to, or None if no launcher has started this process.
 
     In a process that runs the caller's script again, the first call connects the process to the caller. From then on
     the process ends when the caller ends, and reports its errors to the caller.

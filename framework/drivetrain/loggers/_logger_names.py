@@ -36,7 +36,7 @@ _NAMES = EntryPointRegistry[Logger](
     Logger,  # type: ignore[type-abstract]
     {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow},
     other_values=(),
-    meaning="it names a logger",
+    meaning="the name selects a logger",
     alternatives="a drivetrain.Logger, a list of both, True, False or None",
 )
 

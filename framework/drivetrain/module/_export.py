@@ -94,9 +94,9 @@ def _check_dynamic_sizes(program: ONNXProgram, dimensions: dict[str, Any]) -> No
     if fixed:
         shapes = {str(value.name): str(value.shape) for value in program.model.graph.inputs}
         raise ConfigurationError(
-            f"to_onnx: {listed(fixed)} cannot vary; the inputs are {shapes}.",
+            f"to_onnx: {listed(fixed)} cannot vary, and the inputs have the shapes {shapes}.",
             "forward supports only the size of the sample, as a linear layer supports only one number of features.",
-            "omit it from dynamic_shapes, or make forward work for any size.",
+            "omit the size from dynamic_shapes, or make forward work for any size.",
         )
 
 
@@ -196,5 +196,5 @@ def _write_atomically(program: ONNXProgram, path: str, external_data: bool | Non
                     filesystem.put_file(source, target)
     except OSError as error:
         raise CheckpointError(
-            f"{path!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+            f"{path!r} could not be written: {error}.", "", "check the path, the permissions and the free space."
         ) from error

@@ -16,7 +16,7 @@ class ModuleHooks:
         """Download or unpack data. Called before `setup` in one process per node, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Called on every rank before the loaders are built; ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Called on every rank before the loaders are built. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """Called at the end of a run, also after a failure."""

@@ -42,7 +42,7 @@ class RunHandle:
         if self._trainer is not None and trainer is not self._trainer:
             raise ConfigurationError(
                 f"{type(self).__name__}.trainer was set during a run.",
-                "the run continues with its own trainer, and the two would disagree.",
+                "the run uses another trainer, and the two would contradict each other.",
                 "set trainer before or after the run.",
             )
         self.__dict__["_last_trainer"] = trainer

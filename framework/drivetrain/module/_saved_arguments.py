@@ -31,7 +31,7 @@ class SavedArguments:
     Attributes:
         path: the checkpoint's path.
         hyper_parameters: the saved hyper-parameters.
-        secrets: the names of the hyper-parameters that were not saved because they are secrets; nested names are joined
+        secrets: the names of the hyper-parameters that were not saved because they are secrets. Nested names are joined
             by dots.
         argument: the name of the single argument that holds all hyper-parameters; "" if each hyper-parameter is an
             argument.

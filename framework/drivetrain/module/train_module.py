@@ -31,7 +31,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     """
 
     automatic_optimization: bool = True
-    """If False, `training_step` calls backward and steps the optimizers itself (`manual_backward`, `optimizers`)."""
+    """If False, `training_step` itself runs backward and steps, with `manual_backward` and `optimizers`."""
 
     example_input_array: Any = None
     """An example input of ``forward``: a tensor, a tuple of arguments, or a dict of arguments by name.
@@ -50,10 +50,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     def training_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch.
 
-        None is supported in a single process only.
-
-        Like the other step
-        methods, `training_step` may take ``batch`` and ``batch_idx``, or only ``batch``.
+        None is supported in a single process only. Like the other step methods, `training_step` may take ``batch`` and
+        ``batch_idx``, or only ``batch``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
@@ -76,8 +74,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     def batch_weight(self, batch: Any) -> int | float | torch.Tensor:
         """Return the number of items over which the micro-batch's loss is a mean; by default its number of samples.
 
-        ``batch`` is what the loader returned, before its transfer to the device. The gradient of an
-        optimizer step is the mean of the gradients of its micro-batches on all ranks, weighted by the returned numbers.
+        ``batch`` is what the loader returned, before the transfer to the device. The gradient of an optimizer step is the
+        mean of the gradients of its micro-batches on all ranks, weighted by the returned numbers.
         """
         raise NotImplementedError  # The engine calls this method only if it is overridden.
 
@@ -123,7 +121,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step one scheduler, with the value of its monitored metric if it monitors one."""
+        """Step one scheduler. ``metric`` is the value of the monitored metric, or None if no metric is monitored."""
         if metric is None:
             scheduler.step()
         else:
@@ -368,7 +366,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             path: the checkpoint's path or URL.
             checkpoint_path: Lightning's name for ``path``.
             map_location: the device for the weights.
-            hparams_file: a JSON or YAML file of hyper-parameters, used instead of those in the checkpoint.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the ones in the checkpoint.
             strict: whether to raise an error if names of weights are missing or unexpected, instead of skipping these
                 weights with a warning. None means `strict_loading`.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
@@ -377,7 +375,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         Raises:
             CheckpointError: there is no complete checkpoint, its hyper-parameters do not match the arguments of
                 ``__init__``, or its weights do not fit. Also raised if the checkpoint contains only the trained
-                weights, and the module's other weights differ from those of the run that saved it.
+                weights, and the module's other weights differ from the weights of the run that saved the checkpoint.
         """
         from drivetrain.checkpoint._format import load  # Imported only here, because most runs do not need it.
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
@@ -480,7 +478,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             "torch.jit.trace(module.eval(), example) works as far as torch still supports it.",
         )
 
-    # The engine sets `_is_locked` during a run, in which only the strategy may move or cast the module.
+    # The engine sets `_is_locked` for a run, during which only the strategy may move or cast the module.
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if self._is_locked:

@@ -32,7 +32,7 @@ class LossScaler:
     were checked. Therefore one decision covers all optimizers that are unscaled before the first of them steps.
 
     In manual optimization an optimizer may step several times before the scale is updated. Each backward scales the
-    optimizer's gradients again. When they are unscaled after that backward, whether to step is decided anew.
+    optimizer's gradients again. When the gradients are unscaled after this backward, a new decision is made.
 
     Args:
         scaler: the scaler that holds the scale.
@@ -70,8 +70,8 @@ class LossScaler:
         """Before a backward pass, scale unscaled gradients again, because the pass adds scaled gradients to them.
 
         Without unscaled gradients, this method costs nothing. If all parameters of an optimizer have
-        requires_grad=False, the backward pass adds no gradients to them, and the optimizer stays unscaled;
-        `toggled_optimizer` relies on this.
+        requires_grad=False, the backward pass adds no gradients to them, and the optimizer stays unscaled.
+        `toggled_optimizer` relies on this behavior.
         """
         scale = self.scaler._scale
         assert scale is not None  # unscaling requires a scale

@@ -84,7 +84,7 @@ class MixedPrecision(Precision):
             raise ConfigurationError(
                 f"{self!r} is for device type {self.device_type!r}, but the run is on {device}.",
                 "Autocast would leave every operation of this run in float32.",
-                f"Construct it with device={device.type!r}, or pass precision={self.name!r} as a string.",
+                f"Construct the precision with device={device.type!r}, or pass precision={self.name!r} as a string.",
             )
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError(

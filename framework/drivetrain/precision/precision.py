@@ -1,4 +1,4 @@
-"""Precision: the base class of precision plugins. Used directly, it is float32 throughout."""
+"""Precision: the base class of precision plugins, which itself uses float32 throughout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _METHODS_BY_FLAG = {
 class Precision:
     """Defines a run's dtypes, autocast, loss scaling and gradient clipping.
 
-    The class is the interface and also the simplest case, float32 throughout. It is not abstract: a subclass overrides
-    only what differs.
+    The class is the interface and also the simplest case, float32 throughout. A subclass overrides only what differs.
 
     - The engine runs each step within `forward_context` and calls `backward` for the backward pass. `convert_module`,
       `convert_batch` and `module_init_context` give parameters and batches their dtypes.
@@ -116,7 +115,7 @@ class Precision:
         return nullcontext()
 
     def convert_module(self, module: Module) -> Module:
-        """Convert the parameters and buffers of ``module`` to this precision in place; tied parameters stay tied."""
+        """Convert the parameters and buffers of ``module`` to this precision in place. Tied parameters stay tied."""
         return module
 
     def convert_batch(self, batch: Any) -> Any:
@@ -124,7 +123,7 @@ class Precision:
         return batch
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass. The engine creates one and enters it again for each step.
+        """Return the context of a forward pass. The engine creates one context and enters the same one for each step.
 
         Activation checkpointing recomputes forward passes during `backward`, outside of this context. Override
         `backward` to enter the context there as well. ``torch.autocast`` is restored automatically.
@@ -173,7 +172,7 @@ class Precision:
         return clip_gradients((optimizers,) if isinstance(optimizers, Optimizer) else optimizers, max_norm, algorithm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step ``optimizer``; return False if an overflow in the gradients skipped the step."""
+        """Step ``optimizer``. Return False if the step was skipped because of an overflow in the gradients."""
         optimizer.step(closure)
         return True
 

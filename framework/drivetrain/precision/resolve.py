@@ -36,7 +36,7 @@ _REGISTRY = EntryPointRegistry[Precision](
     Precision,
     {},  # `_BUILDERS` has the built-in precisions, which are created with the device as an argument
     other_values=(*_BUILDERS, *_SHORTHANDS),
-    meaning="it names the dtypes of parameters and arithmetic",
+    meaning="the name selects the dtypes of parameters and arithmetic",
     alternatives="a drivetrain.Precision",
 )
 

@@ -31,7 +31,7 @@ _NAMES = EntryPointRegistry[Profiler](
     Profiler,  # type: ignore[type-abstract]
     {"simple": _simple, "advanced": _advanced, "pytorch": _pytorch},
     other_values=(),
-    meaning="it names a profiler",
+    meaning="the name selects a profiler",
     alternatives="a drivetrain.profilers.Profiler, or None",
 )
 

@@ -25,7 +25,7 @@ DEFAULT_STEP_TIMEOUT = timedelta(minutes=10)
 
 
 class DistributedStrategy(Strategy):
-    """Base class of strategies with several ranks; a subclass must define `setup_module`.
+    """Base class of strategies with several ranks. A subclass must define `setup_module`.
 
     This class provides the process group, the control plane, collectives, failure handling and data-parallel training.
     Every rank starts with rank 0's weights, and `exchange_gradients` averages gradients over the ranks after the last

@@ -33,7 +33,7 @@ _REGISTRY = EntryPointRegistry[Strategy](
     "drivetrain.strategies",
     Strategy,  # type: ignore[type-abstract]
     {},  # drivetrain's strategies are registered as entry points too
-    meaning="it names where a run computes",
+    meaning="the name selects how a run uses processes and devices",
     alternatives="a Strategy object, such as DDPStrategy(...)",
 )
 

@@ -89,7 +89,7 @@ class StrategyPlacement:
 
     @property
     def data_rank(self) -> int:
-        """Index of the data share that this rank reads; not equal to `rank` if ranks hold parts of one replica."""
+        """Index of the data share that this rank reads. Not equal to `rank` if ranks hold parts of one replica."""
         return self.rank
 
     @property
@@ -188,7 +188,7 @@ class StrategyOptimization(StrategyPlacement):
         return nullcontext()
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update optimizers built before `setup_module`, if it replaced parameters that the optimizers hold."""
+        """Update optimizers built before `setup_module`, if `setup_module` replaced parameters that they hold."""
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Store the optimizers and return the optimizers that the loop steps."""
@@ -228,7 +228,7 @@ class StrategyOptimization(StrategyPlacement):
     # Within a step
 
     def to_device(self, batch: Any) -> Any:
-        """Move every tensor of a nested batch to this rank's device; copies from pinned memory do not block."""
+        """Move every tensor of a nested batch to this rank's device. Copies from pinned memory do not block."""
         return move_to(batch, self.device, non_blocking=True)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
@@ -271,7 +271,7 @@ class StrategyOptimization(StrategyPlacement):
         return self.precision.clip_gradients(optimizers, max_norm, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step one optimizer; return False if the step was skipped because of an fp16 overflow."""
+        """Step one optimizer. Return False if the step was skipped because of an fp16 overflow."""
         return self.precision.step(optimizer, closure)
 
     def finish_step(self) -> None:
@@ -330,7 +330,7 @@ class StrategyState:
         Args:
             state: values by name. A value is a whole tensor, a DTensor, or a `ParameterShard` whose region is the one
                 that `model_regions` returns for the name.
-            strict: refuse missing and unexpected names. If False, tensors missing from ``state`` keep their values.
+            strict: raise an error for missing and unexpected names. If False, missing tensors keep their values.
         """
         if self.module is not None:
             self.module.load_state_dict(state, strict=strict)
@@ -341,7 +341,7 @@ class StrategyState:
         return named_optimizer_state(self.module, self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        """Load a result of `optimizer_state` by name. Its values may be of the same kinds as in `load_model_state`."""
+        """Load a result of `optimizer_state` by name. Values may be of the kinds that `load_model_state` accepts."""
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
 

@@ -26,7 +26,7 @@ class StoreFault:
     """A fault of an operation on some of a store's objects.
 
     Attributes:
-        operation: one of "put", "get", "size", "list", "remove"; "*" matches any.
+        operation: one of "put", "get", "size", "list", "remove", or "*" for all operations.
         pattern: an `fnmatch` pattern that is matched with the key of an object, or with the prefix for "list".
         error: the exception to raise; None raises nothing.
         times: how often the fault occurs; None means that the fault occurs without limit.

@@ -307,7 +307,7 @@ class _Worker:
 
     def dumped_stacks(self) -> str:
         """Return the stacks that a rank has dumped after the timeout, or "" if the file is still empty."""
-        return self._read_stacks() if self.stack_file.is_file() else "(it did not start)"
+        return self._read_stacks() if self.stack_file.is_file() else "(the function did not start)"
 
     def _read_stacks(self) -> str:
         return self.stack_file.read_text().strip() if self.stack_file.is_file() else ""
@@ -330,7 +330,7 @@ def _timeout_error(late: Sequence[_Worker], nprocs: int, timeout: float) -> Dist
     return DistributedError(
         f"Rank {', '.join(str(worker.rank) for worker in late)} of {nprocs} did not return within {timeout:g} s",
         "stacks:\n" + "\n".join(stacks),
-        "look for a collective that not every rank calls; raise `timeout` if the work takes that long",
+        "look for a collective that not every rank calls, or increase `timeout` if the function takes longer",
     )
 
 
@@ -340,5 +340,5 @@ def _exit_error(worker: _Worker) -> DistributedError:
     return DistributedError(
         f"Rank {worker.rank} returned, but its process {detail}",
         "something that the function started still exists: a thread, a process group or a child process",
-        "stop it before the function returns",
+        "stop all of these before the function returns",
     )
