@@ -188,8 +188,8 @@ class _WorkOfRun(Work):
         if not isinstance(outcome, Outcome):
             raise ConfigurationError(
                 f"The function passed to work.run_in_other_processes returned a {type(outcome).__name__}.",
-                "it must call its argument on every rank, and return the value that rank 0 returned.",
-                "return the value of rank 0 unchanged.",
+                "it must call its first argument on every rank, and return the value from rank 0.",
+                "return the value from rank 0 unchanged.",
             )
         _apply_outcome(outcome, self._topology, self._request)
         self.result, self.done = outcome.result, True

@@ -32,7 +32,7 @@ class MPIEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the rank and size of an MPI implementation are set. Those of PMI do not count in `srun`."""
+        """Return True if the rank and size of an MPI implementation are set. In a SLURM step, PMI's do not count."""
         in_slurm_step = "SLURM_STEP_ID" in variables
         return any(
             bool(variables.get(rank) and variables.get(size)) and not (rank == "PMI_RANK" and in_slurm_step)

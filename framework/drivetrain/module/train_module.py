@@ -74,8 +74,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     def batch_weight(self, batch: Any) -> int | float | torch.Tensor:
         """Return the number of items over which the micro-batch's loss is a mean; by default its number of samples.
 
-        ``batch`` is what the loader returned, before the transfer to the device. The gradient of an optimizer step is the
-        mean of the gradients of its micro-batches on all ranks, weighted by the returned numbers.
+        ``batch`` is what the loader returned, before the transfer to the device. The gradient of an optimizer step is
+        the mean of the gradients of its micro-batches on all ranks, weighted by the returned numbers.
         """
         raise NotImplementedError  # The engine calls this method only if it is overridden.
 

@@ -106,9 +106,8 @@ class DistributedStrategy(Strategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
-            super().trainable_changed(
-                module
-            )  # this class does not know whether the overriding method supports the change
+            # The overriding method might not support the change.
+            super().trainable_changed(module)
         elif self.world_size > 1:
             known_ids = {id(parameter) for parameter in self._broadcast_parameters}
             new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known_ids]
