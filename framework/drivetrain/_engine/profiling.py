@@ -234,6 +234,7 @@ class _ProfiledStep:
         self.forward_backward = step.forward_backward
         self.clip_and_step = clip_and_step
         self.drop_window = step.drop_window
+        self.release = step.release
 
     @property
     def last_loss(self) -> Tensor | None:

@@ -537,6 +537,8 @@ class Session:
 
     def _detach(self) -> None:
         core = self.core
+        if self.training is not None:
+            self.training.loop.release()
         if self._trainables is not None:
             self._trainables.end()
         unlock_module(core.module)

@@ -226,6 +226,8 @@ class _Watcher:
 
     def __init__(self, pipe: int, forward: int, *, may_exit: bool) -> None:
         self._pipe = pipe
+        self._poll = select.poll()  # select.select refuses descriptors above 1,023
+        self._poll.register(pipe, select.POLLIN)
         self._forward = forward
         self._may_exit = may_exit
         self._expected: tuple[Sequence[int], bool] = ((), False)
@@ -256,7 +258,7 @@ class _Watcher:
     def _read(self, timeout: float | None) -> bool:
         """Wait for signal numbers, at most ``timeout`` seconds; return whether the run has ended, which writes a 0."""
         if not self._stopped:
-            ready, _, _ = select.select([self._pipe], [], [], timeout)
+            ready = self._poll.poll(None if timeout is None else timeout * 1000)
             self._numbers = os.read(self._pipe, 64) if ready else b""
             self._stopped = 0 in self._numbers
         return self._stopped

@@ -180,9 +180,11 @@ def _check_world_size(placement: Placement, requested: int, chosen: bool, owner:
 def _open_store(environment: Environment, placement: Placement) -> Store:
     if placement.world_size == 1:
         return HashStore()
-    store = _connect(
-        environment.main_address, environment.main_port, placement, environment.job, environment.agent_store
-    )
+    address, port = environment.main_address, environment.main_port
+    store = _connect(address, port, placement, environment.job, environment.agent_store)
+    if not _is_reachable(store):  # its host has ended, and another store may listen on the port now
+        _connect.cache_clear()
+        store = _connect(address, port, placement, environment.job, environment.agent_store)
     # A store that outlives the processes still holds the keys from before a restart.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 
@@ -204,6 +206,14 @@ def _connect(address: str, port: int, placement: Placement, name: str | None, ag
         ) from error
     (admit_first if agent_hosts else admit)(store, job, placement.rank, address, port)
     return store
+
+
+def _is_reachable(store: Store) -> bool:
+    try:
+        store.check(["drivetrain/job"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_control_plane(strategy: Strategy, placement: Placement) -> None:

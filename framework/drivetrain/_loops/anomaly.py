@@ -59,6 +59,9 @@ class AnomalyStep:
     def drop_window(self) -> None:
         self._step.drop_window()
 
+    def release(self) -> None:
+        self._step.release()
+
     def _error(self, problem: str, batch_idx: int) -> NonFiniteError:
         progress = self._progress
         return NonFiniteError(

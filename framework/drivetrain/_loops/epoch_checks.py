@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -37,7 +38,8 @@ class EpochChecks:
         self._warns = warns
         self._after_first: Callable[[], None] | None = after_first
         self._first_losses: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
-        self._loss_before_validation: tuple[torch.Tensor, torch.Tensor] | None = None  # a loss and its copy
+        # A loss and its copy. The reference is weak, because `TrainStep.release` has to free the loss.
+        self._loss_before_validation: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
         self._warned_of_loss = False
         self._warned_of_steps = False
 
@@ -50,7 +52,7 @@ class EpochChecks:
         """Copy the last loss, which compiled steps of a validation may overwrite before the epoch's end."""
         loss = self._step.last_loss
         if self._warns and loss is not None:
-            self._loss_before_validation = loss, loss.detach().clone()
+            self._loss_before_validation = weakref.ref(loss), loss.detach().clone()
 
     def end(self, epoch: int) -> None:
         """Warn about problems in the epoch that ended. The call waits for the device."""
@@ -99,7 +101,7 @@ class EpochChecks:
     def _losses(self) -> dict[str, Any]:
         loss = self._step.last_loss
         if loss is not None:
-            if self._loss_before_validation is not None and self._loss_before_validation[0] is loss:
+            if self._loss_before_validation is not None and self._loss_before_validation[0]() is loss:
                 return {"the loss": self._loss_before_validation[1]}
             return {"the loss": loss.detach()}
         entries = self._metrics.entries.values()

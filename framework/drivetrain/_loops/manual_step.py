@@ -350,6 +350,9 @@ class ManualStep:
     def drop_window(self) -> None:
         return None
 
+    def release(self) -> None:
+        return None
+
 
 def _unwrapped(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer

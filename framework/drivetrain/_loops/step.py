@@ -61,6 +61,13 @@ class TrainStep(Protocol):
     def drop_window(self) -> None:
         """Discard the open window and its gradients."""
 
+    def release(self) -> None:
+        """Drop the last loss, after training ended or failed.
+
+        A loss that has backward hooks keeps its autograd graph, and with FSDP and DeepSpeed the hooks refer to the
+        module. The garbage collector does not see references from a graph, so it could never free the module.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
@@ -239,6 +246,9 @@ class AutomaticStep:
         self.strategy.forget_gradients()
         for optimizer in self.optimizers:
             zero_grad(optimizer)
+
+    def release(self) -> None:
+        self._loss = None
 
     def _run_weightless(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         """Run a micro-batch of weight 0, with which this rank joins without data, or whose batch has no items."""

@@ -229,6 +229,10 @@ class TrainLoop:
         """Make `run` resume at the position that `state_dict` returned."""
         self._resumed = state
 
+    def release(self) -> None:
+        """Drop the last loss, after training ended or failed."""
+        self._step.release()
+
     # The operations of a run, an epoch and a step, in their order
 
     def run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -155,12 +156,18 @@ class ModuleSnapshot:
 
 
 def forget_root(root: nn.Module) -> None:
-    """Remove a module and its submodules from the stack of running forwards, since stage 3 leaves modules there."""
-    from deepspeed.runtime.zero import parameter_offload
+    """Remove a module and its submodules from the stack of running forwards and the cache where stage 3 leaves them."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     stack = parameter_offload.FWD_MODULE_STACK
     modules = set(map(id, root.modules()))
     stack[:] = [module for module in stack if id(module) not in modules]
+    # Another decorator hides the cache of this method. The cache's keys keep the module and its engine alive.
+    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
+    method = coordinator._PartitionedParameterCoordinator__params_to_release
+    for part in (method, *inspect.getclosurevars(method).nonlocals.values()):
+        if hasattr(part, "cache_clear"):
+            part.cache_clear()
 
 
 def _hooks_of(child: nn.Module) -> dict[str, set[Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import threading
 import time
@@ -104,6 +106,26 @@ def test_a_second_signal_ends_the_run_immediately(tmp_path: Path) -> None:
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
     assert caught.value.code == 143
     assert not (tmp_path / RUN / "checkpoints").exists()
+
+
+class Threads(Callback):
+    """Records the names of the threads that run during training."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        time.sleep(0.1)  # time for a thread that fails to end
+        self.names = {thread.name for thread in threading.enumerate()}
+
+
+def test_signals_are_watched_in_a_process_with_many_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    threads = Threads()
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        fit(tmp_path, max_epochs=1, callbacks=threads).fit(Regression(), regression())
+    assert "drivetrain-signals" in threads.names
 
 
 def test_a_signal_repeated_immediately_is_a_duplicate(tmp_path: Path) -> None:

@@ -264,3 +264,13 @@ def test_a_process_keeps_its_store_after_a_change_of_directory(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     first.store.set("x", "y")
     assert _place(_bare(port)).store.get("x") == b"y"
+
+
+def test_a_connection_is_renewed_if_another_store_listens_on_its_port() -> None:
+    port = _free_port()
+    for value in (b"first", b"second"):
+        store = host("127.0.0.1", port)  # the agent of torchrun hosts it, and may be started again
+        rank = _place(_bare(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run"))
+        rank.store.set("x", value)
+        assert rank.store.get("x") == value
+        del store
