@@ -69,7 +69,7 @@ def _nothing_left_behind() -> Iterator[None]:
     """
     surroundings = ProcessSnapshot()
     yield
-    left = surroundings.put_back()
+    left = surroundings.restore()
     assert not left, f"this test left behind {'; '.join(left)}"
 
 

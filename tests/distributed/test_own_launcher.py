@@ -57,7 +57,7 @@ class Wrapped(Launcher):
                 raise RuntimeError(f"the ranks ended with {codes}")
             return pickle.loads(Path(f"{sent}.of_rank_0").read_bytes())
 
-        return work.elsewhere(call)
+        return work.run_in_other_processes(call)
 
 
 class Model(Regression):
@@ -125,14 +125,14 @@ class DoesNothing(Launcher):
 
 class AnswersForItself(Launcher):
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        return work.elsewhere(lambda function, *arguments: None)
+        return work.run_in_other_processes(lambda function, *arguments: None)
 
 
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
         (DoesNothing, "DoesNothing.run returned without executing the run"),
-        (AnswersForItself, "What a launcher gave to work.elsewhere returned a NoneType"),
+        (AnswersForItself, "The function passed to work.run_in_other_processes returned a NoneType"),
     ],
 )
 def test_a_launcher_that_runs_nothing_is_refused(launcher: Any, said: str) -> None:

@@ -125,7 +125,7 @@ def test_a_factory_of_another_type_is_refused_by_name(
     group, _, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
     arguments: tuple[Any, ...] = ([],) if setting == "logger" else ()
-    names: EntryPointRegistry[Any] = EntryPointRegistry(setting, group, Precision, {}, why="-", instead="-")
+    names: EntryPointRegistry[Any] = EntryPointRegistry(setting, group, Precision, {}, meaning="-", alternatives="-")
     refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, not a Precision"
     with pytest.raises(ConfigurationError, match=refused):
         names.make("cargo", *arguments)

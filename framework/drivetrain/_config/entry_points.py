@@ -28,10 +28,10 @@ class EntryPointRegistry(Generic[T]):
         setting: the argument of `Fit`, such as "launcher".
         group: the entry-point group, which is also the package of the interface, such as "drivetrain.launchers".
         interface: the class of the objects.
-        ours: the factories of the built-in names.
-        words: other accepted values that are not names of objects, such as "auto".
-        why: what the setting means, for errors about unknown names.
-        instead: what can be passed instead of a name, for errors about unknown names.
+        factories: the factories of the built-in names.
+        other_values: accepted values that are not names of objects, such as "auto".
+        meaning: what the setting means, for errors about unknown names.
+        alternatives: what can be passed instead of a name, for errors about unknown names.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class EntryPointRegistry(Generic[T]):
         setting: str,
         group: str,
         interface: type[T],
-        ours: Mapping[str, Callable[..., T]],
+        factories: Mapping[str, Callable[..., T]],
         *,
-        words: Iterable[str] = ("auto",),
-        why: str,
-        instead: str,
+        other_values: Iterable[str] = ("auto",),
+        meaning: str,
+        alternatives: str,
     ) -> None:
         self._setting, self._group, self._interface = setting, group, interface
-        self._ours, self._words = dict(ours), tuple(words)
-        self._why, self._instead = why, instead
+        self._factories, self._other_values = dict(factories), tuple(other_values)
+        self._meaning, self._alternatives = meaning, alternatives
 
     @property
-    def ours(self) -> tuple[str, ...]:
-        """The built-in names, including ``words``."""
-        return (*self._words, *self._ours)
+    def builtin_names(self) -> tuple[str, ...]:
+        """The built-in names and ``other_values``."""
+        return (*self._other_values, *self._factories)
 
     def registered(self) -> dict[str, EntryPoint]:
         """Return the entry points of the group by name, without the built-in names."""
         points = _registered(self._group, tuple(sys.path))
-        return {name: point for name, point in points.items() if name not in self.ours}
+        return {name: point for name, point in points.items() if name not in self.builtin_names}
 
     def check(self, name: object, spelling: str | None = None) -> None:
         """Raise an error for an unknown name, without constructing anything.
@@ -69,28 +69,28 @@ class EntryPointRegistry(Generic[T]):
         Raises:
             ConfigurationError: the name is unknown. The message lists the known names and suggests the closest one.
         """
-        if isinstance(name, str) and (name in self.ours or self._point(name) is not None):
+        if isinstance(name, str) and (name in self.builtin_names or self._point(name) is not None):
             return
-        known = [*self.ours, *self.registered()]
+        known = [*self.builtin_names, *self.registered()]
         hint = nearest(spelling or str(name), known) or nearest(str(name), known)
         raise ConfigurationError(
             f"{self._setting}={name!r} is unknown.{hint}",
-            f"{self._why}; other packages register names in the entry-point group {self._group!r}.",
-            f"use one of {', '.join(known)}, or {self._instead}.",
+            f"{self._meaning}; other packages register names in the entry-point group {self._group!r}.",
+            f"use one of {', '.join(known)}, or {self._alternatives}.",
         )
 
     def make(self, name: str, *arguments: Any) -> T:
         """Return the object that ``name`` stands for.
 
         Args:
-            name: a name that is not one of ``words``.
+            name: a name that is not one of ``other_values``.
             arguments: arguments for the factory, as documented for the group.
 
         Raises:
             ConfigurationError: the name is unknown, or its entry point cannot be imported or returns another type.
         """
-        if name in self._ours:
-            return self._ours[name](*arguments)
+        if name in self._factories:
+            return self._factories[name](*arguments)
         self.check(name)
         point = cast("EntryPoint", self._point(name))
         try:

@@ -57,7 +57,7 @@ def launch(request: RunRequest[SessionContext]) -> Any:
         raise ConfigurationError(
             f"{type(launcher).__name__}.run returned without executing the run.",
             "nothing was trained.",
-            "call work.here(world) or work.elsewhere(call) in the launcher's run method.",
+            "call work.run_in_this_process(world) or work.run_in_other_processes(call) in the launcher's run method.",
         )
     return work.result
 
@@ -161,14 +161,14 @@ class _WorkOfRun(Work):
         fitting = request.stage == "fit"
         self.signals = handled_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
 
-    def here(self, world: World) -> Any:
+    def run_in_this_process(self, world: World) -> Any:
         store = world.store("runs")
         topology = replace(self._topology, placement=world.placement, store=store, world=world, missing=False)
         self.result = _run_as_rank(self._request, topology)
         self.done = True
         return self.result
 
-    def elsewhere(self, call: Callable[..., Any]) -> Any:
+    def run_in_other_processes(self, call: Callable[..., Any]) -> Any:
         trainer = self._request.trainer
         if not self._request.trial:
             _refuse_shards(trainer, self._request.module)
@@ -187,9 +187,9 @@ class _WorkOfRun(Work):
 
         if not isinstance(outcome, Outcome):
             raise ConfigurationError(
-                f"What a launcher gave to work.elsewhere returned a {type(outcome).__name__}.",
-                "it must call the function on every rank, and return the function's result on rank 0.",
-                "return this result unchanged.",
+                f"The function passed to work.run_in_other_processes returned a {type(outcome).__name__}.",
+                "it must call its first argument on every rank, and return the value from rank 0.",
+                "return the value from rank 0 unchanged.",
             )
         _apply_outcome(outcome, self._topology, self._request)
         self.result, self.done = outcome.result, True

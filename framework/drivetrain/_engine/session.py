@@ -72,7 +72,7 @@ from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
-from drivetrain.strategies._module_lock import hold, release
+from drivetrain.strategies._module_lock import lock_module, unlock_module
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
@@ -480,7 +480,7 @@ class Session:
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
-        hold(module)
+        lock_module(module)
         if core.stage == "fit":
             self._trainables = Trainables(module, strategy)
         return runner
@@ -519,7 +519,7 @@ class Session:
 
     def _tear_down(self) -> None:
         core, strategy = self.core, self.core.strategy
-        release(core.module)
+        unlock_module(core.module)
         strategy.restore_module()
         while self._teardowns:
             self._teardowns.pop(0)(core.stage)
@@ -542,7 +542,7 @@ class Session:
             self.training.loop.release()
         if self._trainables is not None:
             self._trainables.end()
-        release(core.module)
+        unlock_module(core.module)
         for child in core.module.modules():
             if isinstance(child, TrainModule):
                 detach(child)
@@ -571,7 +571,7 @@ class Session:
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)
         self._log.add_failure(error, failure.traceback)
-        release(core.module)
+        unlock_module(core.module)
         calls: list[Callable[[], Any]] = []
         if core.callbacks.collected:
             calls += [partial(hook, error) for hook in self._exception_hooks()]

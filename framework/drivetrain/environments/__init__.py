@@ -1,4 +1,4 @@
-"""Environments: where a process gets its rank and world size, from torchrun, SLURM, MPI, LSF or Kubeflow."""
+"""Environments read the rank and the world size of a process from torchrun, SLURM, MPI, LSF or Kubeflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Infers the node of a process from the counts that MPI and LSF provide."""
+"""Infers the node rank of a process, which MPI and LSF do not provide."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 class Variables:
-    """The variables of one environment. Errors name the variable that is wrong.
+    """The environment variables of a launcher or cluster. Errors name the variable that is wrong.
 
     Args:
         variables: the variables, as in ``os.environ``.
-        launcher: the launcher that sets the variables, for errors.
+        launcher: the name of the launcher that sets the variables, for errors.
     """
 
     __slots__ = ("_launcher", "_values")
@@ -40,7 +40,7 @@ class Variables:
                 return self._parse(name, self._values[name])
         raise ConfigurationError(
             f"{' or '.join(names)} is not set",
-            f"the environment looks like {self._launcher}'s, which sets it",
+            f"{self._launcher} was detected or chosen as the environment, and sets this variable",
             "start the processes with that launcher, or choose another with Fit(environment=...)",
         )
 
@@ -59,12 +59,12 @@ class Variables:
         port = self.integer("MASTER_PORT")
         if not 0 < port < 2**16:
             raise ConfigurationError(
-                f"MASTER_PORT={port} is not a port", "ports are from 1 to 65535", "set it to a free port"
+                f"MASTER_PORT={port} is not a port", "ports are from 1 to 65535", "set MASTER_PORT to a free port"
             )
         return port
 
     def refuse(self, names: Iterable[str], why: str, fix: str) -> ConfigurationError:
-        """Return an error that shows the variables ``names`` with their values."""
+        """Return an error that shows the values of the variables ``names``."""
         shown = ", ".join(f"{name}={self._values[name]}" for name in names if name in self._values)
         return ConfigurationError(f"{shown} cannot be right", why, fix)
 
@@ -72,8 +72,8 @@ class Variables:
         if not value.strip().isdecimal():
             raise ConfigurationError(
                 f"{name}={value!r} is not a number",
-                f"{self._launcher} sets it to a non-negative integer",
-                f"correct {name}, or unset it so that the launcher sets it",
+                f"{self._launcher} sets {name} to a non-negative integer",
+                f"correct {name}, or unset {name} so that the launcher sets the variable",
             )
         return int(value)
 

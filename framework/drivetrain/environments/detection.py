@@ -26,13 +26,13 @@ _ENVIRONMENTS: tuple[type[Environment], ...] = (
     PlainEnvironment,
 )
 
-_NAMES = EntryPointRegistry[Environment](
+_REGISTRY = EntryPointRegistry[Environment](
     "environment",
     "drivetrain.environments",
     Environment,  # type: ignore[type-abstract]
     {kind.name: kind for kind in _ENVIRONMENTS},
-    why="it names what started the processes",
-    instead="an Environment object",
+    meaning="the name selects the launcher or cluster that started the processes",
+    alternatives="an Environment object",
 )
 
 
@@ -47,7 +47,7 @@ def detect_environment(variables: Mapping[str, str] | None = None) -> Environmen
 
 
 def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment called ``name``, or the detected one for ``"auto"``.
+    """Return the environment called ``name``, or the detected environment for ``"auto"``.
 
     Args:
         name: "auto", a built-in name, or a name that a package has registered.
@@ -58,7 +58,7 @@ def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -
     """
     if name == "auto":
         return detect_environment(variables)
-    return _NAMES.make(name) if variables is None else _NAMES.make(name, variables)
+    return _REGISTRY.make(name) if variables is None else _REGISTRY.make(name, variables)
 
 
 def check_environment_name(name: object) -> None:
@@ -67,4 +67,4 @@ def check_environment_name(name: object) -> None:
     Raises:
         ConfigurationError: no environment has this name. The message suggests the closest known name.
     """
-    _NAMES.check(name)
+    _REGISTRY.check(name)

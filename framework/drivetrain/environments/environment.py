@@ -15,10 +15,10 @@ from drivetrain.errors import ConfigurationError
 class Environment(ABC):
     """Reads rank, world size and rendezvous address from the variables of a launcher or cluster.
 
-    A subclass implements `placement`. The other members have defaults. `main_address` is ``MASTER_ADDR``, or this
-    machine if the variable is not set. `main_port` is ``MASTER_PORT``. `agent_store` is False, and `restart_count` is 0
-    unless torchrun sets it. An environment whose processes drivetrain has to start sets `started_us` to False and may
-    implement `first_on_node`. The constructor copies the variables, and all members read only this copy, so that an
+    A subclass implements `placement`. By default, `main_address` is ``MASTER_ADDR``, or this machine if the variable is
+    not set, `main_port` is ``MASTER_PORT``, `agent_store` is False, and `restart_count` is 0 unless torchrun sets the
+    count. If drivetrain has to start the processes, a subclass sets `started_us` to False and may implement
+    `first_on_node`. The constructor copies the variables, and all members read only this copy, so that an
     environment can be tested without the cluster.
 
     Pass an environment to ``Fit(environment=...)``. Alternatively, register a callable without arguments that returns
@@ -73,7 +73,7 @@ class Environment(ABC):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if ``variables`` are those of a process in this environment.
+        """Return True if ``variables`` are the variables of a process in this environment.
 
         ``Fit(environment="auto")`` calls this method on the built-in environments only. Other environments have to be
         chosen by name.
@@ -112,7 +112,7 @@ class Environment(ABC):
 
     @property
     def restart_count(self) -> int:
-        """How often the processes were restarted. Keys in a store that outlives the processes must include it."""
+        """How often the processes were restarted. Include the count in keys of a store that outlives the processes."""
         return self.variables.integer_or(0, "TORCHELASTIC_RESTART_COUNT")
 
     def _default_address(self) -> str:

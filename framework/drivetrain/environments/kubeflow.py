@@ -19,7 +19,7 @@ class KubeflowEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the variables of the operator are set and the variables that only torchrun sets are not."""
+        """Return True if the variables of the PyTorchJob are set, and the variables that only torchrun sets are not."""
         return all(variables.get(name) for name in _REQUIRED_VARIABLES) and not any(
             name in variables for name in _TORCHRUN_VARIABLES
         )

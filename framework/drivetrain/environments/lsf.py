@@ -20,17 +20,17 @@ class LSFEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the variables of LSF and jsrun are set. The process of a job script lacks those of jsrun."""
+        """Return True if the variables of LSF and jsrun are set. In a job script, jsrun's variables are not set."""
         return all(variables.get(name) for name in ("LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"))
 
     def placement(self) -> Placement:
         """Return the placement from jsrun's variables."""
-        read = self.variables
+        variables = self.variables
         return infer_placement(
-            read.integer("JSM_NAMESPACE_RANK"),
-            read.integer("JSM_NAMESPACE_SIZE"),
-            read.integer("JSM_NAMESPACE_LOCAL_RANK"),
-            read.integer("JSM_NAMESPACE_LOCAL_SIZE"),
+            variables.integer("JSM_NAMESPACE_RANK"),
+            variables.integer("JSM_NAMESPACE_SIZE"),
+            variables.integer("JSM_NAMESPACE_LOCAL_RANK"),
+            variables.integer("JSM_NAMESPACE_LOCAL_SIZE"),
         )
 
     def _default_address(self) -> str:

@@ -32,7 +32,7 @@ class MPIEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the rank and size of an MPI implementation are set. PMI's do not count if `srun` set them."""
+        """Return True if the rank and size of an MPI implementation are set. In a SLURM step, PMI's do not count."""
         in_slurm_step = "SLURM_STEP_ID" in variables
         return any(
             bool(variables.get(rank) and variables.get(size)) and not (rank == "PMI_RANK" and in_slurm_step)
@@ -41,12 +41,14 @@ class MPIEnvironment(Environment):
 
     def placement(self) -> Placement:
         """Return the placement from the MPI implementation's variables."""
-        read = self.variables
+        variables = self.variables
         ranks, sizes, local_ranks, local_sizes = zip(*_VARIABLE_FAMILIES, strict=True)
-        world_size = read.integer(*sizes)
+        world_size = variables.integer(*sizes)
         if world_size == 1:
-            return Placement(rank=read.integer(*ranks))
-        return infer_placement(read.integer(*ranks), world_size, read.integer(*local_ranks), read.integer(*local_sizes))
+            return Placement(rank=variables.integer(*ranks))
+        return infer_placement(
+            variables.integer(*ranks), world_size, variables.integer(*local_ranks), variables.integer(*local_sizes)
+        )
 
     def _default_address(self) -> str:
         num_nodes = self.placement().num_nodes
@@ -54,7 +56,7 @@ class MPIEnvironment(Environment):
             raise ConfigurationError(
                 f"MASTER_ADDR is not set, but the {num_nodes} nodes of this MPI job need a rendezvous address",
                 "MPI does not tell its processes the name of the first node",
-                "pass it: mpirun -x MASTER_ADDR=<host of rank 0> (Open MPI) or mpiexec -genv MASTER_ADDR <host>",
+                "set it: mpirun -x MASTER_ADDR=<host of rank 0> (Open MPI) or mpiexec -genv MASTER_ADDR <host>",
             )
         return super()._default_address()
 

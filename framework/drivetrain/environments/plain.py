@@ -1,4 +1,4 @@
-"""A process that the user started: the only process, or the first of its node, which starts the other processes."""
+"""The environment of a process that the user started, as the only process of a run or as the first of a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlainEnvironment(Environment):
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True, because every process that is in no other environment is in this environment."""
+        """Return True. This environment is tried last, for processes that no other environment detects."""
         return True
 
     def placement(self) -> Placement:

@@ -11,7 +11,7 @@ from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
 
 _INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h, the step of the shell that salloc opens
-_SHELLS = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", "ipython", "jupyter"})
+_SHELL_JOB_NAMES = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", "ipython", "jupyter"})
 
 
 class SlurmEnvironment(Environment):
@@ -32,7 +32,7 @@ class SlurmEnvironment(Environment):
         tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS")
         if tasks is None:
             return False
-        if variables.get("SLURM_JOB_NAME") not in _SHELLS:
+        if variables.get("SLURM_JOB_NAME") not in _SHELL_JOB_NAMES:
             return True
         # In the shell that `salloc` opens, `srun -n 4 python train.py` starts four tasks of one run, although the job
         # has the name of the shell. In the shell that `srun --pty bash` opens, a script is one process, which may
@@ -41,14 +41,14 @@ class SlurmEnvironment(Environment):
         return tasks != "1" and not is_the_shell
 
     def placement(self) -> Placement:
-        """Return the placement from SLURM's variables. Those of the step take precedence over those of the job."""
-        read = self.variables
-        node_rank = read.integer("SLURM_NODEID")
-        world_size = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        num_nodes = read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-        per_node = self._tasks_per_node(num_nodes, world_size)
-        if len(per_node) != num_nodes or sum(per_node) != world_size:
-            raise read.refuse(
+        """Return the placement from SLURM's variables. The step's variables take precedence over the job's."""
+        variables = self.variables
+        node_rank = variables.integer("SLURM_NODEID")
+        world_size = variables.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        num_nodes = variables.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+        tasks_per_node = self._tasks_per_node(num_nodes, world_size)
+        if len(tasks_per_node) != num_nodes or sum(tasks_per_node) != world_size:
+            raise variables.refuse(
                 [
                     "SLURM_STEP_TASKS_PER_NODE",
                     "SLURM_TASKS_PER_NODE",
@@ -57,18 +57,18 @@ class SlurmEnvironment(Environment):
                     "SLURM_STEP_NUM_NODES",
                     "SLURM_NNODES",
                 ],
-                f"the tasks per node are {per_node}, which does not give {world_size} tasks on {num_nodes} node(s)",
+                f"the tasks per node are {tasks_per_node}, which are not {world_size} tasks on {num_nodes} node(s)",
                 "start the processes with srun, and do not set SLURM's variables by hand",
             )
         if node_rank >= num_nodes:
-            raise read.refuse(
+            raise variables.refuse(
                 ["SLURM_NODEID"], f"the step has {num_nodes} node(s)", "do not set SLURM's variables by hand"
             )
         return Placement(
-            rank=read.integer("SLURM_PROCID"),
+            rank=variables.integer("SLURM_PROCID"),
             world_size=world_size,
-            local_rank=read.integer("SLURM_LOCALID"),
-            local_world_size=per_node[node_rank],
+            local_rank=variables.integer("SLURM_LOCALID"),
+            local_world_size=tasks_per_node[node_rank],
             node_rank=node_rank,
             num_nodes=num_nodes,
         )

@@ -24,18 +24,18 @@ class TorchrunEnvironment(Environment):
 
     def placement(self) -> Placement:
         """Return the placement from torchrun's variables."""
-        read = self.variables
-        rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE")
+        variables = self.variables
+        rank, world_size = variables.integer("RANK"), variables.integer("WORLD_SIZE")
         if world_size == 1:
             return Placement(rank=rank)
-        local_world_size = read.integer("LOCAL_WORLD_SIZE")
-        num_nodes = read.integer_or(max(1, world_size // max(1, local_world_size)), "GROUP_WORLD_SIZE")
+        local_world_size = variables.integer("LOCAL_WORLD_SIZE")
+        num_nodes = variables.integer_or(max(1, world_size // max(1, local_world_size)), "GROUP_WORLD_SIZE")
         return Placement(
             rank=rank,
             world_size=world_size,
-            local_rank=read.integer("LOCAL_RANK"),
+            local_rank=variables.integer("LOCAL_RANK"),
             local_world_size=local_world_size,
-            node_rank=read.integer_or(rank // max(1, local_world_size), "GROUP_RANK"),
+            node_rank=variables.integer_or(rank // max(1, local_world_size), "GROUP_RANK"),
             num_nodes=num_nodes,
         )
 

@@ -47,7 +47,7 @@ class Processes:
         self._context = context
         self._scratch = scratch
         self._failures: dict[int, Failure] = {}
-        self._ended_by_us: set[int] = set()
+        self._terminated_ranks: set[int] = set()
         self.store: Store | None = None
         """The store in which ranks report failures that they could not write to a file. `end` sets it to None."""
 
@@ -114,7 +114,9 @@ class Processes:
     def failures(self) -> list[Failure]:
         """Return the failures of the ranks, from their reports or else from their exit codes."""
         for rank, code in self.exit_codes().items():
-            if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
+            if rank in self._terminated_ranks or (
+                rank in self._failures and self._failures[rank].exit_code is not None
+            ):
                 continue
             report = self._read_error_file(rank) or (self._read_store(rank) if code else None)
             if report is not None:
@@ -135,7 +137,7 @@ class Processes:
         if result.is_failed():
             # A process failed after all ranks had returned, and elastic terminated the other processes.
             failed = {self._first_rank + index for index in result.failures}
-            self._ended_by_us |= {
+            self._terminated_ranks |= {
                 rank for rank, code in self.exit_codes().items() if self._ended_by_sigterm(rank, code)
             } - failed
             return None
@@ -163,7 +165,7 @@ class Processes:
         return None
 
     def send(self, number: int) -> None:
-        """Send a signal to the processes that are still running."""
+        """Send the signal ``number`` to the processes that are still running."""
         for rank, code in self.exit_codes().items():
             if code is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -174,11 +176,11 @@ class Processes:
         return any(None not in self.exit_codes().values() for _ in polls(seconds))
 
     def end(self, *, kill: bool = False) -> None:
-        """Terminate running processes and remove their error files.
+        """Terminate running processes and remove the error files of all processes.
 
-        With ``kill``, the processes get SIGKILL at once. Otherwise they get SIGTERM first, and SIGKILL if they go on.
+        With ``kill``, the processes get SIGKILL at once. Otherwise they get SIGTERM, and after 5 seconds SIGKILL.
         """
-        self._ended_by_us |= {rank for rank, code in self.exit_codes().items() if code is None}
+        self._terminated_ranks |= {rank for rank, code in self.exit_codes().items() if code is None}
         self.store = None
         with _silence_loggers():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
@@ -190,7 +192,7 @@ class Processes:
 
 
 class _ReapingJoin:
-    """Replaces the `join` of torch's processes. Torch's `join` terminates all other processes when one has failed.
+    """Replaces the `join` of torch's processes, which terminates all other processes when one has failed.
 
     The other processes would get SIGTERM, which a run takes for preemption, and SIGKILL half a minute later. Torch's
     `join` also reads the error file of the failed process, and this file is truncated if the disk is full. This class

@@ -30,7 +30,7 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def this_rank() -> int:
-    """Return the global rank of this process, or 0 if it is not known yet."""
+    """Return the global rank of this process, or 0 if the rank is not known yet."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     world = current_world()

@@ -13,11 +13,11 @@ from drivetrain.errors import ConfigurationError
 def rerun_command() -> list[str]:
     """Return the command line that runs this script again.
 
-    It consists of the interpreter, the options of the interpreter, the script or module, and the current arguments in
-    ``sys.argv``. A script that has edited ``sys.argv`` passes on the edited arguments.
+    The command line consists of the interpreter, the options of the interpreter, the script or module, and the current
+    arguments in ``sys.argv``. A script that has edited ``sys.argv`` passes on the edited arguments.
 
     Raises:
-        ConfigurationError: there is no script, or this process does not run it from the start.
+        ConfigurationError: there is no script, or running the script again would not repeat this process's work.
     """
     reason = why_not_rerun()
     if reason is not None:
@@ -42,17 +42,17 @@ def rerun_command() -> list[str]:
 def why_not_rerun() -> str | None:
     """Return why the script of this process cannot or should not be run again, or None if it can be run again."""
     if multiprocessing.parent_process() is not None:
-        return "this process was started by multiprocessing to run a function, which its script does not repeat"
+        return "multiprocessing started this process to call a function, which running the script again would not call"
     if not sys.executable:
         return "Python is embedded in another program, and there is no interpreter to start"
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if file is None or not os.path.exists(file):
-        how = "python -c" if sys.argv[:1] == ["-c"] else "standard input, a REPL or a notebook"
-        return f"the program has no file: it comes from {how}"
+        source = "python -c" if sys.argv[:1] == ["-c"] else "standard input, a REPL or a notebook"
+        return f"the program has no file: it comes from {source}"
     from drivetrain.launchers._script_runners import runner  # imported only to start processes
 
-    running = runner()
-    if running is not None:
-        return f"{running} runs this code among other code, all of which would run again"
+    program = runner()
+    if program is not None:
+        return f"{program} runs this code among other code, and all of that code would run again"
     return None

@@ -9,7 +9,7 @@ from types import FrameType
 # Maps modules of such programs, which appear on the call stack, to the name of the program.
 _CALLER_MODULES = {"_pytest": "pytest", "unittest.case": "unittest", "doctest": "doctest", "nose2": "nose2"}
 
-# Names of such programs, to recognize code that a program calls from another thread. The list also has servers.
+# Names of such programs, to recognize code that a program runs in another thread. The list also contains servers.
 _PROGRAMS = (
     *("pytest", "py.test", "unittest", "nose2", "behave", "asv"),
     *("celery", "gunicorn", "uvicorn", "hypercorn", "flask", "streamlit", "airflow", "luigi"),

@@ -1,4 +1,4 @@
-"""Forwards signals from the process that launched a run to the processes that it started."""
+"""Forwards signals from the process that launched a run to the processes of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.launchers._elastic import Processes
 
 
 class SignalForwarding:
-    """While active, forwards signals that this process gets to the processes that it started.
+    """Context manager in which signals to this process are forwarded to the processes of the ranks.
 
     Signals are forwarded only if the object is created in the main thread.
 

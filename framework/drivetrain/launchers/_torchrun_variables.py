@@ -1,4 +1,4 @@
-"""The environment variables of started processes. torchrun sets the same variables, so most libraries read them."""
+"""The environment variables of ranks. torchrun sets the same variables, and most libraries read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def torchrun_variables(placement: Placement, address: str, port: int, run_id: st
         placement: the rank of the process.
         address: the host of the store.
         port: the port of the store.
-        run_id: the name of the job, equal for all of its processes. The store refuses processes of other jobs.
+        run_id: the name of the job, equal for all processes of the job. The store refuses processes of other jobs.
     """
     return {
         "RANK": str(placement.rank),

@@ -1,4 +1,4 @@
-"""Chooses a launcher for `Fit(launcher=...)`, and holds the registry of launchers by name."""
+"""Chooses the launcher for `Fit(launcher=...)`, and registers launchers by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _ray() -> Launcher:
     return RayLauncher()
 
 
-_NAMES = EntryPointRegistry[Launcher](
+_REGISTRY = EntryPointRegistry[Launcher](
     "launcher",
     "drivetrain.launchers",
     Launcher,
@@ -31,19 +31,19 @@ _NAMES = EntryPointRegistry[Launcher](
         "fork": partial(FunctionLauncher, "fork"),
         "ray": _ray,
     },
-    why="it names the way to start processes",
-    instead="a Launcher object, such as RayLauncher(...)",
+    meaning="the name selects how the processes of a run are started",
+    alternatives="a Launcher object, such as RayLauncher(...)",
 )
 
-LAUNCHERS = _NAMES.ours
-"""The names of the launchers that come with drivetrain."""
+LAUNCHERS = _REGISTRY.builtin_names
+"""The accepted names of built-in launchers, including "auto"."""
 
 
 def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
     """Return the launcher for ``Fit(launcher=setting)``, for a run that has to start processes.
 
     Args:
-        setting: "auto", the name of a launcher, or a launcher, which is returned.
+        setting: "auto", the name of a launcher, or a launcher object, which is returned unchanged.
         num_local: the number of processes on this node.
 
     Raises:
@@ -55,32 +55,32 @@ def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
 
 
 def named_launcher(setting: str | Launcher) -> Launcher | None:
-    """Return the launcher that ``setting`` is or names, or None for "auto".
+    """Return ``setting`` if it is a launcher, the launcher with this name, or None for "auto".
 
-    The launcher is not checked.
+    `Launcher.check` is not called.
 
     Raises:
         ConfigurationError: no launcher has this name, or its entry point does not return a launcher.
     """
     if isinstance(setting, Launcher):
         return setting
-    return None if setting == "auto" else _NAMES.make(setting)
+    return None if setting == "auto" else _REGISTRY.make(setting)
 
 
 def _choose_automatically() -> Launcher:
     """Return a launcher that runs the script again, or a `FunctionLauncher` if the script cannot be run again.
 
-    A `FunctionLauncher` is for notebooks, REPLs and pytest. It forks if forking is safe, because functions and classes
-    that are defined in a notebook or a REPL exist only in forked processes.
+    A `FunctionLauncher` is for notebooks, REPLs and pytest. The launcher forks if forking is safe, because functions
+    and classes that are defined in a notebook or a REPL exist only in forked processes.
 
     Raises:
         ConfigurationError: this process is a Ray worker.
     """
     if _is_ray_worker():
         raise ConfigurationError(
-            "a task or actor of Ray, such as a trial of Ray Tune, asks for several devices",
-            "a Ray worker's program cannot be run again, and a fork of it deadlocks on threads that it lacks",
-            "use one device in each (Fit(devices=1)), or call fit in the driver, with launcher='ray'",
+            "a task or actor of Ray, such as a trial of Ray Tune, requests several devices",
+            "the script of a Ray worker cannot be run again, and a forked copy of the worker would deadlock",
+            "use one device in each task or actor (Fit(devices=1)), or call fit in the driver, with launcher='ray'",
         )
     if not is_interactive() and why_not_rerun() is None:
         return SubprocessLauncher()
@@ -94,7 +94,7 @@ def check_launcher(setting: object) -> None:
         ConfigurationError: no launcher has this name. The message suggests the closest known name.
     """
     if not isinstance(setting, Launcher):
-        _NAMES.check(setting)
+        _REGISTRY.check(setting)
 
 
 def is_interactive() -> bool:

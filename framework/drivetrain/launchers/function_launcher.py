@@ -39,8 +39,8 @@ class FunctionLauncher(Launcher):
     """Starts one process per rank, none of which is the caller, and waits until all have ended.
 
     Args:
-        start_method: "fork" copies this process, so that functions and classes of a notebook work; "spawn" starts a new
-            interpreter; "forkserver" forks a server that has imported torch once.
+        start_method: "fork" copies this process, so that functions and classes of a notebook work. "spawn" starts a new
+            interpreter. "forkserver" forks a server that has imported torch.
         grace: seconds that the other ranks get to stop after the first failure.
     """
 
@@ -51,13 +51,13 @@ class FunctionLauncher(Launcher):
         self._grace = grace
 
     def check(self, num_local: int) -> None:
-        """Raise an error if ``fork`` is not safe in this process."""
+        """Raise an error if the start method is "fork" and this process cannot be forked safely."""
         reason = why_not_fork() if self.start_method == "fork" else None
         if reason is not None:
             raise ConfigurationError(
                 f'launcher="fork" cannot start {num_local} processes here',
                 reason,
-                'use launcher="forkserver", with your definitions in a module, or start the run before that happens',
+                'use launcher="forkserver" with your definitions in a module, or start the run earlier in the program',
             )
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
@@ -66,7 +66,7 @@ class FunctionLauncher(Launcher):
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, address=address, port=port, pass_on=work.signals)
 
-        return work.elsewhere(call)
+        return work.run_in_other_processes(call)
 
     def launch(  # type: ignore[override]  # the caller gets no World
         self,
@@ -108,16 +108,16 @@ class FunctionLauncher(Launcher):
         """Call ``fn(*args)`` as `launch` does and return the values of all ranks of this node, by rank."""
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
-        hosts, forks = placement.rank == 0, self.start_method == "fork"
+        hosts_store, forks = placement.rank == 0, self.start_method == "fork"
         job, nodes = identify_new_job(placement), placement.num_nodes
-        listener = listen(address, port, nodes) if hosts and forks else None
-        store = host(address, port, num_nodes=nodes, job=job) if hosts and not forks else None
+        listener = listen(address, port, nodes) if hosts_store and forks else None
+        store = host(address, port, num_nodes=nodes, job=job) if hosts_store and not forks else None
         if listener is not None:
             port = listener.getsockname()[1]
         elif store is not None:
             port = store.port
-        jobs = [
-            _RankJob(
+        setups = [
+            _RankSetup(
                 self.start_method,
                 replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
                 address,
@@ -132,13 +132,13 @@ class FunctionLauncher(Launcher):
         ]
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
-        processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
+        processes = Processes.of_function(placement.rank, _run, [(setup, work) for setup in setups], self.start_method)
         forwarding = SignalForwarding(processes, pass_on)
         try:
             if listener is not None:
                 # The store is created only after the fork. A thread of the store holds a lock while it resolves the
                 # address of a peer, and in a process that is forked at that moment the lock would stay locked
-                # forever. Ranks that connect before the store exists wait for it.
+                # forever. Ranks that connect earlier wait until the store exists.
                 store = host_on(listener, address, job)
             processes.store = store
             with forwarding:
@@ -193,7 +193,9 @@ class FunctionLauncher(Launcher):
                 original.__cause__ = error
                 return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
-            error.fix += '; if the script has no `if __name__ == "__main__":`, put its work under one'
+            error.fix += (
+                '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
+            )
         return error
 
 
@@ -207,7 +209,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankJob:
+class _RankSetup:
     start_method: StartMethod
     placement: Placement
     address: str
@@ -215,20 +217,20 @@ class _RankJob:
     job: Job
     variables: dict[str, str]
     folder: str
-    workers_method: str | None
+    child_start_method: str | None
     listener: socket.socket | None
     """The listening socket of the caller's store, if the caller forks."""
 
 
-def _run(job: _RankJob, work: _Call | bytes) -> bytes:
+def _run(setup: _RankSetup, work: _Call | bytes) -> bytes:
     die_with_parent()
     # OpenMP's threads do not survive a fork. A forked process that waited for these threads would block forever.
-    forked = job.start_method == "fork"
-    torch.set_num_threads(1 if forked else suggested_threads(job.placement.local_world_size))
-    _restore_process_settings(job)
-    if job.listener is not None:
-        job.listener.close()
-    world = World("function", job.placement, job.address, job.port, job=job.job)
+    forked = setup.start_method == "fork"
+    torch.set_num_threads(1 if forked else suggested_threads(setup.placement.local_world_size))
+    _restore_process_settings(setup)
+    if setup.listener is not None:
+        setup.listener.close()
+    world = World("function", setup.placement, setup.address, setup.port, job=setup.job)
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work
@@ -240,21 +242,21 @@ def _run(job: _RankJob, work: _Call | bytes) -> bytes:
         raise
 
 
-def _restore_process_settings(job: _RankJob) -> None:
+def _restore_process_settings(setup: _RankSetup) -> None:
     """Restore the caller's environment variables, working directory and multiprocessing start method.
 
-    The fork server has the variables and the directory of the moment when the server was started. If the process kept
-    the start method by which it was started itself, each DataLoader worker would import torch again and take seconds.
+    The fork server has the variables and the directory of the moment when the server was started. Without the caller's
+    start method, DataLoader workers would be started like this process, import torch again, and take seconds to start.
     """
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
-    os.environ.update(job.variables)
-    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or DEFAULT_RUN_ID))
+    os.environ.update(setup.variables)
+    os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job.name or DEFAULT_RUN_ID))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
-    os.chdir(job.folder)
-    multiprocessing.set_start_method(job.workers_method, force=True)
-    # After a fork, torch creates its thread pool at first use. Autograd's device threads would all do so at the same
-    # time, and one of them would abort with "Invalid thread pool!".
+    os.chdir(setup.folder)
+    multiprocessing.set_start_method(setup.child_start_method, force=True)
+    # After a fork, torch creates its thread pool at first use, which is this call. Otherwise all of autograd's device
+    # threads would create the pool at the same time, and one of them would abort with "Invalid thread pool!".
     torch.set_num_threads(torch.get_num_threads())
 
 
@@ -263,7 +265,7 @@ def _load(work: bytes) -> _Call:
         call = pickle.loads(work)
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
-            f"the function or one of its arguments does not exist in the process started for it: {error}",
+            f"the function or one of its arguments does not exist in the started process: {error}",
             "definitions in a notebook, a REPL or a module that cannot be imported exist only in the process "
             "that made them",
             'use launcher="fork", or move the definitions into a module and import it',
@@ -281,7 +283,7 @@ def _check_nesting() -> None:
         raise ConfigurationError(
             f"rank {world.placement.rank} of {world.placement.world_size} cannot start processes for further ranks",
             "a launcher started this process for one rank",
-            "use the same number of processes, or 1 (every rank then runs on its own)",
+            f"use {world.placement.world_size} processes, or 1 process (every rank then runs separately)",
         )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -300,7 +302,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
         fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
         if runner() is not None:
             fix += (
-                ". Or create them in a function at the top level of the test's module, and call that on the ranks: "
+                ". Or create them in a function at the top level of the test module, and call it in each rank: "
                 "drivetrain.testing.run_distributed(function, 2)"
             )
         raise ConfigurationError(

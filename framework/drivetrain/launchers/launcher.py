@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Work(ABC):
-    """What a run does on each rank. The engine passes a `Work` to `Launcher.run`, which calls one of the two methods.
+    """The part of a run that every rank executes. `Launcher.run` gets a `Work` and calls one of its two methods.
 
     Attributes:
         device: the type of device that each rank uses, such as "cpu" or "cuda".
@@ -25,35 +25,34 @@ class Work(ABC):
     signals: Sequence[int]
 
     @abstractmethod
-    def here(self, world: World) -> Any:
+    def run_in_this_process(self, world: World) -> Any:
         """Run as one rank of ``world`` in this process, and return the result of the run.
 
-        This method is for launchers whose other processes reach the same call by themselves, for example because they
-        run the script again.
+        This method is for launchers whose other processes reach the same call by executing the caller's script.
         """
 
     @abstractmethod
-    def elsewhere(self, call: Callable[..., Any]) -> Any:
+    def run_in_other_processes(self, call: Callable[..., Any]) -> Any:
         """Run on ranks that are all in other processes, and return the result of the run.
 
         Afterwards the caller's module, trainer and callbacks have the state that a run in this process would leave.
 
         Args:
             call: ``call(function, *arguments)`` calls ``function(*arguments)`` on every rank and returns the value from
-                rank 0. ``function`` and ``arguments`` can be pickled if the user's module and data can be pickled. A
-                process in which ``function`` is called gets its rank from environment variables, those of
-                `torchrun_variables` or of a cluster.
+                rank 0. ``function`` and ``arguments`` can be pickled if the user's module and data can be pickled. On
+                each rank, the variables of `torchrun_variables` or of a cluster must be set before ``function`` is
+                called.
         """
 
 
 class Launcher:
     """Starts the processes of a run. A subclass implements `launch` or `run`.
 
-    Implement `launch` if the other processes reach the run by themselves and the caller is one of the ranks, for
-    example because the script is run again. Implement `run` if the caller sends a function to the other processes.
+    Implement `launch` if the caller is one of the ranks and the other processes execute the caller's script. Implement
+    `run` if the caller sends a function to the other processes.
 
-    Constructing a launcher starts nothing. The engine uses a launcher only if the run still needs processes. In
-    processes that a launcher, torchrun or a cluster has started, no launcher is used. Pass a launcher to
+    Constructing a launcher starts nothing. The engine uses a launcher only if the run needs processes that
+    neither torchrun, nor a cluster, nor another launcher has started. Pass a launcher to
     ``Fit(launcher=...)``. Alternatively, register a callable without arguments that returns a launcher in the
     entry-point group ``drivetrain.launchers``, and pass the name of the entry point.
     """
@@ -92,7 +91,7 @@ class Launcher:
             raise TypeError(f"{cls.__name__} implements neither launch, which returns a World, nor run")
 
     def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
-        """Start the other processes of this node, which reach the same run, and return the world of this process.
+        """Start the other processes of this node, which execute the same run, and return the world of this process.
 
         Args:
             placement: the placement of the caller, which is the first rank of its node.
@@ -108,7 +107,8 @@ class Launcher:
         """Start the processes, run ``work`` on every rank, and return the result of the run.
 
         Args:
-            work: what to run. `Work.here` runs it in this process too, and `Work.elsewhere` only in other processes.
+            work: what to run. Call `Work.run_in_this_process` if this process is a rank, and
+                `Work.run_in_other_processes` if it is not.
             placement: the placement of the first process on this node.
             address: as for `launch`.
             port: as for `launch`.
@@ -117,4 +117,4 @@ class Launcher:
             ConfigurationError: the processes cannot be started.
             RankFailedError: a rank raised or died.
         """
-        return work.here(self.launch(placement, address=address, port=port))
+        return work.run_in_this_process(self.launch(placement, address=address, port=port))

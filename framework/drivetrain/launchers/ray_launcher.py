@@ -20,8 +20,8 @@ from drivetrain.launchers.launcher import Launcher, Work
 
 Result = TypeVar("Result")
 
-# Lines of Ray's error for a dead actor that only identify the actor.
-_IDENTITY_LINES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
+# Ray's error about a dead actor has lines that only identify the actor. These are the prefixes of such lines.
+_IDENTITY_PREFIXES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
 
 
 class RayLauncher(Launcher):
@@ -59,7 +59,7 @@ class RayLauncher(Launcher):
         self._grace = grace
 
     def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
-        """Return the devices of each node of the run. The machine of the caller need not have such devices.
+        """Return the devices of each node of the run, which may differ from the devices of the caller's machine.
 
         Raises:
             ConfigurationError: ``devices`` is not a count.
@@ -80,7 +80,7 @@ class RayLauncher(Launcher):
         def call(fn: Callable[..., Any], *args: Any) -> Any:
             return self.launch(placement, fn, *args, device=work.device)
 
-        return work.elsewhere(call)
+        return work.run_in_other_processes(call)
 
     def launch(  # type: ignore[override]  # the caller gets no World
         self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
@@ -139,15 +139,15 @@ class RayLauncher(Launcher):
             if group.wait(self._patience):
                 return group
             ray.util.remove_placement_group(group)
-            why = f"other jobs use it; free: {_format_resources(ray.available_resources())}"
+            why = f"other jobs use the cluster, which has {_format_resources(ray.available_resources())} free"
         else:
             totals = [{name: node.get(name, 0) for name in bundle} for node in nodes]
-            why = f"its nodes have {', '.join(map(_format_resources, totals))}"
+            why = f"the nodes of the cluster have {', '.join(map(_format_resources, totals))}"
         raise ConfigurationError(
             f"The Ray cluster has no room for {placement.num_nodes} node(s) of {placement.local_world_size} worker(s) "
             f"with {_format_resources(resources)} each",
             why,
-            "ask for fewer devices or nodes, for less with RayLauncher(resources_per_worker=...), or add machines",
+            "use fewer devices or nodes, reserve less with RayLauncher(resources_per_worker=...), or add machines",
         )
 
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
@@ -183,7 +183,7 @@ def _import_ray() -> Any:
         importlib.import_module("ray.util")
     except ImportError as error:
         raise ConfigurationError(
-            "launcher='ray', and ray cannot be imported", str(error), "pip install 'drivetrain[ray]'"
+            "launcher='ray' needs ray, which cannot be imported", str(error), "pip install 'drivetrain[ray]'"
         ) from error
     return ray
 
@@ -207,7 +207,7 @@ def _placement_of(first: Placement, rank: int) -> Placement:
 
 
 def _devices_of(place: Placement, locations: Sequence[WorkerLocation]) -> list[str]:
-    """Return the devices of all workers of the node, by local rank. Each rank selects one of them by its local rank."""
+    """Return the devices of all workers on the node of ``place``, by local rank."""
     begin = place.node_rank * place.local_world_size
     return [device for location in locations[begin : begin + place.local_world_size] for device in location.devices]
 
@@ -221,9 +221,9 @@ def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
         # The actor was killed, ran out of memory or was lost with its machine. Ray's text gives the actor and the
         # reason.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = [line for line in lines if not line.startswith(_IDENTITY_LINES)]
-        where = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
-        return Failure(rank, message=f"died{where}: {' '.join(reason[1:] or reason)}")
+        reason = [line for line in lines if not line.startswith(_IDENTITY_PREFIXES)]
+        location = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
+        return Failure(rank, message=f"died{location}: {' '.join(reason[1:] or reason)}")
 
 
 def _all_or_raise(outcomes: list[Any]) -> list[Any]:
@@ -246,7 +246,7 @@ def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except Exception as error:
         raise ConfigurationError(
             f"launcher='ray' cannot send the function and its arguments to the workers: {error}",
-            "they are pickled to be sent",
+            "the function and its arguments are pickled to be sent",
             "leave out open files, locks and connections",
         ) from error
     return work

@@ -52,7 +52,7 @@ class SubprocessLauncher(Launcher):
     def command(self) -> list[str]:
         """Return the command line of the other ranks.
 
-        Override this method to prefix a program that execs the command, such as ``nice``.
+        Override this method to run the command through another program that execs it, such as ``nice``.
 
         Raises:
             ConfigurationError: there is no script, or the script cannot be run again.
@@ -77,7 +77,7 @@ class SubprocessLauncher(Launcher):
         if placement.local_rank != 0:
             raise ConfigurationError(
                 f"local rank {placement.local_rank} cannot start the other processes of its node",
-                "only the first process of a node starts them",
+                "only the first process of a node starts the others",
                 "pass the placement of the first process",
             )
         command = self.command()
@@ -111,7 +111,7 @@ class SubprocessLauncher(Launcher):
         return Processes.of_script(placement.rank + 1, command, variables)
 
     def _finish(self, world: World, processes: Processes) -> None:
-        """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with the code of a failure."""
+        """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with a failed rank's code."""
         if not world.is_current_process:
             return
         error = getattr(sys, "last_value", None)
@@ -123,7 +123,9 @@ class SubprocessLauncher(Launcher):
         if error is not None:
             return
         failures += [
-            Failure(rank, message=f"did not end within {grace:g} s of rank {world.placement.rank}, and was stopped")
+            Failure(
+                rank, message=f"did not end within {grace:g} s after rank {world.placement.rank}, and was terminated"
+            )
             for rank in late
         ]
         if failures:
@@ -139,20 +141,20 @@ def _reuse_world(world: World, placement: Placement) -> World:
         raise DistributedError(
             f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
             "every rank has to make the same calls in the same order",
-            "look for an `if` on the rank around the end of the script, or an early `sys.exit()`",
+            "look for an early `sys.exit()`, or an `if` that depends on the rank near the end of the script",
         )
     if world.placement.world_size != placement.world_size:
         raise ConfigurationError(
             f"{placement.world_size} processes are requested, but this script runs in {world.placement.world_size}",
-            "an earlier fit, validate, test or predict started its processes, which live until it ends",
-            f"use {world.placement.world_size} again, or 1 (every rank then runs on its own)",
+            "an earlier fit, validate, test or predict started the processes, which live until the script ends",
+            f"use {world.placement.world_size} processes again, or 1 (every rank then runs separately)",
         )
     return world
 
 
 def _exit_with(failure: Failure) -> None:
     # Only `os._exit` changes the exit code while the interpreter exits. `os._exit` skips flushing, so the streams are
-    # flushed here. It also skips the functions that were registered with atexit before the launch.
+    # flushed here. `os._exit` also skips functions that were registered with atexit before the launch.
     print(failure.one_line_summary(), file=sys.stderr)  # the rank itself has printed its traceback
     logging.shutdown()
     sys.stdout.flush()

@@ -26,9 +26,9 @@ PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
 JOB_VARIABLE = "_DRIVETRAIN_JOB"
 
-_MEET_PAUSE = 0.02  # seconds
+_MEET_PAUSE = 0.02  # seconds between two checks of whether all ranks have arrived
 _CONNECT_LIMIT = timedelta(seconds=300)
-_CONNECT_LIMIT_HERE = timedelta(seconds=5)  # torch tries twice
+_CONNECT_LIMIT_ONE_NODE = timedelta(seconds=5)  # torch tries to connect twice, so the limit is 10 seconds in effect
 
 
 class World:
@@ -60,7 +60,7 @@ class World:
         self._store = store
         self._processes = processes
         self._job = job  # None if the store does not hold the identity of its job
-        self._refused: RuntimeError | ConfigurationError | None = None
+        self._connection_error: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
         self.signal_exit_code: int | None = None
@@ -79,22 +79,22 @@ class World:
     def store(self, prefix: str) -> Store:
         """Return the key-value store that all processes share, with ``prefix`` prepended to its keys.
 
-        The store exists as long as the caller on the first node, which hosts it.
+        The caller on the first node hosts the store, which exists as long as this caller.
 
         Raises:
             ConfigurationError: the store at this address belongs to another job.
         """
-        if self._refused is not None:
-            raise self._refused  # raised again if the run looks for reports of other ranks while it ends
+        if self._connection_error is not None:
+            raise self._connection_error  # a failing run calls this method again to read the reports of other ranks
         if self._store is None:
             # On one machine, the store exists before this process starts, or as soon as all processes are forked.
-            limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
+            limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_ONE_NODE
             try:
                 store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
                 if self._job is not None:
                     admit(store, self._job, self.placement.rank, self.address, self.port)
             except (RuntimeError, ConfigurationError) as error:
-                self._refused = error
+                self._connection_error = error
                 raise
             store.set_timeout(_CONNECT_LIMIT)
             self._store = store
@@ -120,15 +120,15 @@ class World:
                 raise DistributedError(
                     f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
                     "every rank has to make the same calls in the same order",
-                    "look for an `if` on the rank around the end of the script, or an early `sys.exit()`",
+                    "look for an early `sys.exit()`, or an `if` that depends on the rank near the end of the script",
                 )
             time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
         """Return the failures of the processes that this process started.
 
-        A process that started none returns the first failure that its launcher published. A call is cheap enough to
-        poll while waiting.
+        A process that started no other processes returns the first failure that its launcher published. The method is
+        cheap enough to be polled while waiting.
         """
         if self._processes is not None:
             return self._processes.failures()
@@ -168,8 +168,8 @@ class World:
 def identify_new_job(placement: Placement) -> Job:
     """Return the identity of the job whose processes this process is about to start.
 
-    On one node the identity is new. On several nodes it consists of properties that all nodes share, because each node
-    starts processes before the nodes can agree on a name.
+    On one node the identity is new. On several nodes the identity consists of properties that all nodes share, because
+    each node starts processes before the nodes can agree on a name.
     """
     if placement.num_nodes == 1:
         return Job.new()
@@ -180,7 +180,7 @@ _world: World | None = None
 
 
 def current_world() -> World | None:
-    """Return the world that this process belongs to, or None if it is not part of a launched run.
+    """Return the world that this process belongs to, or None if no launcher has started this process.
 
     In a process that runs the caller's script again, the first call connects the process to the caller. From then on
     the process ends when the caller ends, and reports its errors to the caller.
@@ -203,11 +203,11 @@ def _join() -> World | None:
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if os.getppid() != parent:
         if _is_alive(parent):
-            return None  # a process that a rank started for its own purposes
+            return None  # a rank started this process, which is not part of the run
         raise DistributedError(
             f"the process that started rank {os.environ.get('RANK')} has ended",
             f"process {parent} hosts the store where all ranks meet",
-            "see what it printed last, then run the script again",
+            "read the last output of that process, then run the script again",
         )
     environment = TorchrunEnvironment()
     job = os.environ.get(JOB_VARIABLE)

@@ -35,9 +35,9 @@ _NAMES = EntryPointRegistry[Logger](
     "drivetrain.loggers",
     Logger,  # type: ignore[type-abstract]
     {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow},
-    words=(),
-    why="it names a logger",
-    instead="a drivetrain.Logger, a list of both, True, False or None",
+    other_values=(),
+    meaning="the name selects a logger",
+    alternatives="a drivetrain.Logger, a list of both, True, False or None",
 )
 
 

@@ -1,4 +1,4 @@
-"""Example inputs, with which a module is called when there is no batch."""
+"""Arguments of ``forward`` from example inputs, which are used when there is no batch."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def example_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether ``module`` implements ``forward``, since the method of `torch.nn.Module` only raises an error."""
+    """Return whether ``module`` implements ``forward``, because ``torch.nn.Module.forward`` only raises an error."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

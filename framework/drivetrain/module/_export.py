@@ -1,4 +1,4 @@
-"""Export of a module's forward, by torch.export and to ONNX."""
+"""Exports the forward of a module to ONNX or as a program of torch.export."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str
     for name, instead in _RESERVED_ARGUMENTS.items():
         if name in kwargs:
             raise ConfigurationError(
-                f"to_onnx got {name}=.", "it passes this to torch.onnx.export itself.", f"pass {instead}."
+                f"to_onnx got {name}=.", "to_onnx itself passes this argument to torch.onnx.export.", f"pass {instead}."
             )
     if not kwargs.setdefault("dynamo", True):
         raise ConfigurationError(
             "to_onnx got dynamo=False.",
-            "that exporter uses TorchScript, which PyTorch no longer develops.",
+            "the exporter without dynamo uses TorchScript, which PyTorch no longer develops.",
             "omit dynamo, or call torch.onnx.export(module.eval(), ..., dynamo=False) yourself.",
         )
     if not (file_path is None or hasattr(file_path, "write")):
@@ -56,8 +56,8 @@ def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str
     kwargs["dynamic_shapes"] = _resolve_dynamic_shapes(kwargs.get("dynamic_shapes"), dimensions)
     external_data = kwargs.pop("external_data", None)
     kwargs.setdefault("verbose", False)
-    with _tracing(module, "to_onnx", input_sample) as (args, named):
-        program = torch.onnx.export(module, args, kwargs=named, **kwargs)
+    with _tracing(module, "to_onnx", input_sample) as (forward_args, forward_kwargs):
+        program = torch.onnx.export(module, forward_args, kwargs=forward_kwargs, **kwargs)
     assert program is not None  # Only TorchScript's exporter returns None.
     _check_dynamic_sizes(program, dimensions)
     if isinstance(file_path, str):
@@ -81,8 +81,8 @@ def _validate_path(file_path: Any) -> str:
     if not isinstance(path, str) or not path or path.endswith("/") or os.path.isdir(path):
         raise ConfigurationError(
             f"to_onnx(file_path={file_path!r}) cannot be written.",
-            "it is not the name of a file.",
-            'pass one, such as "model.onnx", an fsspec URL, or a file that is open for writing bytes.',
+            "the value is not the name of a file.",
+            'pass a file name, such as "model.onnx", an fsspec URL, or a file that is open for writing bytes.',
         )
     return path
 
@@ -94,27 +94,27 @@ def _check_dynamic_sizes(program: ONNXProgram, dimensions: dict[str, Any]) -> No
     if fixed:
         shapes = {str(value.name): str(value.shape) for value in program.model.graph.inputs}
         raise ConfigurationError(
-            f"to_onnx: {listed(fixed)} cannot vary; the inputs are {shapes}.",
-            "forward supports only the sample's size, like a linear layer for its number of features.",
-            "omit it from dynamic_shapes, or make forward work for any size.",
+            f"to_onnx: {listed(fixed)} cannot vary, and the inputs have the shapes {shapes}.",
+            "forward supports only the size of the sample, as a linear layer supports only one number of features.",
+            "omit the size from dynamic_shapes, or make forward work for any size.",
         )
 
 
 def export_program(module: Any, input_sample: Any, kwargs: dict[str, Any]) -> ExportedProgram:
     """Export by `torch.export`; see `TrainModule.export`."""
     kwargs["dynamic_shapes"] = _resolve_dynamic_shapes(kwargs.get("dynamic_shapes"))
-    with _tracing(module, "export", input_sample) as (args, named):
-        return torch.export.export(module, args, named, **kwargs)
+    with _tracing(module, "export", input_sample) as (forward_args, forward_kwargs):
+        return torch.export.export(module, forward_args, forward_kwargs, **kwargs)
 
 
 @contextmanager
 def _tracing(module: Any, method: str, sample: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context manager in eval mode that yields the arguments to trace with, and then restores modes and generators."""
+    """Yield the arguments to trace with, in eval mode. On exit, restore the modes of all layers and the generators."""
     name = type(module).__name__
     if not has_forward(module):
         raise ConfigurationError(
             f"{name} has no forward, so {method} has nothing to export.",
-            "it exports what module(x) computes.",
+            f"{method} exports what module(x) computes.",
             f"implement {name}.forward(self, x) with the computation for inference.",
         )
     if sample is None:
@@ -129,9 +129,9 @@ def _tracing(module: Any, method: str, sample: Any) -> Iterator[tuple[tuple[Any,
     _check_weights(module, method)
     device = module.device
     moved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
-    args, named = example_arguments(moved)
+    forward_args, forward_kwargs = example_arguments(moved)
     with in_eval_mode(module), preserved_generators(device):
-        yield args, named
+        yield forward_args, forward_kwargs
 
 
 def _check_weights(module: nn.Module, method: str) -> None:
@@ -148,16 +148,16 @@ def _check_weights(module: nn.Module, method: str) -> None:
     if shards:
         raise ConfigurationError(
             f"{name}.{method}: this rank holds shards of {listed(shards)}.",
-            "a program contains whole weights, and the strategy has sharded these over the ranks.",
-            f"call it after the run, when the module is a plain nn.Module again, or on one from a checkpoint: "
+            "a program contains whole weights, but the strategy has sharded the weights over the ranks.",
+            f"call {method} after the run, when the module is a plain nn.Module again, or load a checkpoint: "
             f"{name}.load_from_checkpoint(path).{method}(...).",
         )
     if on_meta or lazy:
         state = "are on the meta device" if on_meta else "have no shape yet"
         raise ConfigurationError(
             f"{name}.{method}: {listed(on_meta or lazy)} {state}.",
-            "a program contains weights, and these have no values.",
-            f"load them first, as {name}.load_from_checkpoint(path) does, or train the module.",
+            "a program contains weights, but these weights have no values yet.",
+            f"load the weights first, as {name}.load_from_checkpoint(path) does, or train the module.",
         )
 
 
@@ -178,7 +178,7 @@ def _resolve_dynamic_shapes(shapes: Any, dimensions: dict[str, Any] | None = Non
 def _write_atomically(program: ONNXProgram, path: str, external_data: bool | None) -> None:
     """Write the program to a temporary folder next to ``path``, then move its files into place.
 
-    The file with external weights is moved before the program's file, which refers to it.
+    A file with external weights is moved first, because the program's file refers to it.
     """
     filesystem, root = filesystem_of(path)
     folder, _, name = root.replace(os.sep, "/").rpartition("/")
@@ -196,5 +196,5 @@ def _write_atomically(program: ONNXProgram, path: str, external_data: bool | Non
                     filesystem.put_file(source, target)
     except OSError as error:
         raise CheckpointError(
-            f"{path!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+            f"{path!r} could not be written: {error}.", "", "check the path, the permissions and the free space."
         ) from error

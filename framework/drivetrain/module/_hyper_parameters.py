@@ -44,9 +44,9 @@ class HyperParametersMixin:
         """Save the arguments of ``__init__`` in `hparams`, which every checkpoint contains.
 
         Args:
-            names: the arguments to save; no names mean all arguments. Alternatively a single mapping or
-                `argparse.Namespace` whose values are saved. If this object is an argument of ``__init__``,
-                ``load_from_checkpoint`` passes the saved values as that argument.
+            names: the names of the arguments to save. Without names, all arguments are saved. Alternatively a single
+                mapping or `argparse.Namespace` whose values are saved. If the mapping or namespace is an argument of
+                ``__init__``, ``load_from_checkpoint`` passes the saved values as that argument.
             ignore: the names to omit.
             logger: whether to pass the hyper-parameters to the run's loggers.
 
@@ -75,8 +75,8 @@ def _validate_names(names: Sequence[Any]) -> list[str]:
         if not isinstance(name, str):
             raise ConfigurationError(
                 f"save_hyperparameters got a {type(name).__name__}.",
-                "it takes names of arguments of __init__, or one mapping or argparse.Namespace.",
-                "convert it, as save_hyperparameters(dataclasses.asdict(config)), or call it without arguments.",
+                "save_hyperparameters takes names of arguments of __init__, or one mapping or argparse.Namespace.",
+                "convert the value, as in save_hyperparameters(dataclasses.asdict(config)), or pass no arguments.",
             )
     return list(names)
 
@@ -87,22 +87,24 @@ def hyper_parameters_argument(owner: HyperParametersMixin) -> str:
 
 
 def logged_hyper_parameters(owner: HyperParametersMixin) -> Mapping[str, Any]:
-    """Return the hyper-parameters for loggers, which are none after ``save_hyperparameters(logger=False)``."""
+    """Return the hyper-parameters for loggers, or no hyper-parameters after ``save_hyperparameters(logger=False)``."""
     return owner.hparams if owner.__dict__.get("_logs_hyper_parameters", True) else {}
 
 
 def collect_init_arguments(owner: object, names: Sequence[str], ignore: str | Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of ``owner``'s active ``__init__`` calls, where arguments of subclasses take precedence.
+    """Return the arguments of ``owner``'s ``__init__`` methods that are on the call stack, those of subclasses first.
+
+    If a base class has an argument of the same name, the value from the subclass is returned.
 
     Raises:
-        ConfigurationError: there is no active ``__init__``, a name is unknown, or JSON cannot represent a value.
+        ConfigurationError: no ``__init__`` is on the call stack, a name is unknown, or JSON cannot represent a value.
     """
     arguments = _init_arguments(owner)
     if not arguments and names:
         raise ConfigurationError(
             f"save_hyperparameters({', '.join(map(repr, names))}) found no arguments.",
             "it reads the arguments of the __init__ from which it is called.",
-            "call it in __init__.",
+            "call save_hyperparameters in __init__.",
         )
     unknown = [name for name in names if name not in arguments]
     if unknown:

@@ -1,4 +1,4 @@
-"""ModuleHooks: the hooks that a module may override, called at the same points as a `Callback`'s."""
+"""ModuleHooks: the hooks that a module may override, called at the same points as the hooks of a `Callback`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 
 class ModuleHooks:
-    """Empty hooks. The loops do not call a hook that a subclass does not override."""
+    """Empty hooks. The loops call only hooks that a subclass overrides."""
 
-    # The run
+    # Setup, teardown, failures and checkpoints
 
     def prepare_data(self) -> None:
-        """Download or unpack data. Called in one process per node, before `setup`; do not set state here."""
+        """Download or unpack data. Called before `setup` in one process per node, so do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Called on every rank before the loaders are built; ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Called on every rank before the loaders are built. ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Called last, also after a failure."""
+        """Called at the end of a run, also after a failure."""
 
     def configure_model(self) -> None:
         """Build or replace layers under the strategy's device and dtype contexts.
@@ -28,14 +28,14 @@ class ModuleHooks:
         """
 
     def configure_callbacks(self) -> Any:
-        """Return a callback, or a list of them, to add to the run's callbacks."""
+        """Return a callback, or a list of callbacks, to add to the callbacks of the run."""
         return []
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when the run raised an exception, which is re-raised afterwards."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add JSON-serializable values or tensors to ``checkpoint``, a dict for this module's own use."""
+        """Add JSON-serializable values or tensors to ``checkpoint``, a dict that only this module uses."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` added."""
@@ -81,7 +81,7 @@ class ModuleHooks:
     # Batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Transform a batch of the loader, before it is moved to the device."""
+        """Transform a batch of the loader before the batch is moved to the device."""
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

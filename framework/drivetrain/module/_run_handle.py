@@ -9,7 +9,7 @@ from drivetrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
 
-_UNCOPIED_ATTRIBUTES = ("_trainer", "_last_trainer", "_held")
+_UNCOPIED_ATTRIBUTES = ("_trainer", "_last_trainer", "_is_locked")
 
 
 class RunHandle:
@@ -23,7 +23,7 @@ class RunHandle:
 
     @property
     def trainer(self) -> RunContext:
-        """The `Fit` that is running or ran last, as a `RunContext`. It may be set before a run.
+        """The `Fit` that is running or ran last, as a `RunContext`. A trainer may also be set before a run.
 
         Raises:
             ConfigurationError: there is no current or last run.
@@ -32,8 +32,8 @@ class RunHandle:
         if trainer is None:
             raise ConfigurationError(
                 f"{type(self).__name__} is not in a run, so it has no trainer.",
-                "fit, validate, test and predict set it.",
-                "read it in a step or a hook, or after the run; before it, set module.trainer = trainer.",
+                "fit, validate, test and predict set trainer.",
+                "read trainer in a step or a hook, or after the run. To use it earlier, set module.trainer.",
             )
         return trainer
 
@@ -42,8 +42,8 @@ class RunHandle:
         if self._trainer is not None and trainer is not self._trainer:
             raise ConfigurationError(
                 f"{type(self).__name__}.trainer was set during a run.",
-                "the run continues with its own trainer, and the two would disagree.",
-                "set it before or after the run.",
+                "the run uses another trainer, and the two would contradict each other.",
+                "set trainer before or after the run.",
             )
         self.__dict__["_last_trainer"] = trainer
 
@@ -60,7 +60,7 @@ class RunHandle:
             raise ConfigurationError(
                 f"{type(self).__name__} is not in a run, which {operation} needs.",
                 "metrics and collectives are available only while fit, validate, test or predict runs.",
-                "call it from a step or a hook; to try a step by hand, run it with Fit(fast_dev_run=True).",
+                "call it from a step or a hook. To try out a step, use Fit(fast_dev_run=True).",
             )
         return self._trainer
 

@@ -1,4 +1,4 @@
-"""Rebuild a module from the hyper-parameters in a checkpoint."""
+"""Rebuilds a module or a data module from the hyper-parameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedArguments:
     Attributes:
         path: the checkpoint's path.
         hyper_parameters: the saved hyper-parameters.
-        secrets: the names of the hyper-parameters that were not saved because they are secrets; nested names are joined
+        secrets: the names of the hyper-parameters that were not saved because they are secrets. Nested names are joined
             by dots.
         argument: the name of the single argument that holds all hyper-parameters; "" if each hyper-parameter is an
             argument.
@@ -134,12 +134,12 @@ class SavedArguments:
         others = [name for name in names if name not in self.secrets]
         why = f"save_hyperparameters() saved these: {', '.join(self.hyper_parameters) or 'none'}." if others else ""
         if secrets:
-            why = f"checkpoints do not contain secrets, and by its name {listed(secrets)} is one. {why}".rstrip()
+            why = f"checkpoints do not contain secrets, such as {listed(secrets)}. {why}".rstrip()
         hint = "" if self.hyper_parameters or self.secrets else ", and call self.save_hyperparameters() in __init__"
         return CheckpointError(
             f"{owner.__name__} needs {listed(names)}, which is not among the hyper-parameters of {self.path!r}.",
             why,
-            f"pass it, as {owner.__name__}.load_from_checkpoint(path, {'=..., '.join(names)}=...){hint}.",
+            f"pass the value, as in {owner.__name__}.load_from_checkpoint(path, {'=..., '.join(names)}=...){hint}.",
         )
 
     def _removed_error(
@@ -148,18 +148,18 @@ class SavedArguments:
         ignored = repr(names[0]) if len(names) == 1 else f"({', '.join(map(repr, names))})"
         call = f"{owner.__name__}.load_from_checkpoint(path, ignore={ignored}"
         needed = "".join(f", {name}=..." for name in missing)
-        renamed = "" if missing else f"; if it has another name now, pass that as well: {call}, other_name=...)"
+        renamed = "" if missing else f"; if it was renamed, also pass it by the new name: {call}, new_name=...)"
         suggestion = nearest(names[0], [name for name in accepted if name not in self.hyper_parameters])
         return CheckpointError(
             f"{owner.__name__} does not take {listed(names)}, which is among the hyper-parameters of {self.path!r}."
             f"{suggestion}",
             f"__init__ takes {', '.join(accepted) or 'no arguments'}: the checkpoint was written by another version of "
             "the class, or by another class.",
-            f"omit it, as {call}{needed}){renamed}.",
+            f"omit it, as in {call}{needed}){renamed}.",
         )
 
     def _explain_base_error(self, owner: type, message: str, arguments: Mapping[str, Any]) -> CheckpointError | None:
-        """Return the error for a `TypeError` from a base class's ``__init__``; None for another cause."""
+        """Return the error for a `TypeError` from a base class's ``__init__``, or None if the cause is another one."""
         match = _SIGNATURE_ERROR.match(message)
         if match is None or match["owner"] not in {base.__name__ for base in owner.__mro__}:
             return None
@@ -184,7 +184,7 @@ class SavedArguments:
             first = missing_secrets[0].partition(".")[0]
             warnings.warn(
                 f"{owner.__name__} is built without {listed(missing_secrets)}: checkpoints do not contain secrets. "
-                f"Pass them, as {owner.__name__}.load_from_checkpoint(path, {first}=...).",
+                f"Pass them, as in {owner.__name__}.load_from_checkpoint(path, {first}=...).",
                 stacklevel=4,
             )
 
@@ -198,7 +198,7 @@ def resolve_checkpoint_path(owner: type, path: Any, checkpoint_path: Any) -> Any
     if (path is None) == (checkpoint_path is None):
         raise ConfigurationError(
             f"{owner.__name__}.load_from_checkpoint got {'no path' if path is None else 'two paths'}.",
-            "it loads one checkpoint.",
+            "load_from_checkpoint loads one checkpoint.",
             f"write {owner.__name__}.load_from_checkpoint(path).",
         )
     return checkpoint_path if path is None else path
@@ -208,7 +208,7 @@ def read_hyper_parameters(path: Any) -> dict[str, Any]:
     """Read hyper-parameters from a JSON file, or from a YAML file if PyYAML is installed.
 
     Raises:
-        ConfigurationError: the file is neither, or does not contain a mapping.
+        ConfigurationError: the file is neither JSON nor YAML, or does not contain a mapping.
     """
     path = os.path.expanduser(os.fspath(path))
     if path.endswith((".yaml", ".yml")):

@@ -31,7 +31,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     """
 
     automatic_optimization: bool = True
-    """If False, `training_step` calls backward and steps the optimizers itself (`manual_backward`, `optimizers`)."""
+    """If False, `training_step` itself runs backward and steps, with `manual_backward` and `optimizers`."""
 
     example_input_array: Any = None
     """An example input of ``forward``: a tensor, a tuple of arguments, or a dict of arguments by name.
@@ -42,15 +42,16 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     strict_loading: bool = True
     """If False, a run and `load_from_checkpoint` skip weights whose names do not match, with a warning."""
 
-    _held = False
+    _is_locked = False
 
     # Methods that users implement. A step method takes `batch` and optionally `batch_idx` and `dataloader_idx`. The
     # signatures here accept any further arguments, so that type checkers accept each form.
 
     def training_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch (one process only).
+        """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch.
 
-        Like the other step methods, `training_step` may take ``batch`` and ``batch_idx``, or only ``batch``.
+        None is supported in a single process only. Like the other step methods, `training_step` may take ``batch`` and
+        ``batch_idx``, or only ``batch``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
@@ -73,8 +74,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     def batch_weight(self, batch: Any) -> int | float | torch.Tensor:
         """Return the number of items over which the micro-batch's loss is a mean; by default its number of samples.
 
-        ``batch`` is what the loader returned, before its transfer to the device. A window's gradient is the mean of its
-        micro-batches' gradients over all ranks, weighted by the returned numbers.
+        ``batch`` is what the loader returned, before the transfer to the device. The gradient of an optimizer step is
+        the mean of the gradients of its micro-batches on all ranks, weighted by the returned numbers.
         """
         raise NotImplementedError  # The engine calls this method only if it is overridden.
 
@@ -94,7 +95,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         """Return the prediction loader or loaders, if none are passed to the run."""
         raise NotImplementedError
 
-    # Parts of an optimizer step and of the batch transfer that can be overridden
+    # Overridable steps of the loop: clipping, optimizer and scheduler steps, and the batch transfer
 
     def configure_gradient_clipping(
         self,
@@ -114,12 +115,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     ) -> None:
         """Step one optimizer.
 
-        ``optimizer.step`` applies the precision (fp16 unscaling, for example). The closure returns the window's loss.
+        ``optimizer.step`` also applies the precision, for example the unscaling of fp16. The closure returns the loss
+        of the accumulation window.
         """
         optimizer.step(closure=optimizer_closure)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step one scheduler, with the value of its monitored metric if it monitors one."""
+        """Step one scheduler. ``metric`` is the value of the monitored metric, or None if no metric is monitored."""
         if metric is None:
             scheduler.step()
         else:
@@ -227,19 +229,20 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         Args:
             name: the metric's name, the same on every rank.
             value: a number (Python's or NumPy's), a tensor or array of one element, or a `torchmetrics.Metric`.
-            on_step: log each step's value. Default: in `training_step`.
-            on_epoch: log the epoch's value, reduced over all ranks. Default: everywhere else.
+            on_step: log each step's value. By default True in `training_step` and False elsewhere.
+            on_epoch: log the epoch's value, reduced over all ranks. By default False in `training_step` and True
+                elsewhere.
             prog_bar: show the value in the progress bar.
             logger: send the value to the loggers.
-            reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch, or torch's or Python's
-                function of that name.
+            reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch, or the function of torch
+                or Python with one of these names.
             batch_size: the weight of this value in a mean; by default the micro-batch's number of samples.
-            sync_dist: False does not reduce the epoch's value over ranks. True also reduces each step's value, when it
-                is flushed.
+            sync_dist: None reduces only the epoch's value over ranks, and False reduces no value. True also reduces
+                each step's value, when the value is sent to the loggers.
             add_dataloader_idx: append ``/dataloader_idx_i`` to the name if there are several loaders.
-            metric_attribute: the name of the module's attribute that holds the metric, if it cannot be determined.
-            rank_zero_only: log only rank 0's value; equal to ``sync_dist=False``.
-            enable_graph: not supported, because logged values keep no graph alive.
+            metric_attribute: the name of the module's attribute that holds the metric, if drivetrain does not find it.
+            rank_zero_only: log only rank 0's value. This is the same as ``sync_dist=False``.
+            enable_graph: not supported, because logged values are detached from the graph.
             sync_dist_group: not supported, because values are reduced over all ranks that read data.
 
         Raises:
@@ -264,7 +267,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """Log several values with the same ``options`` of `log`."""
+        """Log several values by name, with the same ``options`` for each. The options are those of `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
@@ -273,10 +276,11 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         self.trainer.print(*args, **options)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather the tensors or numbers of a nested collection: one of shape (*S) becomes (W, *S), in rank order.
+        """Gather a nested collection of tensors or numbers from all ranks.
 
-        With ``sync_grads``, the backward sums gradients over the ranks, so that a loss over the gathered batch has the
-        gradient that one process would compute.
+        A tensor of shape (*S) becomes a tensor of shape (world_size, *S), in rank order. With ``sync_grads``, the
+        backward pass sums gradients over the ranks, so that a loss over the gathered batch has the gradient that one
+        process would compute.
         """
         return self._require_run("all_gather").all_gather(data, sync_grads)
 
@@ -300,17 +304,17 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Run backward of a loss, which the precision scales, and average gradients over ranks.
+        """Run the backward pass of a loss, including loss scaling, and average the gradients over ranks.
 
         Args:
             loss: a tensor of shape ().
-            options: torch's options, such as ``retain_graph``. Not supported, because some strategies cannot keep a
-                graph.
+            options: options of torch, such as ``retain_graph``, are not supported and raise an error, because some
+                strategies cannot keep a graph.
         """
         if options:
             raise ConfigurationError(
                 f"manual_backward got {', '.join(f'{name}={value!r}' for name, value in options.items())}.",
-                "a backward frees its graph: strategies exchange gradients in it, and some free the weights as well.",
+                "a backward pass frees its graph: strategies exchange gradients in it, and some also free weights.",
                 "add the losses and call manual_backward(first + second) once, or run the forward again for each.",
             )
         (self._trainer or self._require_run("manual_backward")).manual_backward(loss)
@@ -329,7 +333,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         self.trainer.manual_step("toggle_optimizer", "steps all optimizers on").toggle(optimizer)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Let the parameters require gradients that required them before `toggle_optimizer`."""
+        """Restore the ``requires_grad`` of all parameters to its value before `toggle_optimizer`."""
         self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle(optimizer)
 
     def clip_gradients(
@@ -362,7 +366,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             path: the checkpoint's path or URL.
             checkpoint_path: Lightning's name for ``path``.
             map_location: the device for the weights.
-            hparams_file: a JSON or YAML file of hyper-parameters, used instead of those in the checkpoint.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the ones in the checkpoint.
             strict: whether to raise an error if names of weights are missing or unexpected, instead of skipping these
                 weights with a warning. None means `strict_loading`.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
@@ -371,7 +375,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         Raises:
             CheckpointError: there is no complete checkpoint, its hyper-parameters do not match the arguments of
                 ``__init__``, or its weights do not fit. Also raised if the checkpoint contains only the trained
-                weights, and the module's other weights differ from those of the run that saved it.
+                weights, and the module's other weights differ from the weights of the run that saved the checkpoint.
         """
         from drivetrain.checkpoint._format import load  # Imported only here, because most runs do not need it.
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
@@ -425,7 +429,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
         Args:
             file_path: a path, an fsspec URL, or a binary file object such as `io.BytesIO`. None writes nothing.
-            input_sample: the input to trace with, in a form of `example_input_array`, whose value is the default.
+            input_sample: the input to trace with, in any form that `example_input_array` may have. The default is
+                the value of `example_input_array`.
             kwargs: arguments of `torch.onnx.export`, such as ``dynamic_shapes``, ``input_names``, ``output_names`` or
                 ``opset_version``. In ``dynamic_shapes``, a name such as ``"batch"`` makes a size dynamic.
                 ``external_data=True`` always writes the second file.
@@ -435,7 +440,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
         Raises:
             ConfigurationError: a package, ``forward`` or the sample is missing, this process does not hold all weights,
-                a named size cannot be dynamic, or ``file_path`` is not a file.
+                a named size cannot be dynamic, or ``file_path`` is not the name of a file.
             CheckpointError: the file cannot be written.
         """
         from drivetrain.module._export import export_onnx  # Imported only here, because it is slow to import.
@@ -448,7 +453,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         `torch.export.save` writes the result, and `torch.export.load` reads it without the module's code.
 
         Args:
-            input_sample: the input to trace with, in a form of `example_input_array`, whose value is the default.
+            input_sample: the input to trace with, in any form that `example_input_array` may have. The default is
+                the value of `example_input_array`.
             kwargs: arguments of `torch.export.export`, such as ``dynamic_shapes`` or ``strict``. In ``dynamic_shapes``,
                 a name such as ``"batch"`` makes a size dynamic.
 
@@ -472,13 +478,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             "torch.jit.trace(module.eval(), example) works as far as torch still supports it.",
         )
 
-    # Protection against moving the module during a run: the strategy sets `_held`
+    # The engine sets `_is_locked` for a run, during which only the strategy may move or cast the module.
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        if self._held:
+        if self._is_locked:
             raise ConfigurationError(
                 f"{type(self).__name__} was moved or re-cast (.to, .cuda, .half, ...) during a run.",
-                "the strategy and the optimizer hold its parameters; new ones would not be trained.",
+                "the strategy and the optimizer hold the old parameters, and new parameters would not be trained.",
                 "choose the device and the dtype with Fit(accelerator=..., precision=...).",
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -490,10 +496,10 @@ def _cannot_log(name: str, enable_graph: bool) -> ConfigurationError:
         return ConfigurationError(
             f"log({name!r}, enable_graph=True).",
             "a logged value is kept until the epoch's end, and its graph would be kept with it.",
-            "remove it, and keep values that you differentiate in an attribute.",
+            "remove enable_graph, and store values that you differentiate in an attribute.",
         )
     return ConfigurationError(
         f"log({name!r}, sync_dist_group=...).",
         "values are reduced over all ranks that read data.",
-        "remove it, or reduce the value yourself and log it with sync_dist=False.",
+        "remove sync_dist_group, or reduce the value yourself and log the result with sync_dist=False.",
     )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any, list[Parameter]]]:
     """Group the parameters that have a gradient.
 
-    One operation cannot combine plain tensors and DTensors, or DTensors of two meshes.
+    Grouping is needed because one operation cannot combine plain tensors and DTensors, or DTensors of two meshes.
 
     Returns:
         The parameters with plain gradients, and the parameters with DTensor gradients by `DeviceMesh`.

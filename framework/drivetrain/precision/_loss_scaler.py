@@ -32,7 +32,7 @@ class LossScaler:
     were checked. Therefore one decision covers all optimizers that are unscaled before the first of them steps.
 
     In manual optimization an optimizer may step several times before the scale is updated. Each backward scales the
-    optimizer's gradients again, and gradients that are unscaled after the backward get a new decision.
+    optimizer's gradients again. When the gradients are unscaled after this backward, a new decision is made.
 
     Args:
         scaler: the scaler that holds the scale.
@@ -54,7 +54,7 @@ class LossScaler:
         self.unscaled: dict[int, Optimizer] = {}
         """Optimizers with unscaled gradients, by ``id``. The references keep the ids valid."""
         self._overflowed: dict[int, bool] = {}
-        """Whether there was an overflow, by the ``id`` of each optimizer whose decision is made."""
+        """Whether there was an overflow, by the ``id`` of each optimizer for which this is already decided."""
         self._stepped: set[int] = set()
         """Ids of optimizers for which `step` was called since the last update, including skipped optimizers."""
         self._checks: list[Tensor] = []
@@ -67,11 +67,11 @@ class LossScaler:
         """Optimizers with scaled gradients, which the next update of the scale has to rescale."""
 
     def scale_again(self) -> None:
-        """Before a backward pass, scale unscaled gradients again, since the pass adds scaled gradients to them.
+        """Before a backward pass, scale unscaled gradients again, because the pass adds scaled gradients to them.
 
         Without unscaled gradients, this method costs nothing. If all parameters of an optimizer have
-        requires_grad=False, the backward pass adds no gradients to them, and the optimizer stays unscaled;
-        `toggled_optimizer` relies on this.
+        requires_grad=False, the backward pass adds no gradients to them, and the optimizer stays unscaled.
+        `toggled_optimizer` relies on this behavior.
         """
         scale = self.scaler._scale
         assert scale is not None  # unscaling requires a scale
@@ -127,9 +127,11 @@ class LossScaler:
         """
         scale = self.scaler._scale
         gradients = _gradients(optimizers)
-        separately = not gradients or not self.unscaled.keys().isdisjoint({id(optimizer) for optimizer in optimizers})
+        needs_separate_pass = not gradients or not self.unscaled.keys().isdisjoint(
+            {id(optimizer) for optimizer in optimizers}
+        )
         # For gradients in fp16, GradScaler raises its own error.
-        if scale is None or separately or torch.float16 in {gradient.dtype for gradient in gradients}:
+        if scale is None or needs_separate_pass or torch.float16 in {gradient.dtype for gradient in gradients}:
             for optimizer in optimizers:
                 self.unscale(optimizer)
             return clip_gradients(optimizers, max_norm)
@@ -157,8 +159,8 @@ class LossScaler:
         overflowed = self._overflowed.get(id(optimizer))
         if overflowed is None:
             overflowed = self._decide(reducer)
-            together = self.unscaled.keys() - self._overflowed.keys()
-            self._overflowed.update(dict.fromkeys(together, overflowed))
+            undecided_ids = self.unscaled.keys() - self._overflowed.keys()
+            self._overflowed.update(dict.fromkeys(undecided_ids, overflowed))
         if overflowed:
             self._skipped = True
             return False
@@ -176,7 +178,7 @@ class LossScaler:
         unscaled, and its overflow checks count when it steps.
 
         Args:
-            at_floor: called with the scale if an overflow has reduced it to `LOSS_SCALE_FLOOR`.
+            at_floor: called with the scale if an overflow has reduced the scale to `LOSS_SCALE_FLOOR`.
         """
         states = self.scaler._per_optimizer_states
         states.clear()

@@ -6,6 +6,6 @@ from drivetrain.precision.precision import Precision
 
 
 class FullPrecision(Precision):
-    """``"32-true"``: the module runs as it is; nothing is wrapped, scaled or converted."""
+    """``"32-true"``: the module runs unchanged, without autocast, loss scaling or conversion of dtypes."""
 
     name = "32-true"

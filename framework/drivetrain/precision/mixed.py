@@ -55,16 +55,16 @@ class MixedPrecision(Precision):
         if not torch.amp.is_autocast_available(self.device_type):
             raise ConfigurationError(
                 f"precision={precision!r} cannot run on device type {self.device_type!r}.",
-                "PyTorch has no autocast for it.",
+                "PyTorch has no autocast for this device type.",
                 "Use precision='32-true' or 'bf16-true'.",
             )
         if scaler is not None and not self.scales_loss:
             raise ConfigurationError(
                 f"MixedPrecision({precision!r}) got a scaler.",
-                "bfloat16 has the range of float32: its loss needs no scaling.",
+                "bfloat16 has the range of float32, so the loss needs no scaling.",
                 "Leave the scaler out, or use '16-mixed'.",
             )
-        self._own_scaler = scaler
+        self._user_scaler = scaler
         self._scaler: LossScaler | None = None
 
     @property
@@ -84,7 +84,7 @@ class MixedPrecision(Precision):
             raise ConfigurationError(
                 f"{self!r} is for device type {self.device_type!r}, but the run is on {device}.",
                 "Autocast would leave every operation of this run in float32.",
-                f"Build it with device={device.type!r}, or give precision={self.name!r} as a string.",
+                f"Construct the precision with device={device.type!r}, or pass precision={self.name!r} as a string.",
             )
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError(
@@ -109,7 +109,7 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device_type, enabled=False)
 
     def weights_changed(self) -> None:
-        """Clear the cache of cast weights, which autocast keeps until autocast's context ends."""
+        """Clear the cache of cast weights, which autocast keeps until its context ends."""
         torch.clear_autocast_cache()
 
     def backward(self, loss: Tensor) -> None:
@@ -153,8 +153,8 @@ class MixedPrecision(Precision):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} steps with a closure, which precision='16-mixed' does not support.",
                 "The closure's gradients are scaled, and each evaluation may overflow.",
-                "Use precision='bf16-mixed' or '32-true'; or, if the optimizer evaluates the closure only once, first, "
-                "evaluate it yourself and step without it.",
+                "Use precision='bf16-mixed' or '32-true'. Or, if the optimizer calls the closure only once, before the "
+                "update, call the closure yourself, and step without a closure.",
             )
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 
@@ -182,5 +182,5 @@ class MixedPrecision(Precision):
     def _build(self) -> LossScaler:
         # The scaler is built at first use, because a scaler for CUDA queries the driver, and constructing settings must
         # not query the driver.
-        self._scaler = LossScaler(self._own_scaler or GradScaler(self.device_type))
+        self._scaler = LossScaler(self._user_scaler or GradScaler(self.device_type))
         return self._scaler

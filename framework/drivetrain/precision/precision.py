@@ -1,4 +1,4 @@
-"""Precision: the base class of precision plugins. Used directly, it is float32 throughout."""
+"""Precision: the base class of precision plugins, which itself uses float32 throughout."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ _TRUE_PRECISION_NAMES = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """Names of the precisions whose parameters have the compute dtype."""
 
 
-_FLAGS = {
+_METHODS_BY_FLAG = {
     "has_forward_context": ("forward_context",),
     "converts_batch": ("convert_batch",),
     "scales_loss": ("unscale", "update"),
 }
-"""Maps each attribute to the methods whose overriding sets it to True."""
+"""Maps an attribute to the methods that it describes. Overriding such a method sets the attribute to True."""
 
 
 class Precision:
     """Defines a run's dtypes, autocast, loss scaling and gradient clipping.
 
-    The class is the interface and also the simplest case, float32 throughout. It is not abstract: a subclass overrides
-    only what differs.
+    The class is the interface and also the simplest case, float32 throughout. A subclass overrides only what differs.
 
     - The engine runs each step within `forward_context` and calls `backward` for the backward pass. `convert_module`,
       `convert_batch` and `module_init_context` give parameters and batches their dtypes.
     - `unscale`, `clip_gradients`, `step` and `update` handle scaled gradients.
     - `check_device` refuses unsupported devices; `state_dict` and `load_state_dict` are stored in checkpoints.
 
-    A precision depends neither on hooks nor on the engine, and works without them::
+    A precision also works without the engine and without hooks::
 
         with precision.forward_context():
             loss = module.training_step(batch, batch_idx)
@@ -52,15 +51,15 @@ class Precision:
             precision.step(optimizer)
         precision.update()
 
-    The attributes tell the engine and the strategies the dtypes of the run, and which calls the loop can omit. An
-    attribute of the second kind is set automatically when a subclass overrides one of its methods.
+    The attributes describe the dtypes of the run, and which calls the loop can omit. `has_forward_context`,
+    `converts_batch` and `scales_loss` become True automatically if a subclass overrides the methods that they describe.
 
-    Pass one to ``Fit(precision=...)``, or register a callable without arguments that returns one in the entry-point
-    group ``drivetrain.precision`` and pass its name.
+    Pass an instance to ``Fit(precision=...)``. Alternatively, register a callable without arguments that returns an
+    instance in the entry-point group ``drivetrain.precision``, and pass the name of the entry point.
     """
 
     name: str = "32-true"
-    """The canonical name. A subclass that sets none gets the name of its class."""
+    """The canonical name. In a subclass, the default is the name of the class."""
 
     param_dtype: torch.dtype = torch.float32
     """Dtype of the parameters and their updates."""
@@ -75,39 +74,40 @@ class Precision:
     """Dtype of the module's outputs."""
 
     has_forward_context: bool = False
-    """Whether `forward_context` does anything."""
+    """Whether `forward_context` has an effect. If False, the loop does not call it."""
 
     converts_batch: bool = False
-    """Whether `convert_batch` does anything."""
+    """Whether `convert_batch` has an effect. If False, the loop does not call it."""
 
     scales_loss: bool = False
-    """Whether `unscale` and `update` do anything, and `backward` does more than ``loss.backward()``."""
+    """Whether `unscale` and `update` have an effect, and `backward` does more than ``loss.backward()``."""
 
     clips_scaled: bool = False
     """Whether `clip_gradients` unscales the gradients while it clips them. The engine then skips `unscale`, which saves
     one pass over the gradients, unless a hook reads them before clipping."""
 
     found_inf_reducer: Callable[[Tensor], None] | None = None
-    """Reduces the overflow flag over ranks in place: a float tensor of shape (), above zero after an overflow. It is
-    None if the reduction of gradients spreads infinities itself: for replicated gradients and for one device mesh."""
+    """A function that reduces the overflow flag over ranks in place. The flag is a float tensor of shape () that is
+    above zero after an overflow. The function is None if the reduction of gradients already spreads infinities to all
+    ranks, which is the case for replicated gradients and for gradients on one device mesh."""
 
     at_floor: Callable[[float], None] | None = None
-    """Called with the loss scale if an overflow has reduced it to the smallest scale."""
+    """A function that is called with the loss scale after an overflow has reduced it to the minimum."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own = vars(cls)
         if "name" not in own:
             cls.name = cls.__name__
-        for flag, methods in _FLAGS.items():
+        for flag, methods in _METHODS_BY_FLAG.items():
             if flag not in own and not own.keys().isdisjoint(methods):
                 setattr(cls, flag, True)
 
     def check_device(self, device: torch.device) -> None:
-        """Raise an error for a device that does not support this precision. Touches no device.
+        """Raise an error if the device does not support this precision, without using the device.
 
         Raises:
-            ConfigurationError: ``device`` cannot compute in these dtypes.
+            ConfigurationError: ``device`` does not support the dtypes of this precision.
         """
 
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -115,7 +115,7 @@ class Precision:
         return nullcontext()
 
     def convert_module(self, module: Module) -> Module:
-        """Convert the parameters and buffers of ``module`` to this precision in place; tied parameters stay tied."""
+        """Convert the parameters and buffers of ``module`` to this precision in place. Tied parameters stay tied."""
         return module
 
     def convert_batch(self, batch: Any) -> Any:
@@ -123,7 +123,7 @@ class Precision:
         return batch
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass. The engine creates one and enters it again for each step.
+        """Return the context of a forward pass. The engine creates one context and enters the same one for each step.
 
         Activation checkpointing recomputes forward passes during `backward`, outside of this context. Override
         `backward` to enter the context there as well. ``torch.autocast`` is restored automatically.
@@ -158,7 +158,7 @@ class Precision:
         """Clip the gradients of all ``optimizers`` together, in place, without waiting for the device.
 
         Args:
-            optimizers: one optimizer or several; the norm is over the gradients of all.
+            optimizers: one optimizer or several. The norm is over the gradients of all optimizers.
             max_norm: the largest allowed norm (``"norm"``) or magnitude of one element (``"value"``).
             algorithm: ``"norm"`` or ``"value"``.
 
@@ -172,12 +172,12 @@ class Precision:
         return clip_gradients((optimizers,) if isinstance(optimizers, Optimizer) else optimizers, max_norm, algorithm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step ``optimizer``; return False if an overflow in the gradients skipped the step."""
+        """Step ``optimizer``. Return False if the step was skipped because of an overflow in the gradients."""
         optimizer.step(closure)
         return True
 
     def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
-        """Record optimizers that will step after the next `update`, so that it rescales their pending gradients.
+        """Record optimizers that will step after the next `update`, so that `update` rescales their gradients.
 
         Called in manual optimization, where an optimizer may step in a later ``training_step`` than its backward.
         """
@@ -190,7 +190,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; an empty one, from another precision, is accepted."""
+        """Restore a result of `state_dict`. The empty dict, which other precisions return, is accepted."""
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
         """Return other precisions that would take less memory, for the note on an out-of-memory error."""
@@ -200,7 +200,7 @@ class Precision:
             return [MemoryAdvice("activations", "precision='bf16-mixed': activations of half the size")]
         if self.compute_dtype in _TRUE_PRECISION_NAMES and self.param_dtype.itemsize > 2:
             other = _TRUE_PRECISION_NAMES[self.compute_dtype]
-            return [MemoryAdvice("state", f"precision={other!r}: no float32 copy, and less exact")]
+            return [MemoryAdvice("state", f"precision={other!r}: no float32 parameters, but less exact updates")]
         return []
 
     def describe(self) -> str:

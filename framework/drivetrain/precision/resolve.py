@@ -30,14 +30,14 @@ _BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
 }
 _SHORTHANDS = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
-_NAMES = EntryPointRegistry[Precision](
+_REGISTRY = EntryPointRegistry[Precision](
     "precision",
     "drivetrain.precision",
     Precision,
-    {},  # precisions of other packages are created without the device
-    words=(*_BUILDERS, *_SHORTHANDS),
-    why="it names the dtypes of parameters and arithmetic",
-    instead="a drivetrain.Precision",
+    {},  # `_BUILDERS` has the built-in precisions, which are created with the device as an argument
+    other_values=(*_BUILDERS, *_SHORTHANDS),
+    meaning="the name selects the dtypes of parameters and arithmetic",
+    alternatives="a drivetrain.Precision",
 )
 
 
@@ -49,10 +49,10 @@ def canonical_name(setting: str | int) -> str:
     """
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
-        # Spellings such as fp16, float32 and bfloat16 are reduced first. Otherwise the known name closest to "fp16"
-        # would be "bf16".
+        # In fp16, float32 and bfloat16, the prefixes are shortened before the comparison. Otherwise the known name
+        # closest to "fp16" would be "bf16".
         spelling = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
-        _NAMES.check(setting, spelling)
+        _REGISTRY.check(setting, spelling)
     return name
 
 
@@ -73,7 +73,7 @@ def resolve_precision(setting: str | int | Precision, device: torch.device) -> P
         precision = value
     elif isinstance(value, str | int) and not isinstance(value, bool):
         name = canonical_name(value)
-        precision = _BUILDERS[name](device) if name in _BUILDERS else _NAMES.make(name)
+        precision = _BUILDERS[name](device) if name in _BUILDERS else _REGISTRY.make(name)
     else:
         raise ConfigurationError(
             f"precision={setting!r} is a {type(setting).__name__}.",

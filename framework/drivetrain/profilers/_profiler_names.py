@@ -30,9 +30,9 @@ _NAMES = EntryPointRegistry[Profiler](
     "drivetrain.profilers",
     Profiler,  # type: ignore[type-abstract]
     {"simple": _simple, "advanced": _advanced, "pytorch": _pytorch},
-    words=(),
-    why="it names a profiler",
-    instead="a drivetrain.profilers.Profiler, or None",
+    other_values=(),
+    meaning="the name selects a profiler",
+    alternatives="a drivetrain.profilers.Profiler, or None",
 )
 
 

@@ -1,7 +1,7 @@
 """The interface for authors of strategies. Every name is imported on first use.
 
 Subclass `Strategy` for one process and `DistributedStrategy` for several; ``docs/extending.md`` shows an example of
-each. The strategies that come with drivetrain use only this package's names.
+each. drivetrain's own strategies use only the names of this package.
 """
 
 from __future__ import annotations

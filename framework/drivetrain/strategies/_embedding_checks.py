@@ -13,7 +13,7 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
     """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
 
     Raises:
-        ConfigurationError: names the embedding.
+        ConfigurationError: the module contains such an embedding, which the message names.
     """
     if world_size == 1:
         return
@@ -21,8 +21,8 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
         if child.max_norm is not None:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
-                "its forward rewrites the rows that this rank looks up, so the replicas would silently diverge.",
-                "drop max_norm and renormalize all rows in on_train_batch_end, on every rank.",
+                "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
+                "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
             )
 
 

@@ -20,7 +20,8 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
 
     Raises:
-        CheckpointError: the optimizer holds a parameter that is not in the module, or has state for another object.
+        CheckpointError: the optimizer holds a parameter that is not in the module, or has state for an object that is
+            not a parameter of the module.
     """
     names = parameter_names(module)
     groups = []
@@ -43,7 +44,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
             f"{type(optimizer).__name__} has state for {', '.join(key_descriptions[:5])}, which is not a parameter of "
             "the module.",
             "optimizer state is saved by parameter name.",
-            "store it in the optimizer's param_groups (numbers, text and lists of them) or in a parameter's own state.",
+            "store it in the optimizer's param_groups (numbers, strings, lists) or in the state of a parameter.",
         )
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
@@ -75,9 +76,9 @@ def regroup_parameters(
 ) -> list[str]:
     """Give ``optimizer`` the saved parameter groups; return the names of parameters that the optimizer no longer holds.
 
-    Nothing changes if the optimizer already has the saved groups. Nothing changes either if a name is not in the
-    module, an error that is reported elsewhere. A new group has the optimizer's defaults until state is loaded. Frozen
-    parameters stay in their group, since some strategies do not save them.
+    Nothing changes if the optimizer already has the saved groups. Nothing changes either if a saved name is not in the
+    module, because loading the state then raises an error. A new group has the optimizer's defaults until state is
+    loaded. Frozen parameters stay in their group, since some strategies do not save frozen parameters.
 
     Args:
         optimizer: the optimizer, before its state is loaded.
@@ -88,26 +89,26 @@ def regroup_parameters(
     current_groups = [
         [names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups
     ]
-    wanted = {name for group in groups for name in group}
-    if not wanted <= set(named) or any(name not in named for group in current_groups for name in group):
+    saved_names = {name for group in groups for name in group}
+    if not saved_names <= set(named) or any(name not in named for group in current_groups for name in group):
         return []
-    unsaved = [[name for name in group if name not in wanted] for group in current_groups]
-    frozen = [[name for name in group if not named[name].requires_grad] for group in unsaved]
+    unsaved_groups = [[name for name in group if name not in saved_names] for group in current_groups]
+    frozen = [[name for name in group if not named[name].requires_grad] for group in unsaved_groups]
     frozen += [[]] * (len(groups) - len(frozen))
-    complete = [[*group, *frozen_names] for group, frozen_names in zip(groups, frozen, strict=False)]
-    if [set(group) for group in current_groups] == [set(group) for group in complete]:
+    new_groups = [[*group, *frozen_names] for group, frozen_names in zip(groups, frozen, strict=False)]
+    if [set(group) for group in current_groups] == [set(group) for group in new_groups]:
         return []
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     settings += [dict(optimizer.defaults)] * (len(groups) - len(settings))
     optimizer.param_groups[:] = [
         {**setting, "params": [named[name] for name in group]}
-        for setting, group in zip(settings, complete, strict=False)
+        for setting, group in zip(settings, new_groups, strict=False)
     ]
-    kept = {name for group in complete for name in group}
-    dropped = [name for group in current_groups for name in group if name not in kept]
-    for name in dropped:
+    kept_names = {name for group in new_groups for name in group}
+    dropped_names = [name for group in current_groups for name in group if name not in kept_names]
+    for name in dropped_names:
         optimizer.state.pop(named[name], None)
-    return dropped
+    return dropped_names
 
 
 def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
@@ -123,9 +124,10 @@ def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], 
     """
     missing = sorted(set(saved["state"]) - {name for group in groups for name in group})
     if missing or len(saved["param_groups"]) != len(groups):
+        unknown = f" The saved names {missing[:10]} are not in the optimizer." if missing else ""
         raise CheckpointError(
             f"The saved optimizer state does not fit {type(optimizer).__name__}: "
-            f"{len(saved['param_groups'])} saved groups against {len(groups)}, saved but not in it: {missing[:10]}.",
-            "state is matched by parameter name, and groups by their order.",
+            f"{len(saved['param_groups'])} groups were saved, and the optimizer has {len(groups)}.{unknown}",
+            "state is matched by parameter name, and groups are matched by their order.",
             "build the optimizer over the same parameters, or load the weights alone.",
         )

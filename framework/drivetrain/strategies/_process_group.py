@@ -27,7 +27,7 @@ class ProcessGroup:
     Args:
         backend: backend of collectives; None selects gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the timeout after the first step; None keeps ``timeout``.
+        step_timeout: the timeout of collectives after the first step; None keeps ``timeout``.
     """
 
     def __init__(self, backend: str | None, timeout: timedelta, step_timeout: timedelta | None = None) -> None:
@@ -115,19 +115,19 @@ class ProcessGroup:
         if world_size != placement.world_size:
             raise ConfigurationError(
                 f"The existing process group has {world_size} ranks, but the run needs {placement.world_size}.",
-                "a process group that the user initialized is used as it is.",
+                "a process group that the user initialized is used unchanged.",
                 f"set devices x num_nodes = {world_size}, or destroy the group before fit.",
             )
         backend = dist.get_backend()
         if self._backend is not None and self._backend not in (backend, str(backend)):
             raise ConfigurationError(
                 f"process_group_backend={self._backend!r}, but the existing process group uses {backend!r}.",
-                "a process group that the user initialized is used as it is.",
+                "a process group that the user initialized is used unchanged.",
                 "leave process_group_backend out, or destroy the group before fit.",
             )
         if device.type == "cuda" and backend == "gloo":
             raise DistributedError(
                 f"The existing process group uses 'gloo', and the device is {device}.",
                 "gradients on CUDA need NCCL.",
-                "initialize it with backend='cpu:gloo,cuda:nccl', or let Fit create it.",
+                "initialize the group with backend='cpu:gloo,cuda:nccl', or let Fit create the group.",
             )

@@ -45,13 +45,13 @@ class TrainableChange:
         groups_now: Groups,
     ) -> TrainableChange:
         """Return the difference between two states of parameters, trainability and optimizer groups."""
-        kept = {
+        trained_before = {
             name: before[name][1] for name, parameter in now.items() if name in before and before[name][0] is parameter
         }
         return cls(
-            tuple(name for name, trained in kept.items() if now[name].requires_grad and not trained),
-            tuple(name for name, trained in kept.items() if trained and not now[name].requires_grad),
-            tuple(name for name in now if name not in kept),
+            tuple(name for name, trained in trained_before.items() if now[name].requires_grad and not trained),
+            tuple(name for name, trained in trained_before.items() if trained and not now[name].requires_grad),
+            tuple(name for name in now if name not in trained_before),
             tuple(name for name in before if name not in now),
             groups_now if groups_now != groups_before else None,
         )
@@ -77,7 +77,7 @@ class TrainableChange:
 
     @property
     def digest(self) -> str:
-        """A digest of all names. The text of this change shows only some names."""
+        """A digest of all names. ``str(change)`` shows only some names."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
@@ -87,7 +87,7 @@ def parameters_created_within_window(names: Iterable[str], strategy: str) -> Con
         f"A layer was created within training_step or an open accumulation window: {listed(list(names))}.",
         f"{strategy} exchanges gradients of the parameters that were trainable when the window opened, and not of "
         "the new ones.",
-        "build it in configure_model and freeze it until it is needed; under DDP it may be created between windows, "
+        "build the layer in configure_model, and freeze it until it is needed. DDP allows new layers between windows, "
         "for example in on_train_epoch_start.",
     )
 
@@ -98,12 +98,12 @@ def changed_within_window(names: Iterable[str], strategy: str, toggles: bool = F
     Args:
         names: names of the parameters.
         strategy: the name of the strategy's class.
-        toggles: whether to mention that an optimizer may still be toggled.
+        toggles: whether the cause may be a toggled optimizer, which the error then mentions.
     """
     return ConfigurationError(
         f"requires_grad of {listed(list(names))} was changed within training_step or an open accumulation window.",
-        f"{strategy} exchanges gradients of the parameters that were trainable when the window opened: others would "
-        "not be exchanged, and the replicas would diverge.",
+        f"{strategy} exchanges gradients of the parameters that were trainable when the window opened. Other "
+        "gradients would not be exchanged, and the replicas would diverge.",
         "freeze and unfreeze between windows: in on_train_epoch_start, on_train_batch_start of a window's first batch, "
         "on_before_optimizer_step or later."
         + (" Untoggle a toggled optimizer before training_step ends." if toggles else ""),

@@ -25,7 +25,7 @@ DEFAULT_STEP_TIMEOUT = timedelta(minutes=10)
 
 
 class DistributedStrategy(Strategy):
-    """Base class of strategies with several ranks; a subclass must define `setup_module`.
+    """Base class of strategies with several ranks. A subclass must define `setup_module`.
 
     This class provides the process group, the control plane, collectives, failure handling and data-parallel training.
     Every rank starts with rank 0's weights, and `exchange_gradients` averages gradients over the ranks after the last
@@ -35,7 +35,7 @@ class DistributedStrategy(Strategy):
     Args:
         process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
-        step_timeout: the timeout after the first step; None keeps ``timeout``.
+        step_timeout: the timeout of collectives after the first step; None keeps ``timeout``.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class DistributedStrategy(Strategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
-            super().trainable_changed(module)  # this class does not know whether the override adapts
+            # The overriding method might not support the change.
+            super().trainable_changed(module)
         elif self.world_size > 1:
             known_ids = {id(parameter) for parameter in self._broadcast_parameters}
             new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known_ids]

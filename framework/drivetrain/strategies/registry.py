@@ -25,22 +25,22 @@ StrategyName = Literal[
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
 ]
-"""The names that come with drivetrain, for completion in editors; names from other packages are valid too."""
+"""The names of drivetrain's strategies, for completion in editors. Names from other packages are also valid."""
 
 
-_NAMES = EntryPointRegistry[Strategy](
+_REGISTRY = EntryPointRegistry[Strategy](
     "strategy",
     "drivetrain.strategies",
     Strategy,  # type: ignore[type-abstract]
-    {},  # our own strategies are registered as entry points too
-    why="it names where a run computes",
-    instead="a Strategy object, such as DDPStrategy(...)",
+    {},  # drivetrain's strategies are registered as entry points too
+    meaning="the name selects how a run uses processes and devices",
+    alternatives="a Strategy object, such as DDPStrategy(...)",
 )
 
 
 def known_strategies() -> dict[str, Any]:
-    """Return every registered name with its entry point, including those of other packages."""
-    return dict(_NAMES.registered())
+    """Return the entry points of all strategies by name, including the strategies of other packages."""
+    return dict(_REGISTRY.registered())
 
 
 def strategy_by_name(name: str) -> Strategy:
@@ -49,4 +49,4 @@ def strategy_by_name(name: str) -> Strategy:
     Raises:
         ConfigurationError: the name is not registered. The error lists the known names and the nearest spelling.
     """
-    return _NAMES.make(name)
+    return _REGISTRY.make(name)

@@ -1,4 +1,4 @@
-"""The settings of a run, for strategies that have their own engine."""
+"""The settings of a run, for strategies that wrap another training engine, such as DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunSettings:
         accumulate_grad_batches: micro-batches per window.
         gradient_clip_val: clipping threshold; None or 0 disables clipping.
         gradient_clip_algorithm: "norm" or "value".
-        batch_size: samples in one rank's micro-batch; None if the loader has no such attribute.
+        batch_size: samples in one rank's micro-batch; None if the loader has no attribute ``batch_size``.
         automatic_optimization: False if ``training_step`` runs backward and steps itself.
     """
 

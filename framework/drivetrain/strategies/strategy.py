@@ -1,4 +1,4 @@
-"""Strategy: the interface that decides *where* a run computes.
+"""Strategy: the interface that defines on which processes and devices a run computes.
 
 `Strategy` is composed of five groups of methods that an author may override: placement, lifecycle, optimization,
 collectives and checkpoint state. The only method that must be defined is `Strategy.setup_module`.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 StepRunner = Callable[..., Any]
-"""``runner(step, *args)`` calls ``step(*args)`` as the strategy requires, for example through DDP's forward."""
+"""``runner(step, *args)`` calls ``step(*args)`` in the way that the strategy requires, such as within DDP's forward."""
 
 
 class StrategyPlacement:
@@ -89,7 +89,7 @@ class StrategyPlacement:
 
     @property
     def data_rank(self) -> int:
-        """Index of the data share that this rank reads; not equal to `rank` if ranks hold parts of one replica."""
+        """Index of the data share that this rank reads. Not equal to `rank` if ranks hold parts of one replica."""
         return self.rank
 
     @property
@@ -99,12 +99,12 @@ class StrategyPlacement:
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank reports for its data share, if several ranks read the same share."""
+        """Whether this rank reports values for its data share, which several ranks may read."""
         return True
 
     @property
     def data_group(self) -> Any:
-        """The process group of ranks with distinct data shares that contains this rank; None stands for all ranks."""
+        """The process group of this rank and one rank of each other data share; None stands for all ranks."""
         return None
 
     @property
@@ -156,7 +156,7 @@ class StrategyLifecycle:
         must neither communicate nor allocate.
 
         Args:
-            module: the module in training, as wrapped.
+            module: the module in training, with the strategy's wrappers.
         """
         from drivetrain._runtime.memory_advice import MemoryAdvice  # needed only after an out-of-memory error
 
@@ -188,7 +188,7 @@ class StrategyOptimization(StrategyPlacement):
         return nullcontext()
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers built before `setup_module` the parameters that replaced the ones they hold."""
+        """Update optimizers built before `setup_module`, if `setup_module` replaced parameters that they hold."""
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Store the optimizers and return the optimizers that the loop steps."""
@@ -228,14 +228,14 @@ class StrategyOptimization(StrategyPlacement):
     # Within a step
 
     def to_device(self, batch: Any) -> Any:
-        """Move every tensor of a nested batch to this rank's device; copies from pinned memory do not block."""
+        """Move every tensor of a nested batch to this rank's device. Copies from pinned memory do not block."""
         return move_to(batch, self.device, non_blocking=True)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return the context for a micro-batch's forward and backward. Gradients are exchanged if ``enabled``.
 
         The loop passes True for the last micro-batch of a window and for each ``manual_backward``. The loop does not
-        enter a `nullcontext` that this method returns for True.
+        enter the context for True if it is a `nullcontext`.
         """
         return nullcontext()
 
@@ -248,7 +248,7 @@ class StrategyOptimization(StrategyPlacement):
         return _zeroed_gradients(self.module)
 
     def forget_gradients(self) -> None:
-        """Drop this window's accumulated gradients that the strategy stores outside the parameters' ``grad``."""
+        """Drop gradients accumulated in this window, if the strategy stores them outside of ``parameter.grad``."""
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
         """Return a context in which only ``optimizer``'s parameters require gradients (``toggled_optimizer``)."""
@@ -271,7 +271,7 @@ class StrategyOptimization(StrategyPlacement):
         return self.precision.clip_gradients(optimizers, max_norm, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step one optimizer; return False if the step was skipped because of an fp16 overflow."""
+        """Step one optimizer. Return False if the step was skipped because of an fp16 overflow."""
         return self.precision.step(optimizer, closure)
 
     def finish_step(self) -> None:
@@ -325,12 +325,12 @@ class StrategyState:
         return {} if self.module is None else dict(self.module.state_dict())
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a result of `model_state` of this strategy or another.
+        """Load a result of `model_state`, from this strategy or another one.
 
         Args:
-            state: values by name. A value is a whole tensor, a DTensor, or a `ParameterShard` of the region that
-                `model_regions` returns for the name.
-            strict: refuse missing and unexpected names. If False, tensors missing from ``state`` keep their values.
+            state: values by name. A value is a whole tensor, a DTensor, or a `ParameterShard` whose region is the one
+                that `model_regions` returns for the name.
+            strict: raise an error for missing and unexpected names. If False, missing tensors keep their values.
         """
         if self.module is not None:
             self.module.load_state_dict(state, strict=strict)
@@ -341,7 +341,7 @@ class StrategyState:
         return named_optimizer_state(self.module, self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        """Load a result of `optimizer_state` by name. Its values may be of the same kinds as in `load_model_state`."""
+        """Load a result of `optimizer_state` by name. Values may be of the kinds that `load_model_state` accepts."""
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
 
@@ -353,7 +353,7 @@ class StrategyState:
         return value
 
     def model_regions(self) -> dict[str, Region]:
-        """Return the region of each of the module's tensors that this rank loads; omitted names are loaded whole."""
+        """Return the regions of the tensors that this rank loads in part, by name. It loads all other tensors whole."""
         return {}
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
@@ -361,11 +361,11 @@ class StrategyState:
         return self.model_regions()
 
     def save_beside(self, path: str) -> None:
-        """Write files for the strategy's own tools next to the checkpoint at ``path``. Collective."""
+        """Write files for tools of the strategy's library next to the checkpoint at ``path``. Collective."""
 
 
 class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, StrategyState, StrategyPlacement, ABC):
-    """Decides where a run computes: processes, wrapping, sharding, collectives.
+    """Defines where a run computes: its processes, the wrapping and sharding of the module, and collectives.
 
     A subclass must define `setup_module`. Each base class holds one group of methods that a subclass may override:
     lifecycle, optimization, collectives, checkpoint state or placement. The defaults suit a single process that holds

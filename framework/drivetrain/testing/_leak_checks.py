@@ -10,15 +10,15 @@ import threading
 import torch
 import torch.distributed as dist
 
-# The first variable is set by dynamo, which torch's optimizers import at their first step.
+# Dynamo, which torch's optimizers import at their first step, sets the first variable. Pytest sets the second.
 _IGNORED_VARIABLES = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
 
 
 class ProcessSnapshot:
     """A snapshot of the process state, for comparison with a later state.
 
-    It covers what `Fit` promises not to change: the default process group, environment variables, the default dtype,
-    grad mode, the working directory, non-daemon threads and child processes.
+    The snapshot covers what `Fit` promises not to change: the default process group, environment variables, the default
+    dtype, grad mode, the working directory, non-daemon threads and child processes.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ProcessSnapshot:
         self._threads = set(_non_daemon_threads())
         self._children = {child.pid for child in multiprocessing.active_children()}
 
-    def put_back(self) -> list[str]:
+    def restore(self) -> list[str]:
         """Restore what has changed and can be restored, and return a description of every change."""
         changes = []
         if dist.is_available() and dist.is_initialized():
@@ -52,8 +52,8 @@ class ProcessSnapshot:
     def still_running(self) -> list[str]:
         """Return a description of every thread and child process that was started since the snapshot.
 
-        Garbage is collected first if there are any: a data loader in a reference cycle stops its persistent workers
-        only when it is collected.
+        If there are any, garbage is collected first, because a data loader in a reference cycle stops its persistent
+        workers only when the loader is collected.
         """
         if self._new_threads_and_children():
             gc.collect()
@@ -88,4 +88,4 @@ def _working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        return ""  # it was removed
+        return ""  # the directory was removed

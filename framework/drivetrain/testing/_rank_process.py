@@ -31,25 +31,25 @@ class Call:
 
     Attributes:
         work: the pickled function and arguments.
-        variables: the whole environment.
+        variables: all environment variables.
         folder: the working directory.
-        modules: ``sys.path``.
+        import_paths: ``sys.path``.
         start_method: the start method of child processes that the function starts; None for the platform's default.
         process_group: the backend of the process group for the function, or None.
         rendezvous: the path of a file that does not exist yet, for the rendezvous of the process group.
         timeout: seconds until the rank dumps its stacks.
-        stacks: the file into which the rank dumps its stacks, after the timeout or a fault such as SIGSEGV.
+        stack_file: the file into which the rank dumps its stacks, after the timeout or a fault such as SIGSEGV.
     """
 
     work: bytes
     variables: dict[str, str]
     folder: str
-    modules: list[str]
+    import_paths: list[str]
     start_method: str | None
     process_group: str | None
     rendezvous: str
     timeout: float
-    stacks: str
+    stack_file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Leftovers:
     """What a call left behind.
 
     Attributes:
-        put_back: descriptions of changes that were undone.
-        still_running: descriptions of threads and processes, because of which the world ends.
+        restored: descriptions of changes that were undone.
+        still_running: descriptions of threads and child processes. If there are any, the caller ends all ranks.
     """
 
-    put_back: list[str]
+    restored: list[str]
     still_running: list[str]
 
 
@@ -74,7 +74,6 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
     while True:
         try:
             call: Call = pipe.recv()
-            # Includes threads of the pool for backward passes: they stay and count as the first call's.
             with ProcessState(generators=True):
                 _apply_process_state(call)
                 leftovers = _run_call(call, rank, world_size, pipe)
@@ -88,7 +87,7 @@ def _apply_process_state(call: Call) -> None:
     os.environ.clear()
     os.environ.update(call.variables)
     os.chdir(call.folder)
-    sys.path[:] = call.modules
+    sys.path[:] = call.import_paths
     # With another start method, DataLoader workers would come from a second fork server, which imports torch again.
     multiprocessing.set_start_method(call.start_method, force=True)
 
@@ -96,16 +95,16 @@ def _apply_process_state(call: Call) -> None:
 def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
     """Run the function, send its outcome, and wait until all ranks have returned.
 
-    The process group is destroyed only then. If a rank destroyed its group while another rank is in a collective, the
-    collective of the other rank would fail.
+    The process group is destroyed only after all ranks have returned. If a rank destroyed its group while another rank
+    is in a collective, the collective of the other rank would fail.
     """
     snapshot = ProcessSnapshot()
-    with dump_stacks_to(Path(call.stacks), call.timeout):
+    with dump_stacks_to(Path(call.stack_file), call.timeout):
         pipe.send(_outcome(call, rank, world_size))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
-    return Leftovers(snapshot.put_back(), snapshot.still_running())
+    return Leftovers(snapshot.restore(), snapshot.still_running())
 
 
 def _outcome(call: Call, rank: int, world_size: int) -> bytes | Failure:

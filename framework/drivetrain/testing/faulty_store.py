@@ -18,7 +18,7 @@ from fsspec.spec import AbstractFileSystem
 
 OPERATIONS = ("put", "get", "size", "list", "remove")
 
-_PARTIAL_PREFIX = ".partial-"  # the prefix of files that are being written
+_PARTIAL_PREFIX = ".partial-"  # the prefix of names of files that are still being written
 
 
 @dataclass
@@ -26,7 +26,7 @@ class StoreFault:
     """A fault of an operation on some of a store's objects.
 
     Attributes:
-        operation: one of "put", "get", "size", "list", "remove"; "*" matches any.
+        operation: one of "put", "get", "size", "list", "remove", or "*" for all operations.
         pattern: an `fnmatch` pattern that is matched with the key of an object, or with the prefix for "list".
         error: the exception to raise; None raises nothing.
         times: how often the fault occurs; None means that the fault occurs without limit.
@@ -114,6 +114,13 @@ class FaultyStore:
     # Operations, called by `_FileSystem`
 
     def do(self, operation: str, key: str, work: Callable[[float], Any]) -> Any:
+        """Record an operation and execute it, with the first fault that matches.
+
+        Args:
+            operation: one of `OPERATIONS`.
+            key: the key of an object, or the prefix for "list".
+            work: executes the operation. The argument is the `age` of the fault, or 0.
+        """
         with self._lock:
             self.calls.append((operation, key))
             fault = next((candidate for candidate in self._faults if candidate.takes(operation, key)), None)
@@ -131,6 +138,7 @@ class FaultyStore:
         return result
 
     def put(self, key: str, content: bytes) -> None:
+        """Write an object atomically."""
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_file = path.with_name(f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}")

@@ -35,7 +35,7 @@ def requires_mps() -> pytest.MarkDecorator:
 
 
 def requires_linux() -> pytest.MarkDecorator:
-    """Skip on other systems than Linux."""
+    """Skip if the operating system is not Linux."""
     return _skip(sys.platform != "linux", f"needs Linux, this is {sys.platform}")
 
 

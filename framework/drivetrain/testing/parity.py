@@ -26,17 +26,19 @@ def assert_close_states(
         AssertionError: the states differ. The message lists every name that is missing, unexpected or different, the
             largest difference first.
     """
-    ours, theirs = dict(_leaves(actual)), dict(_leaves(expected))
-    problems = [f"missing: {name}" for name in theirs if name not in ours]
-    problems += [f"unexpected: {name}" for name in ours if name not in theirs]
+    actual_leaves, expected_leaves = dict(_leaves(actual)), dict(_leaves(expected))
+    problems = [f"missing: {name}" for name in expected_leaves if name not in actual_leaves]
+    problems += [f"unexpected: {name}" for name in actual_leaves if name not in expected_leaves]
     differences = []
-    for name in ours.keys() & theirs.keys():
-        problem = _difference(ours[name], theirs[name], atol, rtol)
+    for name in actual_leaves.keys() & expected_leaves.keys():
+        problem = _difference(actual_leaves[name], expected_leaves[name], atol, rtol)
         if problem is not None:
             differences.append((problem[0], f"{name}: {problem[1]}"))
     problems += [text for _, text in sorted(differences, reverse=True)]
     if problems:
-        raise AssertionError(f"states differ in {len(problems)} of {len(theirs)} entries:\n  " + "\n  ".join(problems))
+        raise AssertionError(
+            f"states differ in {len(problems)} of {len(expected_leaves)} entries:\n  " + "\n  ".join(problems)
+        )
 
 
 def assert_close_traces(
@@ -49,8 +51,8 @@ def assert_close_traces(
     """
     if len(actual) != len(expected):
         raise AssertionError(f"{len(actual)} steps, {len(expected)} expected")
-    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        problem = _difference(torch.as_tensor(ours), torch.as_tensor(theirs), atol, rtol)
+    for step, (value, expected_value) in enumerate(zip(actual, expected, strict=True)):
+        problem = _difference(torch.as_tensor(value), torch.as_tensor(expected_value), atol, rtol)
         if problem is not None:
             raise AssertionError(f"step {step} of {len(expected)} is the first that differs: {problem[1]}")
 

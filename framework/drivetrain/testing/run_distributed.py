@@ -30,7 +30,7 @@ from drivetrain.testing._rank_process import ALL_RETURNED, STARTED, Call, Leftov
 _START_LIMIT = 120.0  # seconds for the ranks to start, which includes an import of torch the first time
 _EXIT_LIMIT = 10.0  # seconds for a rank to clean up after a call, and for its process to exit
 _STACK_LIMIT = 3.0  # seconds for a late rank to dump its stacks
-_GRACE = 0.3  # seconds to wait for further failures after the first, so that the cause can be told from its effects
+_GRACE = 0.3  # seconds to wait for further failures after the first one, to distinguish the cause from its consequences
 
 
 class World:
@@ -79,7 +79,7 @@ class World:
         """Call ``fn(*args)`` on every rank and return the list of the returned values, by rank.
 
         Ranks use one compute thread each, see the caller's current environment variables, working directory and
-        ``sys.path``, and end when the caller does.
+        ``sys.path``, and end when the caller ends.
 
         Args:
             fn: a function at the top level of a module, so that ranks can import it.
@@ -176,7 +176,7 @@ class World:
         self._calls += 1
         for worker in self._workers:
             rank_variables = {} if store is None else _rank_variables(worker.rank, self.nprocs, store.port)
-            worker.stacks = Path(self._scratch.path) / f"stack-{self._calls}-{worker.rank}.txt"
+            worker.stack_file = Path(self._scratch.path) / f"stack-{self._calls}-{worker.rank}.txt"
             worker.send(
                 Call(
                     work,
@@ -187,7 +187,7 @@ class World:
                     process_group,
                     f"{self._scratch.path}/rendezvous-{self._calls}",
                     timeout,
-                    str(worker.stacks),
+                    str(worker.stack_file),
                 )
             )
 
@@ -223,12 +223,12 @@ class World:
         for rank, rank_leftovers in leftovers.items():
             if rank_leftovers.still_running:
                 self._kill()
-            descriptions = rank_leftovers.put_back + rank_leftovers.still_running
+            descriptions = rank_leftovers.restored + rank_leftovers.still_running
             if descriptions:
                 raise DistributedError(
                     f"Rank {rank} returned but left behind {'; '.join(descriptions)}",
-                    "it would affect the next function in the same process",
-                    "restore or end it before the function returns",
+                    "these leftovers would affect the next function in the same process",
+                    "restore or end them before the function returns",
                 )
 
     def _messages(self, deadline: float, senders: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
@@ -255,9 +255,9 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nprocs`` newly started ranks and return the list of the returned values, by rank.
 
-    Arguments and errors are those of `World.run`, except that the function may leave behind threads, and changes that
-    affect only its process.
-    Use it for functions with lasting side effects, and one `World` for many functions without.
+    The arguments and errors are those of `World.run`, except that the function may leave behind threads and changes of
+    its process. Use `run_distributed` for functions with such side effects, and one `World` for many functions without
+    side effects.
 
     Raises:
         DistributedError: as for `World.run`; also if a process did not end after the function returned, or ended with
@@ -290,10 +290,10 @@ class _Worker:
     rank: int
     process: BaseProcess
     pipe: Connection
-    stacks: Path = field(default_factory=Path)
+    stack_file: Path = field(default_factory=Path)
 
     def send(self, message: object) -> None:
-        """Send a message to a rank that may have died, in which case `receive` reports it."""
+        """Send a message to the rank. If the rank has died, nothing is sent, and `receive` returns the failure."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(message)
 
@@ -306,11 +306,11 @@ class _Worker:
             return Failure.of_exit(self.rank, self.process.exitcode or 0, self._read_stacks())
 
     def dumped_stacks(self) -> str:
-        """Return the stacks that a late rank has dumped, or "" if the dump is still empty."""
-        return self._read_stacks() if self.stacks.is_file() else "(it did not start)"
+        """Return the stacks that a rank has dumped after the timeout, or "" if the file is still empty."""
+        return self._read_stacks() if self.stack_file.is_file() else "(the function did not start)"
 
     def _read_stacks(self) -> str:
-        return self.stacks.read_text().strip() if self.stacks.is_file() else ""
+        return self.stack_file.read_text().strip() if self.stack_file.is_file() else ""
 
     def end(self) -> None:
         """Kill the process if it is still running."""
@@ -330,7 +330,7 @@ def _timeout_error(late: Sequence[_Worker], nprocs: int, timeout: float) -> Dist
     return DistributedError(
         f"Rank {', '.join(str(worker.rank) for worker in late)} of {nprocs} did not return within {timeout:g} s",
         "stacks:\n" + "\n".join(stacks),
-        "look for a collective that not every rank calls; raise `timeout` if the work takes that long",
+        "look for a collective that not every rank calls, or increase `timeout` if the function takes longer",
     )
 
 
@@ -340,5 +340,5 @@ def _exit_error(worker: _Worker) -> DistributedError:
     return DistributedError(
         f"Rank {worker.rank} returned, but its process {detail}",
         "something that the function started still exists: a thread, a process group or a child process",
-        "stop it before the function returns",
+        "stop all of these before the function returns",
     )

@@ -18,11 +18,11 @@ _STAGES = ("fit", "validate", "test", "predict")
 
 
 class Tuner:
-    """Finds a learning rate or a batch size by trial runs that change only the attribute for the result.
+    """Finds a learning rate or a batch size by trial runs, and sets the attribute that holds this value.
 
     A trial runs a copy of the module with the strategy, precision and devices of the `Fit`, but without the callbacks,
-    loggers and checkpoints of the `Fit`. All ranks get the same result. Like `Fit.fit`, the methods must be called on
-    every rank.
+    loggers and checkpoints of the `Fit`. Trials leave no other changes. All ranks get the same result. Like `Fit.fit`,
+    the methods must be called on every rank.
 
     Args:
         fit: the `Fit` whose settings the trials use.
@@ -57,11 +57,11 @@ class Tuner:
             datamodule: a data module that provides the training loader instead.
             min_lr: the learning rate of the first step.
             max_lr: the learning rate of the last step.
-            num_training: optimizer steps of the search.
+            num_training: the number of optimizer steps of the search.
             mode: how the rate grows: "exponential" or "linear".
             early_stop_threshold: the multiple of the best smoothed loss above which the search stops; None never stops
                 early.
-            update_attr: whether to set ``lr`` or ``learning_rate`` of the module or its hyper-parameters.
+            update_attr: whether to set the attribute ``lr`` or ``learning_rate`` of the module or its hyper-parameters.
             attr_name: the name of another attribute to set instead.
 
         Returns:
@@ -70,7 +70,7 @@ class Tuner:
         Raises:
             ConfigurationError: there is no attribute to update, or the module does not have exactly one optimizer that
                 the engine steps.
-            Exception: an exception of a trial, after everything was restored.
+            Exception: an exception of a trial. The state before the search has been restored.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
@@ -95,34 +95,33 @@ class Tuner:
         """Find the largest batch size per rank that fits into the memory of every rank.
 
         The method sets the attribute ``batch_arg_name`` wherever it exists among the module, the data module and their
-        hyper-parameters. A loader
-        that is passed in is not changed.
+        hyper-parameters. A loader that is passed as an argument is not changed.
 
         Args:
             module: the module to run.
             train_dataloaders: a `DataLoader` to train on.
             val_dataloaders: not used, because trials do not validate.
             dataloaders: a `DataLoader` for the methods other than "fit".
-            datamodule: a data module that provides the loader instead, and builds the loader with the attribute.
+            datamodule: a data module that provides the loader instead, and reads the batch size from the attribute.
             method: "fit", "validate", "test" or "predict".
-            mode: "power" doubles the size until a size does not fit. "binsearch" then searches between the last two.
-            steps_per_trial: optimizer steps per trial (micro-batches for methods other than "fit").
+            mode: "power" doubles the size until a size does not fit. "binsearch" then also searches
+                between the last two sizes.
+            steps_per_trial: the number of optimizer steps per trial, or of micro-batches for methods other than "fit".
             init_val: the first size to try.
             max_trials: the maximum number of sizes to try.
-            batch_arg_name: the attribute of the module, the data module or their hyper-parameters to set.
+            batch_arg_name: the name of the attribute to set in the module, the data module or their hyper-parameters.
 
         Returns:
-            The largest size that was tried and fits, or the number of samples that a rank has, if this number is
-            smaller.
+            The largest size that was tried and fits, or the number of samples per rank, if that number is smaller.
 
         Raises:
             ConfigurationError: the batch size cannot be changed, or not even size 1 fits.
-            Exception: an exception of a trial other than out of memory, after everything was restored.
+            Exception: an exception of a trial other than out of memory. The state before the search has been restored.
         """
         if method not in _STAGES:
             raise ConfigurationError(
                 f"method={method!r}.{nearest(str(method), _STAGES)}",
-                "it is the method of Fit that uses the batch size.",
+                "method is the method of Fit that uses the batch size.",
                 f"use one of {', '.join(map(repr, _STAGES))}.",
             )
         if isinstance(train_dataloaders, DataModule):
@@ -139,8 +138,8 @@ class Tuner:
                 f"{method} was called during a run of {type(module).__name__}."
                 if is_module
                 else f"{method} was called with a {type(module).__name__}.",
-                "it starts its own runs." if is_module else "it runs a drivetrain.TrainModule.",
-                "call it before fit, or use the callbacks LearningRateFinder and BatchSizeFinder.",
+                f"{method} starts runs itself." if is_module else f"{method} runs a drivetrain.TrainModule.",
+                f"call {method} before fit, or use the callbacks LearningRateFinder and BatchSizeFinder.",
             )
         if self._fit.fast_dev_run:
             raise ConfigurationError(

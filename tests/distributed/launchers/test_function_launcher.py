@@ -385,4 +385,4 @@ def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
     run = _run_script(tmp_path, 'FunctionLauncher("spawn").launch_all(two, work, Settings(1))')
     assert run.returncode != 0
     assert "the script starts processes while it is being imported" in run.stderr
-    assert 'if __name__ == "__main__":`, put its work under one' in run.stderr
+    assert 'if __name__ == "__main__":`, put the work of the script under this line' in run.stderr

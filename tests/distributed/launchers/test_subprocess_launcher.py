@@ -191,7 +191,7 @@ def test_a_rank_that_outlives_the_caller_is_stopped_and_counts_as_failed(tmp_pat
     run = _run(tmp_path, str(script))
     assert _said(tmp_path) == ["{}"]
     assert run.returncode == 1
-    assert "Rank 1 did not end within 1 s of rank 0, and was stopped" in run.stderr
+    assert "Rank 1 did not end within 1 s after rank 0, and was terminated" in run.stderr
     _assert_gone(tmp_path)
 
 

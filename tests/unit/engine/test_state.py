@@ -300,7 +300,9 @@ class TestOutsideARun:
         for one in (copied, pickle.loads(pickle.dumps(module))):
             assert one.lr == 0.0
             assert "_last_trainer" not in vars(one)
-        assert {name for name in module.__dict__ if name.startswith("_") and name in ("_trainer", "_held")} == set()
+        assert {
+            name for name in module.__dict__ if name.startswith("_") and name in ("_trainer", "_is_locked")
+        } == set()
 
 
 class TestHeldModule:

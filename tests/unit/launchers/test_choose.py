@@ -75,7 +75,9 @@ def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
     launcher = asked(choose_launcher, "auto", 2)
     assert isinstance(launcher, FunctionLauncher)
     assert launcher.start_method == "fork"
-    with pytest.raises(ConfigurationError, match=r"runs this code among other code, all of which would run again"):
+    with pytest.raises(
+        ConfigurationError, match=r"runs this code among other code, and all of that code would run again"
+    ):
         asked(rerun_command)
 
 

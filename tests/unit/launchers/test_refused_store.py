@@ -21,7 +21,7 @@ def test_a_refused_process_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) 
         return TCPStore(*args, **options)
 
     monkeypatch.setattr(module, "TCPStore", connect)
-    monkeypatch.setattr(module, "_CONNECT_LIMIT_HERE", timedelta(seconds=0.1))
+    monkeypatch.setattr(module, "_CONNECT_LIMIT_ONE_NODE", timedelta(seconds=0.1))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         world = module.World("function", Placement(1, 2, 1, 2), "127.0.0.1", free.getsockname()[1])

@@ -174,7 +174,7 @@ def test_an_open_file_will_do(tmp_path: Path) -> None:  # L-08
 
 
 def test_a_size_that_cannot_vary_is_named(tmp_path: Path) -> None:  # L-08
-    with pytest.raises(ConfigurationError, match=r"'features' cannot vary; the inputs are .*batch.*4"):
+    with pytest.raises(ConfigurationError, match=r"'features' cannot vary, and the inputs have the shapes .*batch.*4"):
         Net().to_onnx(tmp_path / "net.onnx", dynamic_shapes={"x": {0: "batch", 1: "features"}})
     assert not os.listdir(tmp_path)
 

@@ -71,7 +71,7 @@ def test_a_race_is_told_with_both_lines() -> None:
     assert race.later.name == "mul"
     assert quoted(race.later.where) == "y.mul(2)"
     assert race.later.stream == "cuda:0/default"
-    assert "read after write of 16 bytes that nothing orders" in str(race)
+    assert "unordered read after write of 16 bytes" in str(race)
 
 
 def test_an_event_orders_what_came_before_it_alone() -> None:

@@ -26,7 +26,7 @@ _MAX_ERROR_LINES = 12  # the maximum number of lines of compiler output in an er
 
 
 def emulation_obstacle() -> str | None:
-    """Return why CUDA cannot be emulated here, in a few words, or None if no reason is known."""
+    """Return in a few words why CUDA cannot be emulated in this process, or None if no reason is known."""
     if sys.platform != "linux":
         return f"needs Linux, this is {sys.platform}"
     if torch.version.cuda or torch.version.hip:
@@ -51,7 +51,7 @@ def load_extension() -> ModuleType:
     if reason is not None:
         raise ConfigurationError(
             f"CUDA cannot be emulated here: the emulation {reason}.",
-            "it is a C++ extension for builds of torch without CUDA.",
+            "the emulation is a C++ extension for builds of torch without CUDA.",
             "install what is missing, or skip the test with drivetrain.testing.requires_emulated_cuda().",
         )
     path = _build_cached()
@@ -62,7 +62,7 @@ def load_extension() -> ModuleType:
         extension = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(extension)
     except ImportError as error:
-        raise _does_not_fit(str(error)) from error
+        raise _incompatible_error(str(error)) from error
     return extension
 
 
@@ -82,8 +82,8 @@ def _build_cached() -> Path:
                 _compile(command, path)
     except OSError as error:
         raise ConfigurationError(
-            f"The emulation of CUDA cannot be kept in {folder}: {error}.",
-            "it is compiled once and cached for later processes.",
+            f"The emulation of CUDA cannot be cached in {folder}: {error}.",
+            "the extension is compiled once and cached for later processes.",
             "set TORCH_EXTENSIONS_DIR to a writable folder.",
         ) from error
     return path
@@ -95,14 +95,14 @@ def _compile(command: list[str], path: Path) -> None:
         result = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True, check=False)
         if result.returncode != 0:
             lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-            raise _does_not_fit("\n".join(lines[:_MAX_ERROR_LINES]))
+            raise _incompatible_error("\n".join(lines[:_MAX_ERROR_LINES]))
         os.replace(library, path)
 
 
-def _does_not_fit(details: str) -> ConfigurationError:
+def _incompatible_error(details: str) -> ConfigurationError:
     return ConfigurationError(
         f"The emulation of CUDA does not fit torch {torch.__version__} with {_compiler()}:\n{details}",
-        "it is compiled against interfaces of torch that change between versions.",
+        "the extension is compiled against interfaces of torch that change between versions.",
         "use a version of torch from the documentation of emulated_cuda, or a newer drivetrain.",
     )
 

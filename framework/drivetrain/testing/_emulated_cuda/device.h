@@ -35,7 +35,7 @@ inline std::function<int64_t()> site = [] { return int64_t{-1}; };
 inline DeviceIndex index_of(Device device) { return device.index() < 0 ? current : device.index(); }
 
 inline void check_index(int64_t index) {
-  TORCH_CHECK(count > 0, "The emulation of CUDA is off: a tensor or a call came after its `with` had ended.");
+  TORCH_CHECK(count > 0, "The emulation of CUDA is off: a tensor was used, or a function called, after the end of its `with` block.");
   TORCH_CHECK(index < count, "CUDA error: invalid device ordinal: ", index, ", and there are ", count.load());
 }
 
@@ -159,7 +159,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return Device(DeviceType::CUDA, current); }
   void setDevice(Device device) const override {
     if (device.index() < 0) return;
-    if (count > 0) check_index(device.index());  // destructors may still set it when the emulation is off
+    if (count > 0) check_index(device.index());  // destructors may still set the device when the emulation is off
     current = device.index();
   }
   void uncheckedSetDevice(Device device) const noexcept override {

@@ -36,7 +36,7 @@ class EmulatedCuda:
 
     @property
     def races(self) -> list[Race]:
-        """Pairs of operations on the same bytes that no event, stream or wait orders. One or both of the two write."""
+        """Pairs of operations on the same bytes that no event, stream or wait orders. At least one of them writes."""
         self._collect()
         return self._races
 
@@ -81,22 +81,24 @@ class EmulatedCuda:
 
     def _collect(self) -> None:
         for finding in self._extension.take_findings():
-            where = self._sites.lines(finding["site"])
+            lines = self._sites.lines(finding["site"])
             stream = _stream(finding["device"], finding["stream"])
             if finding["kind"] == "copy":
                 details = finding["op"], finding["bytes"], finding["pinned"], finding["waited"]
-                self._copies.append(Copy(*details, finding["device"], stream, where))
+                self._copies.append(Copy(*details, finding["device"], stream, lines))
             elif finding["kind"] == "sync":
-                self._syncs.append(HostSync(finding["op"], finding["device"], stream, where))
+                self._syncs.append(HostSync(finding["op"], finding["device"], stream, lines))
             elif finding["kind"] == "overwritten":
-                operation = Operation(finding["op"], stream, where)
+                operation = Operation(finding["op"], stream, lines)
                 self._races.append(Race(operation, None, "write after read", finding["bytes"]))
             elif finding["kind"] == "race":
-                self._races.append(self._race(finding, Operation(finding["op"], stream, where)))
+                self._races.append(self._race(finding, Operation(finding["op"], stream, lines)))
             else:
-                freed = self._sites.lines(finding["other_site"])
+                freed_lines = self._sites.lines(finding["other_site"])
                 owner = _stream(finding["other_device"], finding["other_stream"])
-                self._frees.append(FreeInUse(Operation(finding["op"], stream, where), owner, freed, finding["bytes"]))
+                self._frees.append(
+                    FreeInUse(Operation(finding["op"], stream, lines), owner, freed_lines, finding["bytes"])
+                )
 
     def _race(self, finding: dict[str, Any], later: Operation) -> Race:
         stream = _stream(finding["other_device"], finding["other_stream"])
@@ -119,8 +121,8 @@ def emulated_cuda(
     of the memory are set. The first `query` of an event returns False if nothing has waited for the event.
 
     The first call in a process compiles the extension if necessary, and registers operators for CUDA with torch until
-    the process ends. Outside of the context there are no devices. If the calling process must not change,
-    use another process, with `run_distributed` or a `World`. Tensors must not be used after the end of the context in
+    the process ends. Outside of the context there are no devices. If the calling process must not change, use another
+    process, with `run_distributed` or a `World`. Tensors must not be used after the end of the context in
     which they were created. As with real devices, a forked process can use the devices only if its parent has not
     initialised the driver.
 
@@ -138,7 +140,7 @@ def emulated_cuda(
     if type(devices) is not int or not 1 <= devices <= _MAX_DEVICES:
         raise ConfigurationError(
             f"emulated_cuda(devices={devices!r}).",
-            f"it must be a number of devices from 1 to {_MAX_DEVICES}.",
+            f"devices must be an integer from 1 to {_MAX_DEVICES}.",
             "use emulated_cuda(devices=2).",
         )
     check_torch_version()
@@ -171,7 +173,7 @@ def _load() -> tuple[ModuleType, Sites]:
     if _loaded is None:
         extension = load_extension()
         sites = Sites()
-        extension.set_site_function(sites.here)
+        extension.set_site_function(sites.current_number)
         atexit.register(extension.stop)  # memory freed after Python's finalization must not call back into Python
         _loaded = extension, sites
     return _loaded

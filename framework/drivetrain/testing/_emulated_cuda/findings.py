@@ -44,11 +44,10 @@ class Race:
 
     def __str__(self) -> str:
         if self.later is None:
-            return (
-                f"{self.size} bytes of pinned memory were changed by the host while this read them\n    {self.earlier}"
-            )
+            change = f"{self.size} bytes of pinned memory were changed by the host while this operation read them"
+            return f"{change}\n    {self.earlier}"
         sides = f"earlier: {self.earlier}\n    later: {self.later}"
-        return f"{self.what} of {self.size} bytes that nothing orders\n    {sides}"
+        return f"unordered {self.what} of {self.size} bytes\n    {sides}"
 
 
 @dataclass(frozen=True, slots=True)

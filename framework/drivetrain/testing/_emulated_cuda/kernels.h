@@ -34,8 +34,8 @@ struct Use {
   bool writes;
 };
 
-// Returns the block that contains a tensor; null if its memory is neither a device's nor pinned. The caller holds the
-// order's lock.
+// Returns the block that contains a tensor; null if the tensor is neither on a device nor in pinned memory. The caller
+// holds the order's lock.
 inline Block* block_of(const Tensor& tensor) {
   if (!tensor.has_storage()) return nullptr;
   const auto& data = tensor.storage().data_ptr();
@@ -86,11 +86,11 @@ inline void wait_for_result(const std::string& op, int64_t device, const std::ve
 // Returns a CPU tensor that shares the memory of a device's tensor.
 inline Tensor host(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-  auto twin = at::from_blob(tensor.numel() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr, tensor.sizes(), tensor.strides(),
+  auto cpu_tensor = at::from_blob(tensor.numel() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr, tensor.sizes(), tensor.strides(),
                             [](void*) {}, tensor.options().device(c10::kCPU).requires_grad(false), Device(c10::kCPU));
-  if (tensor.is_conj()) twin._set_conj(true);
-  if (tensor.is_neg()) twin._set_neg(true);
-  return twin;
+  if (tensor.is_conj()) cpu_tensor._set_conj(true);
+  if (tensor.is_neg()) cpu_tensor._set_neg(true);
+  return cpu_tensor;
 }
 
 inline Tensor empty_on(int64_t device, c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype) {
@@ -259,7 +259,7 @@ class HostCall {
 
   void run() {
     TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "The emulation of CUDA has no ", schema_.name(),
-                                ": it runs the host's kernels, and the host has none for this operator.");
+                                ": the emulation runs the CPU's kernels, and the CPU has none for this operator.");
     find_device();
     for (const auto& index : from_host_) record_index_copy(index);
     const bool host_waits = host_must_know(schema_, stack_, begin_);
@@ -267,10 +267,10 @@ class HostCall {
     seed_host();
     if (host_waits) wait_for_result(name_, device_, uses_);
     redispatch();
-    for (auto& [original, twin] : resized_)
-      if (twin.sizes() != original.sizes()) {
-        original.resize_(twin.sizes());
-        host(original).copy_(twin);
+    for (auto& [original, cpu_tensor] : resized_)
+      if (cpu_tensor.sizes() != original.sizes()) {
+        original.resize_(cpu_tensor.sizes());
+        host(original).copy_(cpu_tensor);
         use(uses_, original, true);
       }
     const size_t first = stack_.size() - schema_.returns().size();
@@ -289,7 +289,7 @@ class HostCall {
   bool uses_default_generator_ = false;
   std::vector<Use> uses_;
   std::vector<Tensor> from_host_;  // indices in host memory
-  std::vector<std::pair<Tensor, Tensor>> resized_;  // empty outputs, which the kernel may resize
+  std::vector<std::pair<Tensor, Tensor>> resized_;  // empty outputs, which the kernel may resize, each with the CPU tensor that the kernel gets
 
   static std::string short_name(const std::string& full) { return full.substr(full.find("::") + 2); }
 
@@ -343,9 +343,9 @@ class HostCall {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     use(uses_, tensor, writes);
     if (!writes || tensor.numel()) return host(tensor);
-    auto twin = at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).requires_grad(false));
-    resized_.emplace_back(tensor, twin);
-    return twin;
+    auto cpu_tensor = at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).requires_grad(false));
+    resized_.emplace_back(tensor, cpu_tensor);
+    return cpu_tensor;
   }
 
   void replace_argument(size_t i) {
@@ -356,20 +356,20 @@ class HostCall {
     if (value.isTensor()) {
       slot = host_argument(value.toTensor(), writes);
     } else if (value.isTensorList()) {
-      std::vector<Tensor> twins;
-      for (const auto& one : value.toTensorVector()) twins.push_back(host_argument(one, writes));
-      slot = twins;
+      std::vector<Tensor> cpu_tensors;
+      for (const auto& one : value.toTensorVector()) cpu_tensors.push_back(host_argument(one, writes));
+      slot = cpu_tensors;
     } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> twins;
+      c10::List<std::optional<Tensor>> cpu_tensors;
       for (const std::optional<Tensor>& one : value.toOptionalTensorVector())
-        twins.push_back(one ? std::optional<Tensor>(host_argument(*one, writes)) : one);
-      slot = twins;
+        cpu_tensors.push_back(one ? std::optional<Tensor>(host_argument(*one, writes)) : one);
+      slot = cpu_tensors;
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       slot = Device(c10::kCPU);
     }
   }
 
-  // Replaces a generator argument by a CPU generator that is seeded from the given device generator or the default one.
+  // Replaces a generator argument by a CPU generator that is seeded from the given or the default device generator.
   void seed_host() {
     uses_default_generator_ = op_.hasTag(at::Tag::nondeterministic_seeded);
     for (size_t i = 0; i < arguments_.size(); ++i) {
@@ -383,7 +383,8 @@ class HostCall {
     }
   }
 
-  // Runs the CPU's kernel. If it draws from the CPU's default generator, the state of that generator is replaced meanwhile.
+  // Runs the CPU's kernel. If the kernel draws from the CPU's default generator, the state of this generator is replaced
+  // for the duration of the call.
   void redispatch() {
     const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
     if (!uses_default_generator_) return op_.redispatchBoxed(cpu, &stack_);
@@ -424,14 +425,14 @@ class HostCall {
         return original.as_strided(result.sizes(), result.strides(), original.storage_offset() + offset);
       }
     }
-    TORCH_CHECK(false, "The emulation of CUDA cannot tell what ", schema_.name(), " returns a view of.");
+    TORCH_CHECK(false, "The emulation of CUDA cannot determine of which tensor ", schema_.name(), " returns a view.");
   }
 };
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { HostCall(op, stack).run(); }
 
-// Returns operators that have both a CPU kernel and a composite implementation. Real devices do not use the latter
-// either.
+// Returns operators that have both a CPU kernel and a composite implementation. Real devices do not use the composite
+// implementation either.
 inline std::vector<std::string> operators_with_cpu_kernels() {
   auto& dispatcher = c10::Dispatcher::singleton();
   // Convolutions are redispatched as a whole, since the CPU chooses other internal kernels than a device would.

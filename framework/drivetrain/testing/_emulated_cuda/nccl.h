@@ -46,7 +46,7 @@ class Collective final : public c10d::Work {
       std::lock_guard<std::mutex> guard(order().lock);
       order().wait(stream_number(device_), end_.clock);
     }
-    held_.clear();  // from now on the order of streams protects them
+    held_.clear();  // from now on the order of streams protects the tensors
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -100,8 +100,8 @@ class Nccl final : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     const bool is_root = opts.rootRank == rank_;
     return run("broadcast", OpType::BROADCAST, is_root ? tensors : Tensors{}, is_root ? Tensors{} : tensors, tensors, opts, [&] {
-      auto twins = hosts(tensors);
-      gloo_->broadcast(twins, opts)->wait();
+      auto cpu_tensors = hosts(tensors);
+      gloo_->broadcast(cpu_tensors, opts)->wait();
     });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -113,18 +113,18 @@ class Nccl final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     const bool is_root = opts.rootRank == rank_;
     return run("reduce", OpType::REDUCE, is_root ? Tensors{} : tensors, is_root ? tensors : Tensors{}, tensors, opts, [&] {
-      auto twins = copies(tensors, opts.reduceOp);
+      auto cpu_tensors = copies(tensors, opts.reduceOp);
       auto plain = opts;
       plain.reduceOp = gloo_op(opts.reduceOp);
-      gloo_->reduce(twins, plain)->wait();
-      if (is_root) put(tensors, twins, opts.reduceOp);
+      gloo_->reduce(cpu_tensors, plain)->wait();
+      if (is_root) put(tensors, cpu_tensors, opts.reduceOp);
     });
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     return run("allgather", OpType::ALLGATHER, inputs, flat(outputs), flat(outputs), opts, [&] {
-      auto twins = hosts(outputs);
+      auto cpu_tensors = hosts(outputs);
       auto given = hosts(inputs);
-      gloo_->allgather(twins, given, opts)->wait();
+      gloo_->allgather(cpu_tensors, given, opts)->wait();
     });
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& opts) override {
@@ -137,16 +137,16 @@ class Nccl final : public c10d::Backend {
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
     return run("gather", OpType::GATHER, inputs, flat(outputs), flat(outputs), opts, [&] {
-      auto twins = hosts(outputs);
+      auto cpu_tensors = hosts(outputs);
       auto given = hosts(inputs);
-      gloo_->gather(twins, given, opts)->wait();
+      gloo_->gather(cpu_tensors, given, opts)->wait();
     });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
     return run("scatter", OpType::SCATTER, flat(inputs), outputs, outputs, opts, [&] {
-      auto twins = hosts(outputs);
+      auto cpu_tensors = hosts(outputs);
       auto given = hosts(inputs);
-      gloo_->scatter(twins, given, opts)->wait();
+      gloo_->scatter(cpu_tensors, given, opts)->wait();
     });
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& opts) override {
@@ -167,8 +167,8 @@ class Nccl final : public c10d::Backend {
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& to, std::vector<int64_t>& from, const c10d::AllToAllOptions& opts) override {
     return run("alltoall_base", OpType::ALLTOALL_BASE, {input}, {output}, {output}, opts, [&] {
-      auto twin = host(output), given = host(input);
-      gloo_->alltoall_base(twin, given, to, from, opts)->wait();
+      auto cpu_tensor = host(output), given = host(input);
+      gloo_->alltoall_base(cpu_tensor, given, to, from, opts)->wait();
     });
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
@@ -178,8 +178,8 @@ class Nccl final : public c10d::Backend {
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     return run("recv", OpType::RECV, {}, tensors, tensors, c10d::BroadcastOptions(), [&] {
-      auto twins = hosts(tensors);
-      gloo_->recv(twins, from, tag)->wait();
+      auto cpu_tensors = hosts(tensors);
+      gloo_->recv(cpu_tensors, from, tag)->wait();
     });
   }
   // As with NCCL, the host waits for a barrier.
@@ -209,17 +209,17 @@ class Nccl final : public c10d::Backend {
     return all;
   }
   static Tensors hosts(const Tensors& tensors) {
-    Tensors twins;
-    for (const auto& one : tensors) twins.push_back(host(one));
-    return twins;
+    Tensors cpu_tensors;
+    for (const auto& one : tensors) cpu_tensors.push_back(host(one));
+    return cpu_tensors;
   }
   static std::vector<Tensors> hosts(const std::vector<Tensors>& lists) {
-    std::vector<Tensors> twins;
-    for (const auto& list : lists) twins.push_back(hosts(list));
-    return twins;
+    std::vector<Tensors> cpu_tensors;
+    for (const auto& list : lists) cpu_tensors.push_back(hosts(list));
+    return cpu_tensors;
   }
 
-  // gloo lacks averages and scaled sums: it adds, and tensors are scaled before and divided after.
+  // Gloo lacks averages and scaled sums. Tensors are scaled before a sum by gloo, or divided after it.
   static ReduceOp gloo_op(const ReduceOp& op) { return op.op_ == ReduceOp::AVG || op.op_ == ReduceOp::PREMUL_SUM ? ReduceOp(ReduceOp::SUM) : op; }
   static Tensor scaled(const Tensor& tensor, const ReduceOp& op) {
     if (op.op_ != ReduceOp::PREMUL_SUM) return tensor;
@@ -245,8 +245,8 @@ class Nccl final : public c10d::Backend {
     put(tensors, sums, opts.reduceOp);
   }
   void gather_into(const Tensor& output, const Tensor& input, const c10d::AllgatherOptions& opts) {
-    auto twin = host(output), given = host(input);
-    gloo_->_allgather_base(twin, given, opts)->wait();
+    auto cpu_tensor = host(output), given = host(input);
+    gloo_->_allgather_base(cpu_tensor, given, opts)->wait();
   }
   void sum_slice(const Tensor& output, const Tensor& input, const c10d::ReduceScatterOptions& opts) {
     c10d::AllreduceOptions plain;
@@ -291,7 +291,7 @@ class Nccl final : public c10d::Backend {
     return coalesced_;
   }
 
-  // As NCCL does when a communicator is created. NCCL_HOSTID identifies the machine.
+  // Refuses two ranks on one device, as NCCL does when it creates a communicator. NCCL_HOSTID identifies the machine.
   void refuse_shared_device(int64_t device) {
     if (std::exchange(devices_checked_, true)) return;
     const char* machine = std::getenv("NCCL_HOSTID");

@@ -33,7 +33,7 @@ struct Access {
   bool writes;
   size_t begin, end;
   std::string op;
-  int64_t site;  // the place in the code that called it
+  int64_t site;  // the place in the code that called the operation
 };
 
 // Memory of a device, or pinned memory of the host (device -1).
@@ -41,10 +41,10 @@ struct Block {
   char* data;
   size_t size;
   int device;
-  int owner;  // the stream it was allocated on, which may reuse it when it is freed
+  int owner;  // the stream of the allocation, which may reuse the memory when it is freed
   std::vector<Access> accesses;
   std::set<int> recorded;  // streams that were passed to record_stream
-  int64_t run = 0;  // number of the `with` block in which it was allocated
+  int64_t run = 0;  // number of the `with` block in which the memory was allocated
 };
 
 struct Freed {
@@ -153,7 +153,7 @@ class Order {
     return true;
   }
 
-  // Compares an access with earlier ones, and keeps those that later accesses must be compared with.
+  // Compares an access with earlier accesses, and keeps the accesses that later ones must be compared with.
   void record_access(Block& block, const Access& access) {
     auto& all = block.accesses;
     for (const auto& earlier : all) {
@@ -167,8 +167,8 @@ class Order {
     all.push_back(access);
   }
 
-  // An allocation on this stream may reuse memory that was freed there. Reports operations on other streams that may
-  // still use that memory.
+  // An allocation on this stream may reuse memory that was freed on this stream. Reports operations on other streams
+  // that may still use the freed memory.
   void allocated_on(int stream) {
     for (const auto& freed : freed_[stream])
       for (const auto& use : freed.unfinished) {
@@ -229,7 +229,7 @@ class Order {
   std::map<std::pair<int, int64_t>, int> numbers_;
   std::vector<std::pair<int, int64_t>> names_;
   std::vector<Clock> clocks_;  // by stream: what its next operation waits for
-  Clock host_;                 // what the host has waited for; shared by its threads, whose order is not tracked
+  Clock host_;                 // what the host has waited for; all threads share it, and their order is not tracked
   std::vector<int64_t> issued_, queried_at_;
   std::vector<std::vector<Freed>> freed_;
   std::vector<CopyToPinned> copies_to_pinned_;

@@ -29,18 +29,18 @@ Site = tuple[tuple[CodeType, int], ...]
 
 
 class Sites:
-    """Assigns numbers to places in the code. The extension requests a number at each operator; no text is formatted."""
+    """Assigns numbers to places in the code. The extension requests a number for each operator call."""
 
     def __init__(self) -> None:
         self._numbers: dict[Site, int] = {}
         self._sites: list[Site] = []
 
-    def here(self) -> int:
+    def current_number(self) -> int:
         """Return the number of the caller's place in the code."""
         frame = sys._getframe().f_back
         backward = frame is None
         if backward:
-            # The caller is an autograd thread, which works for the call of `backward` in the main thread.
+            # The caller is an autograd thread, which executes the call of `backward` in the main thread.
             main = threading.main_thread().ident
             frame = sys._current_frames().get(main) if main is not None else None
         site = _lines(frame)

@@ -20,7 +20,7 @@ _NEEDED_NAMES = (
     *("_cudart", "_device_count_nvml", "_exchange_device", "_lazy_init", "_maybe_exchange_device", "_queued_calls"),
     *("_utils", "get_device_properties", "graphs", "memory", "nccl", "nvtx", "streams"),
 )
-# The emulation, or torch while it is active, assigns these names in torch.cuda. They are restored on exit.
+# The emulation assigns these names in torch.cuda, or torch does so during the emulation. They are restored on exit.
 _RESTORED_NAMES = (
     "_initialized",
     "_cached_device_count",
@@ -139,7 +139,7 @@ def check_torch_version() -> None:
     if missing:
         raise ConfigurationError(
             f"The emulation of CUDA does not fit torch {torch.__version__}: torch.cuda has no {', '.join(missing)}.",
-            "it replaces private names of torch.cuda, which change between versions.",
+            "the emulation replaces private names of torch.cuda, which change between versions.",
             "use a version of torch from the documentation of emulated_cuda, or a newer drivetrain.",
         )
 
@@ -149,7 +149,7 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
     """Install the emulated names in torch.cuda, and restore the former values of these names on exit."""
     cuda = torch.cuda
     # The id of the process that initialised the driver, or an empty list before that. A process that is forked
-    # afterwards cannot use the driver.
+    # after the initialisation cannot use the driver.
     initialised_by: list[int] = []
 
     def mark_initialised() -> None:
@@ -170,8 +170,8 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
             _start_autograd(extension, devices)
         cuda.default_generators = tuple(extension.default_generator(index) for index in range(devices))
 
-    # The following functions initialise CUDA, because the first call that names a device, or that asks for the
-    # current device, initialises it.
+    # The following functions initialise CUDA, as in torch, where the first call that names a device or requests the
+    # current device does so.
     def get_device() -> int:
         cuda.init()  # type: ignore[no-untyped-call]
         return int(extension.current_device())
@@ -313,7 +313,7 @@ def _start_autograd(extension: ModuleType, devices: int) -> None:
 
 
 class _Nvtx:
-    """Ignores marks for a profiler."""
+    """Replaces NVTX, and ignores marks for a profiler."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments: 0
