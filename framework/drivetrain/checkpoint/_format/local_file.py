@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MAX_OPEN = 64
-"""Open descriptors per checkpoint; it may have thousands of files, but many systems allow 1,024 per process."""
+"""Maximum number of open descriptors per checkpoint.
 
-_SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
+A checkpoint may have thousands of files, but many systems allow 1,024 descriptors per process.
+"""
+
+_SEEK_DATA = getattr(os, "SEEK_DATA", None)  # available on Linux and macOS
 
 
 class ChangedFileError(OSError):
@@ -26,7 +29,7 @@ class NoFileError(OSError):
 
 
 class OpenFiles:
-    """The open files of one checkpoint; the least recently used one is closed when there are too many."""
+    """The open files of one checkpoint. The least recently used file is closed if too many files are open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +40,7 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close all files that are not being read; reading reopens them."""
+        """Close all files that are not being read. A later read reopens a closed file."""
         with self._lock:
             for file in [candidate for candidate, descriptor in self._open.items() if not self._in_use[descriptor]]:
                 os.close(self._open.pop(file))
@@ -46,8 +49,8 @@ class OpenFiles:
         """Open a file.
 
         Raises:
-            NoFileError: it is not a regular file.
-            OSError: it does not exist, or cannot be read.
+            NoFileError: the path is not a regular file.
+            OSError: the file does not exist, or cannot be read.
         """
         descriptor, stat_result = _open_regular(path)
         file = LocalFile(self, path, stat_result)
@@ -58,13 +61,13 @@ class OpenFiles:
     def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
         """Fill ``memory`` from offset ``begin``, up to the end of the file; return the number of bytes read."""
         with self._in_use_descriptor(file) as descriptor:
-            done = 0
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done:]], begin + done)
+            bytes_read = 0
+            while bytes_read < len(memory):
+                count = os.preadv(descriptor, [memory[bytes_read:]], begin + bytes_read)
                 if not count:
                     break
-                done += count
-        return done
+                bytes_read += count
+        return bytes_read
 
     def is_hole(self, file: LocalFile, begin: int, end: int) -> bool:
         """Return whether ``begin`` up to ``end`` is a hole of a sparse file, which reads as zeros."""
@@ -73,7 +76,7 @@ class OpenFiles:
         with self._in_use_descriptor(file) as descriptor:
             try:
                 return os.lseek(descriptor, begin, _SEEK_DATA) >= end
-            except OSError as error:  # no data after `begin` (ENXIO), or not supported
+            except OSError as error:  # ENXIO means that there is no data after `begin`
                 return error.errno == errno.ENXIO and os.fstat(descriptor).st_size >= end
 
     @contextmanager
@@ -111,9 +114,9 @@ class LocalFile:
     """A file of `OpenFiles`.
 
     Args:
-        files: the open files that it belongs to.
-        path: its path.
-        stat_result: its status when it was opened.
+        files: the `OpenFiles` that the file belongs to.
+        path: path of the file.
+        stat_result: status of the file when it was opened.
     """
 
     def __init__(self, files: OpenFiles, path: Path, stat_result: os.stat_result) -> None:
@@ -141,8 +144,8 @@ def read_whole(path: Path, limit: int) -> bytes:
     """Return a file's first ``limit`` bytes.
 
     Raises:
-        NoFileError: it is not a regular file.
-        OSError: it does not exist, or cannot be read.
+        NoFileError: the path is not a regular file.
+        OSError: the file does not exist, or cannot be read.
     """
     descriptor, _ = _open_regular(path)
     with open(descriptor, "rb") as stream:
@@ -150,7 +153,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a file if it is regular: opening a pipe would block, and opening a device may have side effects."""
+    """Open a regular file. Other files are rejected: a pipe would block, and a device may have side effects."""
     try:
         _check_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
