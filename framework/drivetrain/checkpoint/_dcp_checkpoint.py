@@ -1,7 +1,7 @@
 """Reads folders of `torch.distributed.checkpoint` without executing code from them.
 
 The ``.metadata`` file of such a folder is a pickle. A restricted unpickler replaces DCP's classes with placeholders and
-rejects every name outside a short list, so that unpickling runs no code from the file.
+rejects all other classes except for a few harmless ones, so that unpickling runs no code from the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a DCP checkpoint by name, unsharded; entries that are not tensors are skipped.
+    """Return every tensor of a DCP checkpoint by name, unsharded. Entries that are not tensors are skipped.
 
     Raises:
         CheckpointError: the folder is damaged, was written with extensions, or its metadata refers to classes that are
@@ -48,13 +48,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a folder of torch.distributed.checkpoint: {problem}.",
-        "its metadata is a pickle, of which only DCP's own classes are read.",
-        "if you trust it, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
+        "its metadata is a pickle, in which only DCP's own classes are accepted.",
+        "if you trust the folder, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
     )
 
 
 class _Placeholder:
-    """Stands in for an object of a DCP class: stores its state and does nothing."""
+    """Replaces an object of a DCP class. It stores the object's state and does nothing."""
 
     state: Any = None
 
@@ -66,7 +66,7 @@ class _Placeholder:
 
 
 def _layout(*name: Any) -> None:
-    """Stands in for `torch.serialization._get_layout`; its result is unused, since all layouts are strided."""
+    """Replaces `torch.serialization._get_layout`. The result is not used, because all layouts are strided."""
 
 
 _DCP_CLASSES = {

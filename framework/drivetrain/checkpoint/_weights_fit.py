@@ -28,7 +28,7 @@ class WeightMismatch:
 
     @classmethod
     def compare(cls, expected: Mapping[str, Any], saved: Mapping[str, Any], partial: bool = False) -> WeightMismatch:
-        """Compare by name and shape; values without a ``shape`` are compared by name only.
+        """Compare values by name and shape. Values without a ``shape`` are compared by name only.
 
         Args:
             expected: the module's values, by name.
@@ -54,10 +54,10 @@ class WeightMismatch:
             weights: subject of the message, such as "The weights of ...".
             module: the module's class name.
             strict: raise for missing and unexpected names; otherwise warn and skip them.
-            remedy: how to load only the names that match.
+            remedy: how to load only the matching weights, for the error.
 
         Raises:
-            CheckpointError: lists the names.
+            CheckpointError: the weights do not fit; the error lists the names.
         """
         parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.wrong_shape}
         listed = ", ".join(f"{problem} {_shortened(names)}" for problem, names in parts.items() if names)

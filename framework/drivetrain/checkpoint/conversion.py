@@ -65,8 +65,8 @@ def convert(
         return write_pretrained(path, out, prefix, config, max_shard_size)
     if to != "checkpoint" or config is not None:
         raise CheckpointError(
-            f"convert(to={to!r}, config={config!r})",
-            'it writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
+            f"convert(to={to!r}, config={config!r}) is not supported.",
+            'convert writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
     weights, hyper_parameters = _read_other_format(Path(path))
@@ -116,14 +116,14 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         raise CheckpointError(
             f"{str(path)!r} holds weights that are not plain tensors: {', '.join(unknown)}.",
             "turning them into tensors would execute code of their classes.",
-            "load it in a program that defines the classes, and save plain tensors.",
+            "load the file in a program that defines the classes, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
 
 
 def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
-    """Return the hyper-parameters that JSON can represent; warn about each of the others."""
+    """Return the hyper-parameters that JSON can represent, and warn about each other hyper-parameter."""
     jsonable = {}
     for name, value in dict(hyper_parameters or {}).items():
         tensors: dict[str, Any] = {}

@@ -116,9 +116,9 @@ class SeededIterable(_DatasetProxy):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number = worker.id if worker is not None else 0
-        from drivetrain.data.splitting import read_in_worker
+        from drivetrain.data.splitting import use_data_rank_in_worker
 
-        read_in_worker(self._rank, self._world_size)
+        use_data_rank_in_worker(self._rank, self._world_size)
         seed_generators(derive_seed(_WORKER_SEED_SALT, self._seed, self._epoch, self._rank, number, 0))
         # A persistent worker keeps this object and creates one iterator per epoch.
         self._epoch += 1

@@ -17,8 +17,8 @@ from drivetrain.module._run_handle import RunHandle
 class DataModule(RunHandle, HyperParametersMixin):
     """Prepares the data of a task and builds its loaders.
 
-    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return ordinary
-    loaders. The loaders are sharded over the ranks automatically.
+    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return ordinary loaders,
+    which are sharded over the ranks automatically.
     """
 
     def prepare_data(self) -> None:
@@ -126,9 +126,9 @@ class DataModule(RunHandle, HyperParametersMixin):
             path: the checkpoint's path or URL.
             checkpoint_path: Lightning's name for ``path``.
             map_location: the device for the tensors of the state.
-            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the checkpoint's.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of those in the checkpoint.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
-            overrides: hyper-parameters that replace the saved ones, and secrets, which checkpoints do not contain.
+            overrides: hyper-parameters that replace the saved values, and secrets, which checkpoints do not contain.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or its hyper-parameters do not match the arguments of

@@ -1,4 +1,4 @@
-"""Writes one object of a store as a stream; it appears complete or not at all."""
+"""Writes one object of a store as a stream. The object appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def make_folder(filesystem: Any, root: str) -> None:
 def open_object(filesystem: Any, path: str) -> Iterator[Any]:
     """Yield a stream whose content is stored when the context exits without an error.
 
-    The upload ends when the stream is closed. If closing raises, the object may be stored nevertheless, so its size is
-    compared. No other writer may use ``path``.
+    The upload ends when the stream is closed. If closing raises an error, the object may be stored nevertheless, so its
+    size is compared. No other writer may use ``path``.
     """
     stream = filesystem.open(path, "wb")
     try:
@@ -52,7 +52,7 @@ def open_object(filesystem: Any, path: str) -> Iterator[Any]:
 
 @contextmanager
 def open_replacement(filesystem: Any, path: str) -> Iterator[Any]:
-    """Yield a stream like `open_object`, for a path that may exist; it is replaced once the new content is complete."""
+    """Yield a stream like `open_object`. An existing object is replaced once the new content is complete."""
     if is_object_store(filesystem):
         with open_object(filesystem, path) as stream:
             yield stream

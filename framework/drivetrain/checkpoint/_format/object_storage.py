@@ -1,4 +1,4 @@
-"""Writes a checkpoint to an object store: files get unique names, and only the manifest is overwritten."""
+"""Writes a checkpoint to an object store. Files get unique names, and only the manifest is overwritten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Call
     Args:
         filesystem: the fsspec file system.
         path: path of the object, which may exist.
-        content: its content.
+        content: the new content of the object.
         is_stored: returns whether the store holds the new content.
 
     Raises:
@@ -41,7 +41,7 @@ def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Call
 
 
 class ObjectStorage:
-    """A prefix in an object store.
+    """The objects of a checkpoint below a prefix in an object store.
 
     Concurrent writers never share file names, and the manifest names the files of only one of them. Once a manifest may
     have been stored, no rank deletes the files that it names, because the reply to a successful upload can be lost.
@@ -49,7 +49,7 @@ class ObjectStorage:
     Args:
         filesystem: the fsspec file system.
         root: the prefix.
-        suffix: makes the file names of this save unique.
+        suffix: text that makes the file names of this save unique.
     """
 
     def __init__(self, filesystem: Any, root: str, suffix: str) -> None:
@@ -100,7 +100,7 @@ class ObjectStorage:
         self._remove(self._created)
 
     def _put_manifest(self, content: bytes, identifier: str) -> None:
-        """Upload the manifest, retrying until the store holds this identifier."""
+        """Upload the manifest, and retry until the stored manifest has this identifier."""
 
         def is_stored() -> bool:
             stored = self._read_manifest()
@@ -109,7 +109,7 @@ class ObjectStorage:
         put_with_retries(self._filesystem, self._path(MANIFEST), content, is_stored)
 
     def _read_manifest(self) -> Manifest | None:
-        """Return the stored manifest; None if there is none or it cannot be read, so that its files are kept."""
+        """Return the stored manifest; None if there is none or it is unreadable, so that no old files are removed."""
         with suppress(Exception):
             self._filesystem.invalidate_cache()
             content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=MAX_MANIFEST_BYTES + 1)
