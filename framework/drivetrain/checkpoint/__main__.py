@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "other", metavar="OTHER", help="path or fsspec URL of the other checkpoint"
     )
     command("consolidate", "Write a checkpoint's weights into one safetensors file.").add_argument(
-        "out", metavar="OUT", help="the file to write, or a folder for model.safetensors"
+        "out", metavar="OUT", help="the .safetensors file to write, or a folder in which model.safetensors is written"
     )
     convert_parser = command(
         "convert",

@@ -66,7 +66,7 @@ def write_pretrained(
     return target
 
 
-# Selecting the model
+# Selection of the model in the checkpoint
 
 
 def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
@@ -107,7 +107,7 @@ def _read_config(config: Any) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"config={str(config)!r} cannot be read: {error}.",
-            "from_pretrained builds the model from it.",
+            "from_pretrained builds the model from this configuration.",
             "give a config.json, or the folder that it is in.",
         ) from error
     if not isinstance(settings, dict):
@@ -116,8 +116,9 @@ def _read_config(config: Any) -> dict[str, Any]:
 
 
 def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
-    """Return the tensors of one model by their names in that model. Unless ``with_tied``, omit further names of tied
-    tensors.
+    """Return the tensors of one model by their names in that model.
+
+    A tied tensor has only its first name, unless ``with_tied``.
     """
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
     tensors: dict[str, TensorSource] = {}
@@ -233,7 +234,7 @@ def _write_adapter(
     if not tensors:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
-            "PEFT includes the adapter's name in their names.",
+            "PEFT includes the adapter's name in the names of its weights.",
             "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
         )
     _write_tensors(f"{folder}/adapter_model.safetensors", tensors)

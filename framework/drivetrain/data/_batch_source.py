@@ -102,7 +102,7 @@ class BatchSource(Protocol):
         ...
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
-        """Return fingerprints of what was read first, as many on every rank. Call this after a batch was read."""
+        """Return fingerprints of what was read first, equally many on every rank. Call this after a batch was read."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def split_evenly(indices: list[Any], world_size: int) -> GlobalBatch:
 def group_indices(
     stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool, skip: int = 0
 ) -> Iterator[GlobalBatch]:
-    """Yield global micro-batches from a stream of single indices, of which the first ``skip`` are skipped."""
+    """Yield global micro-batches from a stream of single indices, after skipping the first ``skip`` indices."""
     indices = islice(stream, skip, None)
     stride = batch_size * world_size
     bounds = _bounds([batch_size] * world_size)

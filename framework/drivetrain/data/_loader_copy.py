@@ -57,7 +57,7 @@ def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 def allocates_each_batch(loader: DataLoader[Any]) -> bool:
-    """Return whether every batch is newly allocated, as those of torch's default collation and of workers are."""
+    """Return whether every batch is newly allocated, by torch's default collation or by receiving it from a worker."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False  # A custom `__iter__` may reuse memory.
     return loader.num_workers > 0 or loader.collate_fn is default_collate

@@ -54,7 +54,7 @@ def prepare_loader(
     seed: int = 0,
     replace_sampler: bool = True,
 ) -> BatchSource:
-    """Return a `BatchSource` that yields this rank's shards of what ``loader`` yields.
+    """Return a `BatchSource` that yields this rank's shards of the batches of ``loader``.
 
     Args:
         loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by

@@ -101,8 +101,8 @@ def encode_start_document(identity: Mapping[str, Any]) -> bytes:
     return dump_with_checksum({"format": FORMAT_VERSION, "identity": dict(identity)})
 
 
-def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
-    """Return the manifest, which commits the parts.
+def encode_manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
+    """Return the content of the manifest, which commits the parts.
 
     Args:
         identity: the identity in the start document.

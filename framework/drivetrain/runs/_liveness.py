@@ -30,7 +30,7 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     if any(job.is_same(other) and job.restarts > other.restarts for job in jobs for other in record.jobs):
         return False
     process = record.process
-    process_is_alive = None if process is None else process.lives()
+    process_is_alive = None if process is None else process.is_alive()
     if process_is_alive and process == Process.here():
         return record.id in running_ids
     if process_is_alive is None and has_replaced(list(jobs), record.jobs):

@@ -56,7 +56,7 @@ class Process:
         """Return a JSON-able dict."""
         return asdict(self)
 
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if it is on another machine or in another container."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_boot_and_namespace()):
             return None

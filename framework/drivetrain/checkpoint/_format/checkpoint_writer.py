@@ -1,4 +1,4 @@
-"""Writes a checkpoint collectively and atomically: either all of it is committed, or nothing is."""
+"""Writes a checkpoint collectively and atomically: either the whole checkpoint is committed, or nothing is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save(
     """Write a checkpoint. Collective.
 
     Args:
-        path: a path or an fsspec URL; an existing checkpoint there is replaced atomically.
+        path: a path or an fsspec URL. An existing checkpoint at this path is replaced atomically.
         contents: this rank's contents.
         control: the control plane.
         shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
@@ -60,7 +60,7 @@ def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
     """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
 
     Raises:
-        CheckpointError: as for `save`.
+        CheckpointError: see `save`.
     """
     storage: Storage | None = None
     problem: Exception | None = staged.problem
@@ -302,7 +302,9 @@ def _check_size(path: str, storage: Storage, name: str, size: int, single_rank: 
     what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
     if single_rank:
         raise CheckpointError(
-            what, "another process removed or changed it.", "save to a folder in which no other process deletes files."
+            what,
+            "another process removed or changed the file.",
+            "save to a folder in which no other process deletes files.",
         )
     raise CheckpointError(
         what,

@@ -66,7 +66,7 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
         raise CheckpointError(
             f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, an integer of {value.bit_length()} bits.",
             f"Python converts integers of at most about {_MAX_INTEGER_BITS} bits to and from text.",
-            "save it as a str of its digits in base 16, or as bytes in a tensor.",
+            "save the integer as a str of its digits in base 16, or as bytes in a tensor.",
         )
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -109,7 +109,7 @@ def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
 
     Raises:
         ValueError: ``value`` is not a result of `encode`, or is nested too deeply.
-        KeyError: ``tensor`` raised it for an unknown name.
+        KeyError: ``tensor`` does not know a name, and raised this error.
     """
     if depth > _MAX_READ_DEPTH:
         raise ValueError(f"it is nested deeper than {_MAX_READ_DEPTH} levels")

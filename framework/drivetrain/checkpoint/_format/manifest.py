@@ -73,7 +73,7 @@ class CheckpointMetadata:
     Attributes:
         strategy: name of the strategy that the checkpoint was written with.
         precision: name of the precision.
-        progress: counters, JSON-able.
+        progress: training counters, JSON-able.
         hyper_parameters: arguments that the module was built with, JSON-able.
         left_out: names of arguments that are not stored because they are secret; nested names are joined by dots.
         run: the run that wrote the checkpoint: its "id", "name", "folder" and the class of its "module", if known.
@@ -83,7 +83,8 @@ class CheckpointMetadata:
         identifier: unique id; if "", the writer generates one.
         parent: identifier of the run's previous checkpoint, or of the one that the run resumed from; "" for none.
         lineage: the runs that the checkpoint descends from, oldest first, each with the number of checkpoints that the
-            run had written when the next run resumed from it; for the last run, when this checkpoint was written.
+            run had written when the next run resumed from it. For the last run, it is the number when this checkpoint
+            was written.
         argument: name of the module's argument that holds all hyper-parameters; "" if each is a separate argument.
         data_hyper_parameters: arguments that the data module was built with, JSON-able.
         data_argument: like ``argument``, but for the data module.
@@ -199,7 +200,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{MANIFEST} would have {len(content)} bytes.",
-            f"at most {MAX_MANIFEST_BYTES} are allowed; it holds the hyper-parameters and the checksums of all files.",
+            f"at most {MAX_MANIFEST_BYTES} bytes are allowed, for the hyper-parameters and the checksums of all files.",
             "move large hyper-parameters to a file, and pass its name to the module.",
         )
     return content
@@ -263,7 +264,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
 def _damage_error(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{MANIFEST} of {path!r} is damaged: {problem}.",
-        "without it the content of the checkpoint is unknown.",
+        "without the manifest, the content of the checkpoint is unknown.",
         "use another checkpoint.",
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from drivetrain.checkpoint._format.storage import protocols_of
 
-# Protocols of stores on which creating a folder would create a bucket (even for a misspelt name), and each upload is
-# atomic.
+# Protocols of stores on which creating a folder would create a bucket (even for a misspelt name), and on which each
+# upload is atomic.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 
 
@@ -20,7 +20,7 @@ def is_object_store(filesystem: Any) -> bool:
 
 
 def make_folder(filesystem: Any, root: str) -> None:
-    """Create a folder, on storages that have folders."""
+    """Create a folder, if the storage has folders."""
     if not is_object_store(filesystem):
         filesystem.makedirs(root, exist_ok=True)
 

@@ -102,7 +102,7 @@ def path_exists(filesystem: Any, path: str) -> bool:
     """Return whether an object or folder exists. Unlike fsspec's ``exists``, raise on errors.
 
     Raises:
-        Exception: the storage failed; the class depends on its library.
+        Exception: the storage failed; the class of the error depends on the storage's library.
     """
     try:
         filesystem.info(path)
