@@ -19,8 +19,8 @@ _ROUNDING_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 def base_checksums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
     """Return a checksum of each tensor's values, independent of how it is sharded. Collective.
 
-    Half-precision values are converted to float32 first, so that weights in bfloat16 and their copies in float32 have the
-    same checksums.
+    Half-precision values are converted to float32 first, so that weights in bfloat16 and their copies in float32 have
+    the same checksums.
 
     Args:
         values: unsharded tensors that are equal on every rank, or this rank's shards, by name.

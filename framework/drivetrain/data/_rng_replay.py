@@ -35,9 +35,9 @@ class RngReplay:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._states_before: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
-        self._read = 0
-        self._final: Any = None
-        self._set_aside: Any = None
+        self._read_count = 0
+        self._final_state: Any = None
+        self._state_on_entry: Any = None
         self._to_replay: deque[Any] = deque()  # One state per batch to read again, then the state at the save.
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
@@ -50,7 +50,7 @@ class RngReplay:
                 ahead, or if reading draws no random numbers in this process.
         """
         self._states_before.clear()
-        self._read = first
+        self._read_count = first
         if trained is not None:
             return self._record_and_yield(pairs, trained)
         return self._replay_and_yield(pairs) if self._to_replay else pairs
@@ -64,23 +64,23 @@ class RngReplay:
         if self._to_replay:  # A resumed run has not started reading yet.
             *resumed, last = self._to_replay
             return lambda: {"ahead": resumed, "now": last}
-        ahead = [states for number, states in self._states_before if trained <= number < self._read]
-        frozen = self._final or self._set_aside
+        ahead = [states for number, states in self._states_before if trained <= number < self._read_count]
+        frozen = self._final_state or self._state_on_entry
         current = capture_generators(self.device) if frozen is None else lambda: frozen
         return lambda: {"ahead": [states() for states in ahead], "now": current()}
 
     @contextmanager
     def aside(self, user_generators: Iterable[Any] = ()) -> Iterator[None]:
         """Restore all generators on exit, including the user's. Until then, `state` returns the states at entry."""
-        with preserved_generators(self.device, user_generators) as self._set_aside:
+        with preserved_generators(self.device, user_generators) as self._state_on_entry:
             try:
                 yield
             finally:
-                self._set_aside = None
+                self._state_on_entry = None
 
     def end(self) -> None:
         """Freeze the result of `state`, because later changes to the generators do not belong to the run."""
-        self._final = generator_states(self.device)
+        self._final_state = generator_states(self.device)
 
     def resume(self, state: dict[str, Any]) -> None:
         """Load what `state` returned. The generators are restored when the epoch is read next."""
@@ -110,11 +110,11 @@ class RngReplay:
             trained_count = trained()
             while self._states_before and self._states_before[0][0] < trained_count:
                 self._states_before.popleft()
-            self._states_before.append((self._read, capture_generators(self.device)))
+            self._states_before.append((self._read_count, capture_generators(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return
-            self._read += 1
+            self._read_count += 1
             self._restore_next()
             yield pair
 

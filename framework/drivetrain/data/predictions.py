@@ -128,20 +128,20 @@ class Predictions(Sequence[Any]):
             runs.sort()
         else:
             runs.sort(key=lambda run: run[1])
-        self._firsts = [first for first, *_ in runs]
+        self._first_indices = [first for first, *_ in runs]
         self._runs = [_Run(location, row, count) for _, location, row, count in runs]
         self._ends = list(accumulate(run.length for run in self._runs))
         self._layout: Layout = None
-        self._outputs: _LruCache[Any] = _LruCache()
-        self._values: _LruCache[list[Any]] = _LruCache()
-        self._tensors: _LruCache[dict[str, TensorSource]] = _LruCache()
+        self._output_cache: _LruCache[Any] = _LruCache()
+        self._values_cache: _LruCache[list[Any]] = _LruCache()
+        self._tensors_cache: _LruCache[dict[str, TensorSource]] = _LruCache()
 
     @property
     def indices(self) -> list[int] | None:
         """The data-set index of each sample, ascending; None if samples have no indices."""
         if any(location.entry.runs is None for location in self._locations):
             return None
-        firsts = zip(self._firsts, self._runs, strict=True)
+        firsts = zip(self._first_indices, self._runs, strict=True)
         return [index for first, run in firsts for index in range(first, first + run.length)]
 
     def batches(self) -> Iterator[Any]:
@@ -216,13 +216,13 @@ class Predictions(Sequence[Any]):
         )
 
     def _output(self, location: int) -> Any:
-        return self._outputs.get(location, lambda: self._read(location))
+        return self._output_cache.get(location, lambda: self._read(location))
 
     def _read(self, location: int) -> Any:
         part, number, _ = self._locations[location]
         with describe_errors_as_predictions(self.path):
-            values = self._values.get(part.stem, lambda: self._values_of(part))
-            tensors = self._tensors.get(part.stem, lambda: self._tensors_of(part))
+            values = self._values_cache.get(part.stem, lambda: self._values_of(part))
+            tensors = self._tensors_cache.get(part.stem, lambda: self._tensors_of(part))
             try:
                 return decode(values[number], lambda name: tensors[name].read())
             except (KeyError, IndexError, ValueError) as error:

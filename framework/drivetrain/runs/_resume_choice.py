@@ -67,7 +67,7 @@ class RunSearch:
         self._jobs = jobs
         self._retry = retry
         self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
-        self._unreadable: set[str] = set()  # folders, stored in checkpoints, whose storage failed
+        self._unreadable_folders: set[str] = set()  # folders, stored in checkpoints, whose storage failed
         self._is_search = False  # whether folders are searched, instead of using one given checkpoint
         self._skipped: list[str] = []  # the skipped runs and checkpoints, each with the reason
         self._liveness: dict[str, bool | None] = {}  # whether each run is alive, by its folder; None if unknown
@@ -177,11 +177,11 @@ class RunSearch:
 
         The folder may be unreachable if the checkpoint was copied from another machine.
         """
-        if folder and folder not in self._unreadable:
+        if folder and folder not in self._unreadable_folders:
             try:
                 return self._short_retry.call(partial(read, folder))
             except CheckpointError as error:
-                self._unreadable.add(folder)
+                self._unreadable_folders.add(folder)
                 logger.warning(
                     "It is unknown whether the run in %r is alive, so the new run will not write into that folder: %s",
                     folder,

@@ -45,9 +45,9 @@ class BlockChecksums:
 
     def __init__(self, block: int = BLOCK) -> None:
         self._block = block
-        self._done: list[str] = []
-        self._sum = 0
-        self._filled = 0
+        self._finished_blocks: list[str] = []
+        self._block_checksum = 0
+        self._block_bytes = 0
         self.size = 0
 
     def update(self, content: bytes | memoryview) -> None:
@@ -55,22 +55,22 @@ class BlockChecksums:
         view = memoryview(content)
         self.size += len(view)
         while len(view):
-            chunk = view[: self._block - self._filled]
-            self._sum = crc32(chunk, self._sum)
-            self._filled += len(chunk)
+            chunk = view[: self._block - self._block_bytes]
+            self._block_checksum = crc32(chunk, self._block_checksum)
+            self._block_bytes += len(chunk)
             view = view[len(chunk) :]
-            if self._filled == self._block:
+            if self._block_bytes == self._block:
                 self._close()
 
     def text(self) -> str:
         """Return the concatenated checksums, eight hexadecimal digits per block. The last block may be shorter."""
-        if self._filled:
+        if self._block_bytes:
             self._close()
-        return "".join(self._done)
+        return "".join(self._finished_blocks)
 
     def _close(self) -> None:
-        self._done.append(f"{self._sum:08x}")
-        self._sum = self._filled = 0
+        self._finished_blocks.append(f"{self._block_checksum:08x}")
+        self._block_checksum = self._block_bytes = 0
 
 
 def checksums_of(content: bytes) -> BlockChecksums:

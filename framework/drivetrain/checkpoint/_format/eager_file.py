@@ -24,7 +24,7 @@ class EagerFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._written = 0
+        self._bytes_written = 0
 
     def write(self, content: bytes | memoryview) -> None:
         """Write all of ``content``."""
@@ -35,10 +35,10 @@ class EagerFile:
 
         One large call lets the kernel use large folios in the page cache, which are cheaper to read.
         """
-        remaining, begin = [memoryview(content) for content in contents], self._written
+        remaining, begin = [memoryview(content) for content in contents], self._bytes_written
         while remaining:
             count = os.writev(self._file.fileno(), remaining[:_MAX_BUFFERS])
-            self._written += count
+            self._bytes_written += count
             finished = 0
             while finished < len(remaining) and count >= len(remaining[finished]):
                 count -= len(remaining[finished])
@@ -47,8 +47,8 @@ class EagerFile:
             if count:
                 remaining[0] = remaining[0][count:]
         start_writeback = _sync_file_range()
-        if start_writeback is not None and self._written - begin >= _MIN_WRITEBACK:
-            start_writeback(self._file.fileno(), begin, self._written - begin)
+        if start_writeback is not None and self._bytes_written - begin >= _MIN_WRITEBACK:
+            start_writeback(self._file.fileno(), begin, self._bytes_written - begin)
 
     def __enter__(self) -> Self:
         return self

@@ -33,8 +33,8 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[LocalFile, int] = OrderedDict()
-        self._in_use: Counter[int] = Counter()
+        self._descriptors: OrderedDict[LocalFile, int] = OrderedDict()
+        self._use_counts: Counter[int] = Counter()
 
     def __del__(self) -> None:
         self.close()
@@ -42,8 +42,10 @@ class OpenFiles:
     def close(self) -> None:
         """Close all files that are not being read. A later read reopens a closed file."""
         with self._lock:
-            for file in [candidate for candidate, descriptor in self._open.items() if not self._in_use[descriptor]]:
-                os.close(self._open.pop(file))
+            for file in [
+                candidate for candidate, descriptor in self._descriptors.items() if not self._use_counts[descriptor]
+            ]:
+                os.close(self._descriptors.pop(file))
 
     def open(self, path: Path) -> LocalFile:
         """Open a file.
@@ -55,7 +57,7 @@ class OpenFiles:
         descriptor, stat_result = _open_regular(path)
         file = LocalFile(self, path, stat_result)
         with self._lock:
-            self._keep(file, descriptor)
+            self._keep_open(file, descriptor)
         return file
 
     def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
@@ -83,31 +85,33 @@ class OpenFiles:
     def _in_use_descriptor(self, file: LocalFile) -> Iterator[int]:
         with self._lock:
             descriptor = self._descriptor(file)
-            self._in_use[descriptor] += 1
+            self._use_counts[descriptor] += 1
         try:
             yield descriptor
         finally:
             with self._lock:
-                self._in_use[descriptor] -= 1
+                self._use_counts[descriptor] -= 1
 
     def _descriptor(self, file: LocalFile) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
-            return self._open[file]
+        if file in self._descriptors:
+            self._descriptors.move_to_end(file)
+            return self._descriptors[file]
         descriptor, stat_result = _open_regular(file.path)
         if not os.path.samestat(stat_result, file.stat_result):
             os.close(descriptor)
             raise ChangedFileError(f"{file.path.name} was replaced while the checkpoint was read")
-        self._keep(file, descriptor)
+        self._keep_open(file, descriptor)
         return descriptor
 
-    def _keep(self, file: LocalFile, descriptor: int) -> None:
-        self._open[file] = descriptor
+    def _keep_open(self, file: LocalFile, descriptor: int) -> None:
+        self._descriptors[file] = descriptor
         idle = [
-            candidate for candidate in self._open if candidate is not file and not self._in_use[self._open[candidate]]
+            candidate
+            for candidate in self._descriptors
+            if candidate is not file and not self._use_counts[self._descriptors[candidate]]
         ]
-        for candidate in idle[: len(self._open) - _MAX_OPEN] if len(self._open) > _MAX_OPEN else ():
-            os.close(self._open.pop(candidate))
+        for candidate in idle[: len(self._descriptors) - _MAX_OPEN] if len(self._descriptors) > _MAX_OPEN else ():
+            os.close(self._descriptors.pop(candidate))
 
 
 class LocalFile:

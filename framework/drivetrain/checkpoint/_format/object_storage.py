@@ -56,7 +56,7 @@ class ObjectStorage:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._suffix = suffix
-        self._created: list[str] = []
+        self._created_names: list[str] = []
 
     @classmethod
     def begin(cls, filesystem: Any, root: str) -> ObjectStorage:
@@ -78,7 +78,7 @@ class ObjectStorage:
         return f"{stem}{self._suffix}{dot}{extension}"
 
     def open(self, name: str) -> AbstractContextManager[Any]:
-        self._created.append(name)
+        self._created_names.append(name)
         return open_object(self._filesystem, self._path(name))
 
     def size(self, name: str) -> int:
@@ -86,7 +86,7 @@ class ObjectStorage:
         return int(self._filesystem.size(self._path(name)))
 
     def keep(self) -> None:
-        self._created.clear()
+        self._created_names.clear()
 
     def commit(self, manifest: bytes, identifier: str) -> None:
         before = self._read_manifest()
@@ -97,7 +97,7 @@ class ObjectStorage:
             self._remove(before.files.keys() - after.files.keys())
 
     def abandon(self) -> None:
-        self._remove(self._created)
+        self._remove(self._created_names)
 
     def _put_manifest(self, content: bytes, identifier: str) -> None:
         """Upload the manifest, and retry until the stored manifest has this identifier."""
