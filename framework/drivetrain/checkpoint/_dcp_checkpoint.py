@@ -33,10 +33,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     try:
         with open(folder / ".metadata", "rb") as stream:
             metadata = _Unpickler(stream).load()
-        tensors, stored = metadata.state["state_dict_metadata"], _storage_by_offset(metadata.state["storage_data"])
+        descriptions, stored_chunks = (
+            metadata.state["state_dict_metadata"],
+            _storage_by_offset(metadata.state["storage_data"]),
+        )
         return {
-            name: _read_tensor(folder, name, entry.state, stored)
-            for name, entry in tensors.items()
+            name: _read_tensor(folder, name, entry.state, stored_chunks)
+            for name, entry in descriptions.items()
             if "chunks" in (entry.state or {})
         }
     except CheckpointError:
@@ -110,21 +113,26 @@ def _tensor_entries(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_tensor(
-    folder: Path, name: str, description: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+    folder: Path,
+    name: str,
+    description: dict[str, Any],
+    stored_chunks: dict[tuple[str, tuple[int, ...]], dict[str, Any]],
 ) -> torch.Tensor:
     dtype = description["properties"].state[0]
-    whole = torch.empty(tuple(description["size"]), dtype=dtype)
+    full_tensor = torch.empty(tuple(description["size"]), dtype=dtype)
     elements_read = 0
     for chunk in description["chunks"]:
         offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-        part = _read_chunk(folder, stored[name, offsets])
-        if tuple(part.shape) != sizes or part.dtype != dtype:
-            raise _unreadable(folder, f"{name!r} has a part of shape {tuple(part.shape)} instead of {sizes}")
-        whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
-        elements_read += part.numel()
-    if elements_read < whole.numel():
-        raise _unreadable(folder, f"{name!r} has {whole.numel()} elements, of which {elements_read} are stored")
-    return whole
+        chunk_values = _read_chunk(folder, stored_chunks[name, offsets])
+        if tuple(chunk_values.shape) != sizes or chunk_values.dtype != dtype:
+            raise _unreadable(folder, f"{name!r} has a part of shape {tuple(chunk_values.shape)} instead of {sizes}")
+        full_tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = (
+            chunk_values
+        )
+        elements_read += chunk_values.numel()
+    if elements_read < full_tensor.numel():
+        raise _unreadable(folder, f"{name!r} has {full_tensor.numel()} elements, of which {elements_read} are stored")
+    return full_tensor
 
 
 def _read_chunk(folder: Path, info: dict[str, Any]) -> torch.Tensor:

@@ -56,14 +56,14 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
 def _merge(
     model_states: Sequence[Mapping[str, Any]], optimizer_states: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    first = model_states[0]
-    # In `first["module"]`, partitioned parameters are empty tensors.
-    weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
-    partitioned = {name for name, value in weights.items() if not value.numel()}
-    shapes = first["param_shapes"]
+    first_state = model_states[0]
+    # Partitioned parameters are empty tensors in the model state.
+    weights = {name: value for name, value in first_state["module"].items() if isinstance(value, torch.Tensor)}
+    partitioned_names = {name for name, value in weights.items() if not value.numel()}
+    shapes = first_state["param_shapes"]
     if optimizer_states and _STAGE_3_GROUPS in optimizer_states[0]:
         weights.update(_merge_sharded_groups(shapes, [state[_STAGE_3_GROUPS] for state in optimizer_states]))
-        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        for name, shape in (first_state.get("frozen_param_shapes") or {}).items():
             fragments = [model["frozen_param_fragments"][name] for model in model_states]
             weights[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
     elif optimizer_states:
@@ -74,12 +74,12 @@ def _merge(
                 optimizer_states[0].get("param_alignment_paddings"),
             )
         )
-        weights.update(first.get("frozen_param_fragments") or {})
-    for tied, name in dict(first.get("shared_params") or {}).items():
+        weights.update(first_state.get("frozen_param_fragments") or {})
+    for tied, name in dict(first_state.get("shared_params") or {}).items():
         weights[tied] = weights[name]
-    unresolved = [name for name in partitioned if not weights[name].numel()]
+    unresolved_names = [name for name in partitioned_names if not weights[name].numel()]
     # A tied name that DeepSpeed did not record is left out, because the module ties the name to its parameter again.
-    return {name: value for name, value in weights.items() if name not in unresolved}
+    return {name: value for name, value in weights.items() if name not in unresolved_names}
 
 
 def _merge_flat_groups(

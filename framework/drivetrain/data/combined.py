@@ -171,19 +171,19 @@ class CombinedSource:
             source.close()
 
     def _iterate_sequentially(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
-        pending, length = list(self._sources), None
-        while start and len(pending) > 1:
-            length = pending[0].count(epoch)
+        remaining_sources, length = list(self._sources), None
+        while start and len(remaining_sources) > 1:
+            length = remaining_sources[0].count(epoch)
             if length is None or start < length:
                 break
             start -= length
-            pending.pop(0)
-        if start == 0 or len(pending) == 1 or length is not None:
+            remaining_sources.pop(0)
+        if start == 0 or len(remaining_sources) == 1 or length is not None:
             # Start the epoch here rather than at the first read, as other sources do.
-            first, start = pending.pop(0).epoch(epoch, start), 0
+            first, start = remaining_sources.pop(0).epoch(epoch, start), 0
         else:  # The source's length is unknown and may be less than `start`, so the source is read from its beginning.
-            first = pending.pop(0).epoch(epoch)
-        return islice(chain(first, self._remaining(pending, epoch)), start, None)
+            first = remaining_sources.pop(0).epoch(epoch)
+        return islice(chain(first, self._remaining(remaining_sources, epoch)), start, None)
 
     @staticmethod
     def _remaining(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, BatchShard]]:
@@ -284,24 +284,27 @@ def _step_rows(
     streams: Sequence[_Stream], mode: str, positions: Sequence[_StreamPosition], iterators: list[Iterator[Any]]
 ) -> Iterator[list[Any]]:
     cycle = mode == "max_size_cycle"
-    passes, ended = [position.pass_number for position in positions], [position.ended for position in positions]
+    pass_numbers, ended_flags = (
+        [position.pass_number for position in positions],
+        [position.ended for position in positions],
+    )
     while True:
         row: list[Any] = []
-        missing = []
+        exhausted_indices = []
         for index, batches in enumerate(iterators):
             row.append(next(batches, _EXHAUSTED))
             if row[index] is _EXHAUSTED:
-                missing.append(index)
-                ended[index] = True
+                exhausted_indices.append(index)
+                ended_flags[index] = True
                 if mode == "min_size":
                     return
-        if _is_finished(ended, mode):  # The end is checked before any stream is restarted.
+        if _is_finished(ended_flags, mode):  # The end is checked before any stream is restarted.
             return
-        for index in missing:
+        for index in exhausted_indices:
             iterators[index], row[index] = iter(()), None
             if cycle:
-                passes[index] += 1
-                iterators[index] = streams[index].open(passes[index], 0)
+                pass_numbers[index] += 1
+                iterators[index] = streams[index].open(pass_numbers[index], 0)
                 row[index] = next(iterators[index], None)
         yield row
 

@@ -194,7 +194,7 @@ def _write(
     path: str, staged: StagedCheckpoint, plan: _SavePlan, storage: Storage, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
-    written: dict[str, FileRecord] = {}
+    file_records: dict[str, FileRecord] = {}
     parts: list[tuple[str, Part]] = []
     problem: Exception | None = None
     shared_regions = iter(plan.regions)
@@ -207,26 +207,29 @@ def _write(
         try:
             # `GatheredWriter.write` is collective, so this rank calls it even after an earlier part has failed.
             writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
-            written.update(writer.write(files))
+            file_records.update(writer.write(files))
             if part.document is not None and document is not None and problem is None:
-                written[document] = _write_file(storage, document, part.document, plan.digest)
+                file_records[document] = _write_file(storage, document, part.document, plan.digest)
             index = _encode_index(part, files)
             if index is not None and control.rank == 0 and problem is None:
                 name = storage.file_name(f"{part.stem}.safetensors.index.json")
-                written[name] = _write_file(storage, name, index, plan.digest)
+                file_records[name] = _write_file(storage, name, index, plan.digest)
         except Exception as error:
             problem = problem or error
         index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
     answers = gather_or_raise(
-        control, f"The checkpoint {path!r} could not be written", WriteResult(written, parts).plain_values(), problem
+        control,
+        f"The checkpoint {path!r} could not be written",
+        WriteResult(file_records, parts).plain_values(),
+        problem,
     )
     results = [WriteResult.decode(answer) for answer in answers]
     records: dict[str, FileRecord] = {}
     for result in results:
         records.update(result.written)
-    ranks = [part for result in results for part in result.parts if part[0] == "rank"]
-    return records, [part for part in results[0].parts if part[0] != "rank"] + ranks
+    rank_parts = [part for result in results for part in result.parts if part[0] == "rank"]
+    return records, [part for part in results[0].parts if part[0] != "rank"] + rank_parts
 
 
 def _encode_index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
