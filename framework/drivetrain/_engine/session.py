@@ -169,9 +169,9 @@ class Session:
         flags = [(child, child.training) for child in core.module.modules()]
         shows_messages = core.strategy.rank == 0 and not core.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        from drivetrain.data.splitting import read_from
+        from drivetrain.data.splitting import use_data_rank
 
-        with self._signals, state, log_to_console(shows_messages), self._log, read_from(self._data_rank):
+        with self._signals, state, log_to_console(shows_messages), self._log, use_data_rank(self._data_rank):
             try:
                 result = self._run()
             except BaseException as error:

@@ -48,9 +48,9 @@ def _run(options: argparse.Namespace) -> int:
             )
         )
     else:
-        verifying = options.command == "verify"
-        lines = verify(options.path, options.digest) if verifying else diff(options.path, options.other)
-        print("\n".join(lines) or f"{options.path} is {'intact' if verifying else f'equal to {options.other}'}.")
+        is_verify = options.command == "verify"
+        lines = verify(options.path, options.digest) if is_verify else diff(options.path, options.other)
+        print("\n".join(lines) or f"{options.path} is {'intact' if is_verify else f'equal to {options.other}'}.")
         return 1 if lines else 0
     return 0
 
@@ -65,21 +65,32 @@ def _parser() -> argparse.ArgumentParser:
         return subparser
 
     verify_parser = command("verify", "Read a whole checkpoint and list every missing, truncated or altered file.")
-    verify_parser.add_argument("--digest", choices=["sha256"], help="fail unless every file has this digest")
-    command("show", "Print progress, sizes and a table of tensors.")
-    command("diff", "Compare two checkpoints by name.").add_argument("other", metavar="OTHER")
-    command("consolidate", "Write the weights into one safetensors file.").add_argument("out", metavar="OUT")
+    verify_parser.add_argument(
+        "--digest", choices=["sha256"], help="fail unless the checkpoint stores this digest of every file"
+    )
+    command("show", "Print a checkpoint's training progress, file sizes and a table of its tensors.")
+    command("diff", "List the tensors, matched by name, in which two checkpoints differ.").add_argument(
+        "other", metavar="OTHER", help="path or fsspec URL of the other checkpoint"
+    )
+    command("consolidate", "Write a checkpoint's weights into one safetensors file.").add_argument(
+        "out", metavar="OUT", help="the .safetensors file to write, or a folder in which model.safetensors is written"
+    )
     convert_parser = command(
         "convert",
         "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
     )
-    convert_parser.add_argument("out", metavar="OUT")
-    convert_parser.add_argument("--prefix", default="", help="keep only names with this prefix, and strip it")
+    convert_parser.add_argument("out", metavar="OUT", help="the checkpoint or folder to write")
     convert_parser.add_argument(
-        "--to", choices=["checkpoint", "hf"], default="checkpoint", help="hf: for from_pretrained"
+        "--prefix", default="", help="convert only tensors whose names begin with this prefix, and remove the prefix"
     )
-    convert_parser.add_argument("--config", help="with --to hf: a config.json to use instead of the checkpoint's")
-    convert_parser.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a file")
+    convert_parser.add_argument(
+        "--to",
+        choices=["checkpoint", "hf"],
+        default="checkpoint",
+        help="format to write; hf is the folder layout that Hugging Face's from_pretrained reads",
+    )
+    convert_parser.add_argument("--config", help="with --to hf: a config.json to use instead of the stored one")
+    convert_parser.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a weights file")
     return parser
 
 

@@ -19,12 +19,14 @@ _ROUNDING_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 def base_checksums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
     """Return a checksum of each tensor's values, independent of how it is sharded. Collective.
 
-    Half-precision values are widened to float32 first, so a bfloat16 base equals the same base held in float32.
+    Half-precision values are converted to float32 first, so that weights in bfloat16 and their copies in float32 have
+    the same checksums.
 
     Args:
-        values: by name, unsharded tensors that are equal on every rank, or this rank's shards.
+        values: unsharded tensors that are equal on every rank, or this rank's shards, by name.
         control: the control plane.
-        precision: the precision in which the checkpoint was trained; values are rounded to it first. No rounding if "".
+        precision: the precision that the checkpoint was trained in, to which values are rounded first; "" for no
+            rounding.
     """
     rounding_dtype = _ROUNDING_DTYPES.get(precision)
     local_sums = stack_on_cpu(
@@ -43,7 +45,7 @@ def check_base(path: str, saved: Mapping[str, str], current: Mapping[str, str]) 
         current: checksums of the current weights, by name.
 
     Raises:
-        CheckpointError: lists the weights that are missing or have other values.
+        CheckpointError: weights are missing or have other values; the error lists them.
     """
     missing = [name for name in saved if name not in current]
     different = [name for name in saved if name in current and current[name] != saved[name]]
@@ -54,8 +56,8 @@ def check_base(path: str, saved: Mapping[str, str], current: Mapping[str, str]) 
         f"{path!r} was trained on another base: "
         + "; ".join(f"{listed(names)} {problem}" for problem, names in parts.items() if names)
         + ".",
-        "it holds only the trained parameters (trainable_only=True), and checksums of the others.",
-        "build the module with the base weights it was trained on.",
+        "the checkpoint holds only the trained parameters (trainable_only=True), and checksums of all other weights.",
+        "build the module with the base weights that the checkpoint was trained on.",
     )
 
 

@@ -1,7 +1,7 @@
 """Reads folders of `torch.distributed.checkpoint` without executing code from them.
 
 The ``.metadata`` file of such a folder is a pickle. A restricted unpickler replaces DCP's classes with placeholders and
-rejects every name outside a short list, so that unpickling runs no code from the file.
+rejects all other classes except for a few harmless ones, so that unpickling runs no code from the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a DCP checkpoint by name, unsharded; entries that are not tensors are skipped.
+    """Return every tensor of a DCP checkpoint by name, unsharded. Entries that are not tensors are skipped.
 
     Raises:
         CheckpointError: the folder is damaged, was written with extensions, or its metadata refers to classes that are
@@ -33,10 +33,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     try:
         with open(folder / ".metadata", "rb") as stream:
             metadata = _Unpickler(stream).load()
-        tensors, stored = metadata.state["state_dict_metadata"], _storage_by_offset(metadata.state["storage_data"])
+        descriptions, stored_chunks = (
+            metadata.state["state_dict_metadata"],
+            _storage_by_offset(metadata.state["storage_data"]),
+        )
         return {
-            name: _read_tensor(folder, name, entry.state, stored)
-            for name, entry in tensors.items()
+            name: _read_tensor(folder, name, entry.state, stored_chunks)
+            for name, entry in descriptions.items()
             if "chunks" in (entry.state or {})
         }
     except CheckpointError:
@@ -48,13 +51,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a folder of torch.distributed.checkpoint: {problem}.",
-        "its metadata is a pickle, of which only DCP's own classes are read.",
-        "if you trust it, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
+        "its metadata is a pickle, in which only DCP's own classes are accepted.",
+        "if you trust the folder, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
     )
 
 
 class _Placeholder:
-    """Stands in for an object of a DCP class: stores its state and does nothing."""
+    """Replaces an object of a DCP class. It stores the object's state and does nothing."""
 
     state: Any = None
 
@@ -66,7 +69,7 @@ class _Placeholder:
 
 
 def _layout(*name: Any) -> None:
-    """Stands in for `torch.serialization._get_layout`; its result is unused, since all layouts are strided."""
+    """Replaces `torch.serialization._get_layout`. The result is not used, because all layouts are strided."""
 
 
 _DCP_CLASSES = {
@@ -110,21 +113,26 @@ def _tensor_entries(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_tensor(
-    folder: Path, name: str, description: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+    folder: Path,
+    name: str,
+    description: dict[str, Any],
+    stored_chunks: dict[tuple[str, tuple[int, ...]], dict[str, Any]],
 ) -> torch.Tensor:
     dtype = description["properties"].state[0]
-    whole = torch.empty(tuple(description["size"]), dtype=dtype)
+    full_tensor = torch.empty(tuple(description["size"]), dtype=dtype)
     elements_read = 0
     for chunk in description["chunks"]:
         offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-        part = _read_chunk(folder, stored[name, offsets])
-        if tuple(part.shape) != sizes or part.dtype != dtype:
-            raise _unreadable(folder, f"{name!r} has a part of shape {tuple(part.shape)} instead of {sizes}")
-        whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
-        elements_read += part.numel()
-    if elements_read < whole.numel():
-        raise _unreadable(folder, f"{name!r} has {whole.numel()} elements, of which {elements_read} are stored")
-    return whole
+        chunk_values = _read_chunk(folder, stored_chunks[name, offsets])
+        if tuple(chunk_values.shape) != sizes or chunk_values.dtype != dtype:
+            raise _unreadable(folder, f"{name!r} has a part of shape {tuple(chunk_values.shape)} instead of {sizes}")
+        full_tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = (
+            chunk_values
+        )
+        elements_read += chunk_values.numel()
+    if elements_read < full_tensor.numel():
+        raise _unreadable(folder, f"{name!r} has {full_tensor.numel()} elements, of which {elements_read} are stored")
+    return full_tensor
 
 
 def _read_chunk(folder: Path, info: dict[str, Any]) -> torch.Tensor:

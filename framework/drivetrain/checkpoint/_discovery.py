@@ -17,9 +17,12 @@ logger = logging.getLogger("drivetrain")
 T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
-"""How long requests to a failing storage are retried, in seconds; giving up early could miss a newer checkpoint."""
+"""How long requests to a failing storage are retried, in seconds.
 
-_FIRST_PAUSE = 0.5  # seconds; doubled for each retry
+If the retries ended early, a newer checkpoint could be missed.
+"""
+
+_FIRST_PAUSE = 0.5  # seconds before the first retry; the pause doubles for each further retry
 
 
 def newest(
@@ -30,14 +33,14 @@ def newest(
     """Return the newest checkpoint directly inside ``folders``, or None.
 
     A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
-    checkpoints the later timestamp wins. Incomplete checkpoints, other formats and weights-only checkpoints are
-    skipped, since no run can resume from them.
+    checkpoints, the checkpoint with the later timestamp is newer. Incomplete checkpoints, other formats and
+    weights-only checkpoints are skipped, since no run can resume from them.
 
     Args:
         folders: paths or URLs.
         retry_seconds: total time for which failing storage requests are retried.
-        check: raises `CheckpointError` for a checkpoint that the run cannot resume from, which is then skipped with a
-            warning.
+        check: raises `CheckpointError` for a checkpoint that the run cannot resume from. Such a checkpoint is skipped,
+            with a warning.
 
     Raises:
         StorageError: the storage still fails after ``retry_seconds``.
@@ -68,7 +71,7 @@ def select_newest(
     retry: StorageRetry,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
-    """Return the newest of ``checkpoints`` that passes ``check``, in the order of `newest`; None if none passes."""
+    """Return the newest of ``checkpoints`` that passes ``check``; None if none passes. See `newest` for the order."""
     checkpoints = list(checkpoints)
     while checkpoints:
         without_descendants = [
@@ -76,12 +79,12 @@ def select_newest(
             for checkpoint in checkpoints
             if not any(_descends_from(other, checkpoint) for other in checkpoints)
         ]
-        chosen = max(without_descendants, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
-        problem = retry.call(partial(_problem_of, chosen, check))
+        candidate = max(without_descendants, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
+        problem = retry.call(partial(_problem_of, candidate, check))
         if problem is None:
-            return chosen
-        logger.warning("Skipping checkpoint %r. %s", chosen.path, problem)
-        checkpoints.remove(chosen)
+            return candidate
+        logger.warning("Skipping checkpoint %r. %s", candidate.path, problem)
+        checkpoints.remove(candidate)
     return None
 
 
@@ -124,10 +127,10 @@ def _descends_from(checkpoint: Checkpoint, other: Checkpoint) -> bool:
 
 
 class StorageRetry:
-    """Retries operations that raise `StorageError`, with exponential backoff and one time budget for all calls.
+    """Retries operations that raise `StorageError`, with exponential backoff and one time limit for all calls.
 
     Args:
-        retry_seconds: the total budget; `RETRY_SECONDS` by default.
+        retry_seconds: the total duration of all pauses in seconds; `RETRY_SECONDS` by default.
     """
 
     def __init__(self, retry_seconds: float | None = None) -> None:
@@ -138,7 +141,7 @@ class StorageRetry:
         """Return the result of ``operation``, retrying while it raises `StorageError`.
 
         Raises:
-            StorageError: the time budget is used up.
+            StorageError: the operation still fails when the time limit is reached.
         """
         while True:
             try:

@@ -16,20 +16,20 @@ from drivetrain.checkpoint._format.storage import filesystem_of, is_checkpoint_f
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
-"""Name of a small file in the folder; it holds the name of the checkpoint written last."""
+"""Name of a small file in a folder of checkpoints, which holds the name of the checkpoint that was written last."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
-_MAX_LATEST_BYTES = 256  # of the `LATEST` file
-_PAUSES = (0.5, 1.0)  # seconds between retries of a failing request
+_MAX_LATEST_BYTES = 256  # maximum number of bytes to read from a `LATEST` file
+_RETRY_PAUSES = (0.5, 1.0)  # seconds between retries of a failing request
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether ``name`` is a plain entry name that cannot lead out of its folder."""
+    """Return whether ``name`` is a plain file name, which cannot refer to a path outside of its folder."""
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
 def resolve_folder(folder: str) -> str:
-    """Return a canonical form of a folder: the real path for a local one, else the URL without a trailing slash."""
+    """Return the real path of a local folder, or a URL without its trailing slash."""
     filesystem, root = filesystem_of(folder)
     return os.path.realpath(os.path.expanduser(root)) if filesystem is None else folder.rstrip("/")
 
@@ -40,9 +40,9 @@ def child(folder: str, name: str) -> str:
 
 
 def children(folder: str) -> list[str]:
-    """Return the names of the sub-folders of ``folder``; empty if it does not exist.
+    """Return the names of the sub-folders of ``folder``; an empty list if ``folder`` does not exist.
 
-    Hidden local folders are skipped: they are being written, or were left behind by a killed writer.
+    Hidden local folders are skipped, because they are still being written or were left behind by a killed writer.
 
     Raises:
         StorageError: the storage cannot be listed.
@@ -60,7 +60,7 @@ def children(folder: str) -> list[str]:
     except OSError as error:
         raise StorageError(
             f"{folder!r} cannot be listed: {error}.",
-            "it is unknown whether it holds a checkpoint.",
+            "it is unknown whether the folder holds a checkpoint.",
             "check the storage, the credentials and the network.",
         ) from error
     return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
@@ -76,7 +76,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def read_latest(folder: str) -> str | None:
     """Return the name in the `LATEST` file of a folder at a URL; None for a local folder, or if there is no such file.
 
-    The listing of an object store may lag behind reads by name, so a new checkpoint may be missing in it.
+    The listing of an object store may lag behind reads by name, so a new checkpoint may be missing in the listing.
 
     Raises:
         StorageError: the file cannot be read.
@@ -110,7 +110,7 @@ def is_taken(path: str) -> bool:
     filesystem, root = filesystem_of(path)
     if filesystem is None:
         return os.path.lexists(root)
-    for pause in _PAUSES:
+    for pause in _RETRY_PAUSES:
         with contextlib.suppress(OSError), as_os_errors():
             return path_exists(filesystem, root)
         time.sleep(pause)
@@ -127,17 +127,17 @@ def is_taken(path: str) -> bool:
 
 
 def claim_name(folder: str, name: str, is_replaceable: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
-    """Choose the first name that is free or may be replaced, of ``name``, ``name-v1``, ``name-v2``, ...
+    """Choose the first of ``name``, ``name-v1``, ``name-v2``, ... that is free or may be replaced.
 
     On a local disk the name is reserved against other runs until the returned function is called.
 
     Args:
         folder: the folder of checkpoints.
-        name: the wanted name.
+        name: the preferred name.
         is_replaceable: returns whether the checkpoint with this name belongs to this run and may be replaced.
 
     Returns:
-        The name, and a function that releases it.
+        The name, and a function that releases the name.
     """
 
     def choose(claimed: Container[str]) -> str:
@@ -150,7 +150,7 @@ def claim_name(folder: str, name: str, is_replaceable: Callable[[str], bool]) ->
 
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
-        with contextlib.suppress(OSError):  # saving to the folder reports the error, on all ranks
+        with contextlib.suppress(OSError):  # saving to the folder will report the error on all ranks
             return local_storage.claim_name(root, choose)
     return choose(()), lambda: None
 
@@ -161,15 +161,15 @@ def is_checkpoint_at(folder: str, name: str, identifier: str) -> bool:
 
 
 def remove(folder: str, name: str, identifier: str) -> bool:
-    """Remove a checkpoint from a folder if its identifier matches; nothing else is touched.
+    """Remove a checkpoint from a folder if its identifier matches. Other files are kept.
 
     Args:
         folder: the folder of checkpoints.
-        name: the checkpoint's name in it.
-        identifier: the identifier in its manifest.
+        name: the checkpoint's name in the folder.
+        identifier: the identifier in the checkpoint's manifest.
 
     Returns:
-        Whether it existed.
+        Whether the checkpoint existed.
 
     Raises:
         OSError: a file cannot be removed, or the storage does not answer.
@@ -181,24 +181,24 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
         local_storage.remove_checkpoint(root)
         return True
-    # Remove the manifest first, because a folder without it is not a checkpoint. Only files that it lists are removed.
+    # Remove the manifest first, because a folder without it is not a checkpoint. Only listed files are removed.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
     for file in (MANIFEST, *checkpoint.manifest.files):
         with as_os_errors(), contextlib.suppress(FileNotFoundError):
             unlink(f"{root}/{file}")
-    with contextlib.suppress(OSError, NotImplementedError):  # not empty, or the storage has no folders
+    with contextlib.suppress(OSError, NotImplementedError):  # the folder is not empty, or the storage has no folders
         (os.rmdir if filesystem is None else filesystem.rmdir)(root)
     return True
 
 
 def _load_matching(folder: str, name: str, identifier: str) -> Checkpoint | None:
-    """Open the checkpoint ``name`` if its identifier matches; None otherwise, and for symbolic links."""
+    """Open the checkpoint ``name`` if its identifier matches. Return None otherwise, and for symbolic links."""
     if not identifier or not is_plain_name(name):
         return None
     path = child(folder, name)
     filesystem, root = filesystem_of(path)
     if filesystem is None and os.path.islink(root):
-        return None  # drivetrain creates no links
+        return None  # drivetrain creates no links, so drivetrain did not write this checkpoint
     try:
         checkpoint = load(path)
     except StorageError as error:

@@ -18,14 +18,17 @@ from drivetrain.errors import CheckpointError, listed, nearest
 
 Sources = Mapping[str, TensorSource]
 
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|index\.json)")
-_ADAPTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
+_WEIGHTS_FILE_NAME = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|index\.json)")
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
 _SUPPORTED_ADAPTERS = frozenset(
     ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "C3A", "MISS", "FOURIERFT", "TRAINABLE_TOKENS")
 )
-"""PEFT adapter types whose files hold the model's tensors unchanged. PEFT computes or shares the tensors of others."""
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
+"""PEFT adapter types whose files hold the model's tensors unchanged.
+
+For other types, PEFT computes the stored tensors or shares tensors between layers.
+"""
+_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
 
 
 def write_pretrained(
@@ -63,7 +66,7 @@ def write_pretrained(
     return target
 
 
-# Selecting the model
+# Selection of the model in the checkpoint
 
 
 def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
@@ -104,7 +107,7 @@ def _read_config(config: Any) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"config={str(config)!r} cannot be read: {error}.",
-            "from_pretrained builds the model from it.",
+            "from_pretrained builds the model from this configuration.",
             "give a config.json, or the folder that it is in.",
         ) from error
     if not isinstance(settings, dict):
@@ -113,7 +116,10 @@ def _read_config(config: Any) -> dict[str, Any]:
 
 
 def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
-    """Return the tensors of one model under its own names; unless ``with_tied``, one name per tied tensor."""
+    """Return the tensors of one model by their names in that model.
+
+    A tied tensor has only its first name, unless ``with_tied``.
+    """
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
     tensors: dict[str, TensorSource] = {}
     stored_tensors = set()
@@ -143,7 +149,7 @@ def _check_complete(checkpoint: Checkpoint, name: str) -> None:
 
 
 def _check_no_weights(target: str) -> None:
-    """Raise if a folder already holds weights, because ``from_pretrained`` might load those instead."""
+    """Raise if a folder already holds weights, because ``from_pretrained`` might load the old weights."""
     filesystem, root = filesystem_of(target)
     try:
         with as_os_errors():
@@ -156,7 +162,7 @@ def _check_no_weights(target: str) -> None:
         return
     except OSError as error:
         raise CheckpointError(f"{target!r} cannot be read: {error}.", "", "give another folder.") from error
-    existing = sorted(name for name in names if _WEIGHTS.fullmatch(name))
+    existing = sorted(name for name in names if _WEIGHTS_FILE_NAME.fullmatch(name))
     if existing:
         raise CheckpointError(
             f"{target!r} already holds {listed(existing)}.",
@@ -165,7 +171,7 @@ def _check_no_weights(target: str) -> None:
         )
 
 
-# Writing
+# Writing of the files of a model or an adapter
 
 
 def _write_weights(target: str, sources: Sources, limit: int) -> None:
@@ -201,7 +207,8 @@ def _write_adapter(
     checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, description: Mapping[str, Any], sources: Sources
 ) -> None:
     """Write the files of PEFT's ``save_pretrained``, with the adapter's name removed from tensor names."""
-    if not _ADAPTER.fullmatch(adapter):  # it becomes a folder name, which must not lead out of the target
+    # The adapter's name becomes the name of a folder, which must be inside the target.
+    if not _ADAPTER_NAME.fullmatch(adapter):
         raise CheckpointError(
             f"{checkpoint.path!r} has an adapter {adapter!r}.",
             "this is not a valid folder name.",
@@ -219,15 +226,15 @@ def _write_adapter(
     for name, source in sources.items():
         parts = name.split(".")
         if adapter in parts or name in biases:
-            kept = [part for part in parts if part not in (adapter, "modules_to_save")]
-            # PEFT's files name DoRA's magnitude without .weight.
-            if kept[-2:] == ["lora_magnitude_vector", "weight"]:
-                del kept[-1]
-            tensors[description.get("adapter_prefix", "") + ".".join(kept)] = source
+            kept_parts = [part for part in parts if part not in (adapter, "modules_to_save")]
+            # In PEFT's files, the name of DoRA's magnitude does not end with `.weight`.
+            if kept_parts[-2:] == ["lora_magnitude_vector", "weight"]:
+                del kept_parts[-1]
+            tensors[description.get("adapter_prefix", "") + ".".join(kept_parts)] = source
     if not tensors:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
-            "PEFT includes the adapter's name in their names.",
+            "PEFT includes the adapter's name in the names of its weights.",
             "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
         )
     _write_tensors(f"{folder}/adapter_model.safetensors", tensors)
@@ -258,8 +265,8 @@ def _write_json(target: str, value: Any) -> None:
 
 def _parse_size(size: int | str) -> int:
     """Return a size in bytes; ``"5GB"`` means 5 * 10**9, as in transformers."""
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    number = int(float(match[1]) * _UNITS[match[2].upper()]) if match else size
+    match = _SIZE_PATTERN.fullmatch(size.strip()) if isinstance(size, str) else None
+    number = int(float(match[1]) * _SIZE_UNITS[match[2].upper()]) if match else size
     if not isinstance(number, int) or number <= 0:
         raise CheckpointError(f"max_shard_size={size!r} is not a file size.", "", 'give bytes, or text such as "5GB".')
     return number

@@ -19,17 +19,18 @@ logger = logging.getLogger("drivetrain")
 
 
 def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return, by name in ``module``, what each outermost model's ``save_pretrained`` writes besides the weights.
+    """Return what ``save_pretrained`` of each Hugging Face model in ``module`` writes besides the weights.
 
     Returns:
-        Dicts with "class", and where present "config", "generation_config", "adapters" (PEFT configurations by name)
-        and "adapter_prefix" (prefix of tensor names in adapter files).
+        A dict for each model, by the model's name in ``module``. Its keys are "class" and, if the model has them,
+        "config", "generation_config", "adapters" (PEFT configurations by name) and "adapter_prefix" (prefix of tensor
+        names in adapter files).
     """
     models = {}
     for name, child in _outermost("", module):
         try:
             models[name] = _describe(child)
-        except Exception:  # another class with these attribute names; saving must still succeed
+        except Exception:  # another class has the same attribute names; saving must still succeed
             logger.debug("The configuration of %r could not be read and is not saved.", name, exc_info=True)
     return models
 
@@ -58,7 +59,7 @@ def _describe(model: Any) -> dict[str, Any]:
     description: dict[str, Any] = {"class": class_name}
     if adapters := _adapters(model):
         description["adapters"] = {name: _as_json(config.to_dict()) for name, config in adapters.items()}
-        # The parameter names of a PeftModel have this prefix; those of a transformers model with add_adapter() do not.
+        # The parameter names of a PeftModel have this prefix, unlike those of a transformers model with add_adapter().
         is_peft_model = hasattr(type(model), "get_base_model")
         description["adapter_prefix"] = "" if is_peft_model else "base_model.model."
         if is_peft_model:  # PeftModel.save_pretrained records the base class if there is no task type
@@ -76,7 +77,7 @@ def _describe(model: Any) -> dict[str, Any]:
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` as JSON stores them, with sets as lists and without secrets."""
+    """Return ``values`` as JSON-able values, with sets as lists and without secrets."""
     public, _ = without_secrets(json.loads(json.dumps(values, default=_to_plain)))
     return public
 

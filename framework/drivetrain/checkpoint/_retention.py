@@ -15,11 +15,12 @@ class SavedCheckpoint:
     """A checkpoint that this run wrote.
 
     Attributes:
-        name: its folder's name, directly inside the callback's folder.
-        identifier: the identifier in its manifest; "" if unknown, in which case it is never removed.
+        name: the name of the checkpoint's folder, which is directly inside the callback's folder.
+        identifier: the identifier in the checkpoint's manifest; "" if unknown, in which case the checkpoint is never
+            removed.
         score: the monitored value at the save; None if nothing is monitored.
         number: index of the save within the run.
-        step: the optimizer step after which it was written.
+        step: the optimizer step after which the checkpoint was written.
     """
 
     name: str
@@ -30,7 +31,9 @@ class SavedCheckpoint:
 
     @classmethod
     def from_state(cls, document: Any) -> SavedCheckpoint:
-        """Build an instance from the dict of `dataclasses.asdict`; earlier versions stored a path instead of a name.
+        """Build an instance from a dict that `dataclasses.asdict` returned.
+
+        Earlier versions stored a path instead of a name, which is accepted as well.
 
         Raises:
             ValueError: the document has another form.
@@ -50,12 +53,12 @@ class SavedCheckpoint:
 
 
 class Retention:
-    """Selects which checkpoints to keep and which to remove, among those that were added to it.
+    """Selects which of the added checkpoints to keep and which to remove.
 
     Args:
         top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best.
         keep_last: number of newest checkpoints to keep in addition.
-        mode: "min" if lower scores are better, "max" if higher ones are.
+        mode: "min" if lower scores are better, "max" if higher scores are better.
     """
 
     def __init__(self, top_k: int, keep_last: int, mode: str) -> None:
@@ -71,22 +74,28 @@ class Retention:
         return candidate in self._select([*self.kept, candidate])
 
     def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
-        """Return the checkpoints that a new one with this score would displace; it may take the name of one of them."""
+        """Return the checkpoints that a new checkpoint with this score would displace.
+
+        The new checkpoint may take the name of one of the displaced checkpoints.
+        """
         kept = self._select([*self.kept, self._candidate(score)])
         return [checkpoint for checkpoint in self.kept if checkpoint not in kept]
 
     def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
-        """Add a checkpoint; return those to remove once it is complete, except one that it replaces by name."""
+        """Add a checkpoint, and return the checkpoints to remove once it is complete.
+
+        A checkpoint with the same name is not returned, because the new checkpoint replaces it.
+        """
         candidates = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(candidates)
         return [checkpoint for checkpoint in candidates if checkpoint not in self.kept and checkpoint.name != name]
 
     def drop_after(self, step: int) -> list[SavedCheckpoint]:
-        """Drop and return the checkpoints written after ``step``, to which the run has rolled back."""
-        later = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
+        """Drop and return the checkpoints that were written after ``step``, the step that a run has rolled back to."""
+        dropped_checkpoints = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
         self.kept = [checkpoint for checkpoint in self.kept if checkpoint.step <= step]
-        return later
+        return dropped_checkpoints
 
     @property
     def best(self) -> SavedCheckpoint | None:
@@ -95,7 +104,7 @@ class Retention:
 
     @property
     def kth_best(self) -> SavedCheckpoint | None:
-        """The worst of the ``top_k`` best, which a better one would replace; None until there are ``top_k``."""
+        """The worst of the ``top_k`` best checkpoints, which a better one would replace; None if fewer are kept."""
         best = sorted(self.kept, key=self._rank)[: self._top_k if self._top_k > 0 else None]
         return best[-1] if best and len(best) >= self._top_k else None
 
@@ -131,7 +140,7 @@ class Retention:
         return [checkpoint for checkpoint in candidates if checkpoint in best or checkpoint in newest]
 
     def _rank(self, checkpoint: SavedCheckpoint) -> tuple[float, int]:
-        """Return the sort key: lower is better, the newer of equal scores comes first, NaN comes last."""
+        """Return the sort key: better scores come first, then newer checkpoints of equal scores, and NaN comes last."""
         if checkpoint.score is None:
             return 0.0, -checkpoint.number
         return (math.inf if math.isnan(checkpoint.score) else self._sign * checkpoint.score), -checkpoint.number

@@ -13,7 +13,7 @@ from drivetrain.errors import CheckpointError
 
 
 class Placeholder:
-    """Stands in for an object of a class that is not imported; does nothing."""
+    """Replaces an object of a class that is not imported. It does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -41,7 +41,7 @@ def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: Fal
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{str(path)!r} cannot be read safely: {type(error).__name__}: {first_line}",
-            "it is a pickle, which can run arbitrary code; only tensors and plain values are read from it.",
+            "the file is a pickle, which can run arbitrary code; only tensors and plain values are read from it.",
             "if you trust its source, load it with torch.load(..., weights_only=False) in a separate process "
             "and save only its state_dict.",
         ) from error

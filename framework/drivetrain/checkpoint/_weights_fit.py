@@ -28,7 +28,7 @@ class WeightMismatch:
 
     @classmethod
     def compare(cls, expected: Mapping[str, Any], saved: Mapping[str, Any], partial: bool = False) -> WeightMismatch:
-        """Compare by name and shape; values without a ``shape`` are compared by name only.
+        """Compare values by name and shape. Values without a ``shape`` are compared by name only.
 
         Args:
             expected: the module's values, by name.
@@ -54,22 +54,22 @@ class WeightMismatch:
             weights: subject of the message, such as "The weights of ...".
             module: the module's class name.
             strict: raise for missing and unexpected names; otherwise warn and skip them.
-            remedy: how to load only the names that match.
+            remedy: how to load only the matching weights, for the error.
 
         Raises:
-            CheckpointError: lists the names.
+            CheckpointError: the weights do not fit; the error lists the names.
         """
         parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.wrong_shape}
-        listed = ", ".join(f"{problem} {_shortened(names)}" for problem, names in parts.items() if names)
-        if self.wrong_shape or (listed and strict):
+        differences = ", ".join(f"{problem} {_shortened(names)}" for problem, names in parts.items() if names)
+        if self.wrong_shape or (differences and strict):
             raise CheckpointError(
-                f"{weights} do not fit {module}: {listed}.",
+                f"{weights} do not fit {module}: {differences}.",
                 "weights are matched by name, and a tensor is never loaded in part.",
                 "build the module as it was trained"
                 + ("." if self.wrong_shape else f", or {remedy} to load what fits."),
             )
-        if listed:
-            warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {listed}.", stacklevel=3)
+        if differences:
+            warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {differences}.", stacklevel=3)
 
 
 def _shortened(names: Sequence[str]) -> str:

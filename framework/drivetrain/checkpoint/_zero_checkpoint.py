@@ -29,7 +29,7 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
     """Return parameters (in float32 where ZeRO kept master weights) and buffers, by name.
 
     Raises:
-        CheckpointError: files are missing or damaged, or it was written under model parallelism.
+        CheckpointError: files are missing or damaged, or the checkpoint was written with model parallelism.
     """
     step_folder = _step_folder(folder)
     model_states = [load_safely(path, _is_deepspeed_class) for path in _by_rank(step_folder.glob("*_model_states.pt"))]
@@ -41,7 +41,7 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
         raise _unreadable(step_folder, "there are no *_model_states.pt files")
     if model_states[0].get("mp_world_size", 1) != 1:
         raise _unreadable(
-            step_folder, f"it was written under model parallelism over {model_states[0]['mp_world_size']} ranks"
+            step_folder, f"it was written with model parallelism over {model_states[0]['mp_world_size']} ranks"
         )
     if len(optimizer_states) != model_states[0].get("dp_world_size", len(optimizer_states)):
         raise _unreadable(
@@ -56,14 +56,14 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
 def _merge(
     model_states: Sequence[Mapping[str, Any]], optimizer_states: Sequence[Mapping[str, Any]]
 ) -> dict[str, torch.Tensor]:
-    first = model_states[0]
-    # Partitioned parameters are empty tensors here.
-    weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
-    partitioned = {name for name, value in weights.items() if not value.numel()}
-    shapes = first["param_shapes"]
+    first_state = model_states[0]
+    # Partitioned parameters are empty tensors in the model state.
+    weights = {name: value for name, value in first_state["module"].items() if isinstance(value, torch.Tensor)}
+    partitioned_names = {name for name, value in weights.items() if not value.numel()}
+    shapes = first_state["param_shapes"]
     if optimizer_states and _STAGE_3_GROUPS in optimizer_states[0]:
         weights.update(_merge_sharded_groups(shapes, [state[_STAGE_3_GROUPS] for state in optimizer_states]))
-        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        for name, shape in (first_state.get("frozen_param_shapes") or {}).items():
             fragments = [model["frozen_param_fragments"][name] for model in model_states]
             weights[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
     elif optimizer_states:
@@ -74,12 +74,12 @@ def _merge(
                 optimizer_states[0].get("param_alignment_paddings"),
             )
         )
-        weights.update(first.get("frozen_param_fragments") or {})
-    for tied, name in dict(first.get("shared_params") or {}).items():
+        weights.update(first_state.get("frozen_param_fragments") or {})
+    for tied, name in dict(first_state.get("shared_params") or {}).items():
         weights[tied] = weights[name]
-    unresolved = [name for name in partitioned if not weights[name].numel()]
-    # A tied name that DeepSpeed did not record is left out: the module ties it to its parameter again.
-    return {name: value for name, value in weights.items() if name not in unresolved}
+    unresolved_names = [name for name in partitioned_names if not weights[name].numel()]
+    # A tied name that DeepSpeed did not record is left out, because the module ties the name to its parameter again.
+    return {name: value for name, value in weights.items() if name not in unresolved_names}
 
 
 def _merge_flat_groups(
@@ -116,7 +116,7 @@ def _step_folder(folder: Path) -> Path:
         return folder
     name = latest.read_text().strip()
     if Path(name).name != name or not (folder / name).is_dir():
-        raise _unreadable(folder, f"latest names {name!r}, which is not a folder in it")
+        raise _unreadable(folder, f"the file latest names {name!r}, which is not a folder in it")
     return folder / name
 
 
@@ -131,6 +131,6 @@ def _is_deepspeed_class(name: str) -> bool:
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a DeepSpeed checkpoint: {problem}.",
-        "its parameters are assembled from the files of all ranks.",
-        "check that all of them exist, or run DeepSpeed's zero_to_fp32.py if you trust the files.",
+        "parameters are assembled from the files of all ranks.",
+        "check that the files of all ranks exist, or run DeepSpeed's zero_to_fp32.py if you trust the files.",
     )

@@ -21,19 +21,19 @@ from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_o
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.errors import CheckpointError
 
-_PIECE_BYTES = 16 * 2**20  # read into memory at a time, unless a single row is larger
+_PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
     """Write the weights of a checkpoint into one file that `safetensors.torch.load_file` opens.
 
-    One name per tied tensor is stored, as in the checkpoint; values that are not tensors (``_extra_state``) are left
-    out.
+    A tied tensor is stored under one name, as in the checkpoint. Values that are not tensors (``_extra_state``) are
+    left out.
 
     Args:
         path: the checkpoint's path or URL.
-        out: path or URL of the file; if it does not end with ``.safetensors``, a folder that gets
-            ``model.safetensors``.
+        out: path or URL of the file; if it does not end with ``.safetensors``, of a folder in which the file
+            ``model.safetensors`` is written.
 
     Returns:
         The path of the file.
@@ -74,7 +74,7 @@ def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
 
 @contextmanager
 def create_file(target: str) -> Iterator[Any]:
-    """Yield a stream for ``target``, which appears under its name only once it is complete.
+    """Yield a stream that writes the file ``target``. The file appears under this name only once it is complete.
 
     Raises:
         CheckpointError: the file cannot be written.

@@ -65,8 +65,8 @@ def convert(
         return write_pretrained(path, out, prefix, config, max_shard_size)
     if to != "checkpoint" or config is not None:
         raise CheckpointError(
-            f"convert(to={to!r}, config={config!r})",
-            'it writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
+            f"convert(to={to!r}, config={config!r}) is not supported.",
+            'convert writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
     weights, hyper_parameters = _read_other_format(Path(path))
@@ -111,20 +111,20 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             "weights are read as a mapping of names to tensors.",
             "check that this is the checkpoint and not another file of the run.",
         )
-    unknown = [str(name) for name, value in state.items() if isinstance(value, Placeholder)]
-    if unknown:
+    unreadable_names = [str(name) for name, value in state.items() if isinstance(value, Placeholder)]
+    if unreadable_names:
         raise CheckpointError(
-            f"{str(path)!r} holds weights that are not plain tensors: {', '.join(unknown)}.",
+            f"{str(path)!r} holds weights that are not plain tensors: {', '.join(unreadable_names)}.",
             "turning them into tensors would execute code of their classes.",
-            "load it in a program that defines the classes, and save plain tensors.",
+            "load the file in a program that defines the classes, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
 
 
 def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
-    """Return the hyper-parameters that JSON can represent; warn about each of the others."""
-    jsonable = {}
+    """Return the hyper-parameters that JSON can represent, and warn about each other hyper-parameter."""
+    json_values = {}
     for name, value in dict(hyper_parameters or {}).items():
         tensors: dict[str, Any] = {}
         try:
@@ -134,8 +134,8 @@ def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
         if tensors:
             warnings.warn(f"The hyper-parameter {name!r} cannot be stored as JSON and is left out.", stacklevel=4)
         else:
-            jsonable[str(name)] = value
-    return jsonable
+            json_values[str(name)] = value
+    return json_values
 
 
 def _find_aliases(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -15,7 +15,7 @@ from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 
-_TYPES = {dtype: name for name, dtype in DTYPES.items()}
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def show(path: str | os.PathLike[str]) -> str:
@@ -25,7 +25,8 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, stored_secrets = without_secrets(metadata.hyper_parameters)  # earlier versions stored secrets too
+    # Earlier versions of drivetrain stored secrets, too.
+    arguments, stored_secrets = without_secrets(metadata.hyper_parameters)
     secrets = dict.fromkeys([*metadata.left_out, *stored_secrets])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     precision = metadata.precision or "unknown"
@@ -60,7 +61,7 @@ def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[st
     """Compare the weights, optimizer states and callback tensors of two checkpoints by name.
 
     Returns:
-        A line for each name that only one of them has, or whose values differ; empty if they are equal.
+        A line for each name that only one checkpoint has, or whose values differ; an empty list if there is none.
     """
     left, right = load(path), load(other)
     lines = list(_differences("", left.weights().sources(), right.weights().sources()))
@@ -99,7 +100,7 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> str | None:
 
 
 def _type_shape(source: TensorSource) -> tuple[str, str]:
-    return _TYPES[source.dtype], "x".join(map(str, source.shape)) or "()"
+    return _TYPE_NAMES[source.dtype], "x".join(map(str, source.shape)) or "()"
 
 
 def _total_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:

@@ -29,9 +29,9 @@ def copy_batch(batch: Any) -> Any:
 
 
 def copy_pinned_tensors(batch: Any) -> Any:
-    """Return the batch with only those tensors copied that a device may still be reading.
+    """Return the batch with copies of those tensors that a device may still be reading.
 
-    These are pinned CPU tensors, which an asynchronous copy reads, and tensors on a device.
+    Pinned CPU tensors are copied, because an asynchronous transfer may read them, and so are tensors on a device.
     """
     return _rebuild(batch, _copy_if_pinned_or_on_device)
 
@@ -99,7 +99,7 @@ def _rebuild_object(batch: Any, copy_leaf: CopyLeaf) -> Any:
 def _slots(kind: type) -> list[MemberDescriptorType]:
     """Return the slot descriptors of a class and its bases.
 
-    Reads ``vars`` because a property may shadow a slot, as in ``pathlib`` of Python 3.13.
+    The slots are read from ``vars``, because a property may shadow a slot, as in ``pathlib`` of Python 3.13.
     """
     classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [slot for names in classes for slot in names.values() if isinstance(slot, MemberDescriptorType)]

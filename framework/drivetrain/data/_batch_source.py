@@ -18,8 +18,8 @@ class BatchSource(Protocol):
     """Yields one rank's batches of an epoch, each with the `BatchShard` that describes it.
 
     Attributes:
-        length: the number of micro-batches that the loader declares for an epoch, the same on every rank; None if it
-            declares no length.
+        length: the number of micro-batches that the loader declares for an epoch, the same on every rank; None if the
+            loader declares no length.
         length_is_exact: whether every epoch has exactly ``length`` micro-batches.
         samples: the number of samples in the data set, the same on every rank; None if it is unknown or differs
             between ranks.
@@ -31,8 +31,8 @@ class BatchSource(Protocol):
         fresh_memory: whether every batch is newly allocated, so that no later batch overwrites it.
         subset: a JSON-able description of the samples that are selected from a larger data set, which must be equal on
             every rank; None if all samples are read, or if each rank has its own data.
-        needs_order_check: whether ranks have to compare what they read first, because they might use different orders,
-            or all read the same data although each should read its own. `order_fingerprints` resets it.
+        needs_order_check: whether ranks have to compare what they read first. They might use different orders, or all
+            read the same data although each rank should read a separate part. `order_fingerprints` sets this to False.
     """
 
     @property
@@ -66,18 +66,18 @@ class BatchSource(Protocol):
     def needs_order_check(self) -> bool: ...
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
-        """Return the shards that `epoch` yields, without reading a batch; None if that needs the batches."""
+        """Return the shards that `epoch` yields without reading batches; None if they are known only after reading."""
         ...
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
-        """Return the data-set indices of this rank's batches, without reading one; None if that needs the batches."""
+        """Return the data-set indices of this rank's batches without reading them; None if that is not possible."""
         ...
 
     def requested_indices(self) -> Iterator[list[Any]] | None:
         """Return an iterator over the indices that the next call of `epoch` requests; advance it once per batch.
 
         Returns:
-            The data-set indices of each batch; None if samples have no indices or they are unknown.
+            The data-set indices of each batch; None if samples have no indices or the indices are unknown.
         """
         ...
 
@@ -98,11 +98,11 @@ class BatchSource(Protocol):
         ...
 
     def count(self, epoch: int) -> int | None:
-        """Return the exact number of micro-batches of an epoch; None if that needs the batches."""
+        """Return the exact number of micro-batches of an epoch; None if it is known only after the batches are read."""
         ...
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
-        """Return fingerprints of what was read first, after a batch was read; their number is equal on every rank."""
+        """Return fingerprints of what was read first, equally many on every rank. Call this after a batch was read."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

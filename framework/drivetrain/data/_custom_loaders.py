@@ -19,7 +19,7 @@ _TRUSTED_PACKAGES = ("torch", "torchdata")
 
 
 def has_custom_iteration(loader: DataLoader[Any]) -> bool:
-    """Return whether a `DataLoader` subclass overrides iteration, so that its batches may differ from its sampler's."""
+    """Return whether a `DataLoader` subclass overrides iteration, and may thus ignore its sampler's requests."""
     for name in ("__iter__", "_get_iterator"):
         owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
         if owner.__module__.partition(".")[0] not in _TRUSTED_PACKAGES:
@@ -30,10 +30,10 @@ def has_custom_iteration(loader: DataLoader[Any]) -> bool:
 def pair_with_shards(
     batches: Iterator[Any], shards: Iterator[BatchShard], rank_local: bool
 ) -> Iterator[tuple[Any, BatchShard]]:
-    """Pair each batch with the sampler's shard if their sizes agree, else with a shard of the measured size.
+    """Pair each batch with the sampler's shard if their sizes agree, and otherwise with a shard of the batch's size.
 
-    Batches are measured by the first dimension of their first tensor. If that size differs from
-    the sampler's for the very first batch, the dimension does not count samples, and measuring is disabled.
+    The size of a batch is the first dimension of its first tensor. If this size differs from the sampler's request for
+    the very first batch, the dimension does not count samples, and sizes are no longer compared.
 
     Args:
         batches: the loader's batches.

@@ -1,4 +1,4 @@
-"""Shards a custom sampler, whose order is kept: ``world_size`` consecutive batches form a global micro-batch."""
+"""Shards a custom sampler in the sampler's order. A global micro-batch is ``world_size`` consecutive batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.data._sharding import compute_shard, should_rebalance, split_in_half
 from drivetrain.data._worker_seeding import seed_generators
 
-_SAMPLER_SEED = 0x73616D70
+_SAMPLER_SEED_SALT = 0x73616D70
 
 
 class GlobalBatch(NamedTuple):
@@ -22,7 +22,7 @@ class GlobalBatch(NamedTuple):
 
     Attributes:
         indices: the indices of all ranks.
-        bounds: where each rank's slice begins, and where the last one ends.
+        bounds: where each rank's slice begins, and where the last slice ends.
         is_whole: whether every rank has a whole batch.
     """
 
@@ -40,7 +40,7 @@ def split_evenly(indices: list[Any], world_size: int) -> GlobalBatch:
 def group_indices(
     stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool, skip: int = 0
 ) -> Iterator[GlobalBatch]:
-    """Yield global micro-batches from a stream of single indices, after skipping the first ``skip``."""
+    """Yield global micro-batches from a stream of single indices, after skipping the first ``skip`` indices."""
     indices = islice(stream, skip, None)
     stride = batch_size * world_size
     bounds = _bounds([batch_size] * world_size)
@@ -54,7 +54,7 @@ def group_batches(
     stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool, skip: int = 0
 ) -> Iterator[GlobalBatch]:
     """Yield global micro-batches from a stream of batches of any size, after skipping the first ``skip`` indices."""
-    # Drop empty batches, for which a rank would have to join a step without samples.
+    # Empty batches are dropped, because a rank with an empty batch would have to join a step without samples.
     batches = filter(None, map(list, stream))
     if skip:
         batches = filter(None, _skip_samples(batches, skip))
@@ -92,17 +92,17 @@ def rebalance_tail(groups: Iterator[GlobalBatch], world_size: int) -> Iterator[G
 class SamplerRng:
     """Context manager that gives a sampler the same random generators on every rank.
 
-    The process's generators and the sampler's own are restored on exit, so that the sampler and the model do not
-    influence each other's random numbers. Entering it again continues the sampler's random numbers.
+    The generators of the process and of the sampler are restored on exit, so that the sampler and the model do not
+    influence each other's random numbers. Entering the context again continues the sampler's random numbers.
 
     Args:
         seed: the seed of the run.
         epoch: the epoch that the sampler draws for.
-        generators: the sampler's own generators.
+        generators: the generators that are attributes of the sampler.
     """
 
     def __init__(self, seed: int, epoch: int, generators: Iterable[torch.Generator]) -> None:
-        self._seed = derive_seed(_SAMPLER_SEED, seed, epoch)
+        self._seed = derive_seed(_SAMPLER_SEED_SALT, seed, epoch)
         self._generators = (torch.default_generator, *generators)
         self._sampler_states: _RngStates | None = None
         self._process_states: _RngStates | None = None

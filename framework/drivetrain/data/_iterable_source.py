@@ -1,4 +1,4 @@
-"""Batches of an iterable data set, of which each rank reads its own part in order."""
+"""A `BatchSource` over an iterable data set, of which each rank reads a separate part in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class IterableSource:
@@ -57,13 +57,13 @@ class IterableSource:
         self.length = len_or_none(loader)
         self.length_is_exact = isinstance(loader, list | tuple)
         self.last: Any = NO_BATCH
-        """The last skipped batch, which a rank without samples uses to join a step if no batch follows."""
+        """The last skipped batch, which a rank without samples uses to join a step if no batch follows it."""
         if self.length == 0:
             raise no_batches_error(f"{type(loader).__name__} has length 0")
         if isinstance(loader, DataLoader):
-            # Without this, torch warns about a wrong length at every batch and on every rank.
+            # Without this attribute, torch warns about a wrong length at every batch and on every rank.
             attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
-            # torch seeds and shards a DataPipe itself, and recognises it by its type.
+            # torch seeds and shards a DataPipe and recognises it by its type, so a DataPipe is not replaced by a proxy.
             if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
                 self._seeded = SeededIterable(loader.dataset, seed, rank, world_size)
                 attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
@@ -78,15 +78,15 @@ class IterableSource:
         self._state_is_loaded = False
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
-        """Return None: the size of a batch is unknown until it is read."""
+        """Return None, because the size of a batch is unknown until the batch is read."""
         return
 
     def indices(self, epoch: int) -> None:
-        """Return None: an iterable data set has no indices."""
+        """Return None, because an iterable data set has no indices."""
         return
 
     def requested_indices(self) -> None:
-        """Return None: an iterable data set has no indices."""
+        """Return None, because an iterable data set has no indices."""
         return
 
     def epoch(
@@ -103,10 +103,10 @@ class IterableSource:
             self._seeded.set_epoch_number(epoch)
         state_is_loaded, self._state_is_loaded = self._state_is_loaded, False
         if start == 0 or state_is_loaded:
-            self._rng_at_epoch_start = generator_states(_HOST) if self.in_process and not self.stateful else None
+            self._rng_at_epoch_start = generator_states(_CPU) if self.in_process and not self.stateful else None
             return self._iterate(self._batches(), 0, start)
         if self._rng_at_epoch_start is not None:
-            restore_generators(self._rng_at_epoch_start, _HOST)
+            restore_generators(self._rng_at_epoch_start, _CPU)
         batches = self._batches()
         return self._iterate(batches, self._skip(batches, start), start)
 
@@ -156,7 +156,7 @@ class IterableSource:
         return self._clone.iterate() if self._clone is not None else iter(self._loader)
 
     def _skip(self, batches: Iterator[Any], count: int) -> int:
-        """Read and drop ``count`` batches; return how many samples they held."""
+        """Read and drop ``count`` batches; return the number of samples in the dropped batches."""
         logger.warning(
             "Reading %d batch(es) of %s again to skip them, because they were trained on already. A data set with "
             "state_dict() and load_state_dict() resumes without reading them.",
@@ -175,7 +175,7 @@ class IterableSource:
             if not has_batch and self.needs_order_check:
                 from drivetrain.data._order_fingerprint import digest_of_batch
 
-                self._first_digest = digest_of_batch(batch)  # before the step, which may modify the batch
+                self._first_digest = digest_of_batch(batch)  # computed before the step, which may modify the batch
             has_batch = True
             samples = count_samples(batch)
             yield batch, BatchShard(samples, samples if self._is_single_rank else None, False, position)
@@ -199,7 +199,7 @@ def count_samples(batch: Any) -> int:
 
 
 def set_epoch(epoch: int, *parts: Any) -> None:
-    """Call ``set_epoch(epoch)`` on each object that has it."""
+    """Call ``set_epoch(epoch)`` on each object that has this method."""
     for part in parts:
         method = getattr(part, "set_epoch", None)
         if callable(method):

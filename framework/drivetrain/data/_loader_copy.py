@@ -42,7 +42,7 @@ class LoaderClone:
         return iter(self._loader)
 
     def close(self) -> None:
-        """Shut down the workers, including persistent ones. The next epoch starts new ones."""
+        """Shut down the workers, including persistent workers. The next epoch starts new workers."""
         self._tracker.stop()
         self._loader._iterator = None
 
@@ -57,7 +57,7 @@ def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 def allocates_each_batch(loader: DataLoader[Any]) -> bool:
-    """Return whether every batch is newly allocated, because torch's default collation made it or a worker sent it."""
+    """Return whether every batch is newly allocated, by torch's default collation or by receiving it from a worker."""
     if type(loader).__iter__ is not DataLoader.__iter__:
         return False  # A custom `__iter__` may reuse memory.
     return loader.num_workers > 0 or loader.collate_fn is default_collate
@@ -66,7 +66,7 @@ def allocates_each_batch(loader: DataLoader[Any]) -> bool:
 class _IteratorTracker:
     """Replaces ``DataLoader._get_iterator`` and remembers torch's iterator, which a subclass's ``__iter__`` may wrap.
 
-    It holds weak references, so that an epoch that the loop leaves early releases its workers immediately.
+    The references are weak, so that the workers are released immediately if the loop leaves an epoch early.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:

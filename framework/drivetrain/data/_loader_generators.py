@@ -19,10 +19,12 @@ _CHILD_LISTS = ("datasets", "flattened")
 
 # Maximum depth of plain objects that are searched, such as a composed transform and its parts.
 _MAX_DEPTH = 2
+# Maximum length of a collection whose entries are searched.
 _MAX_ENTRIES = 32
+# Maximum number of plain objects that are searched.
 _MAX_OBJECTS = 4096
 
-# Objects of these packages are searched only through the attributes listed above.
+# Of objects whose class is in one of these packages, only the attributes listed above are searched.
 _SKIPPED_PACKAGES = frozenset(
     {"builtins", "torch", "numpy", "drivetrain", "drivetrain_strategies", "threading", "logging"}
 )
@@ -37,7 +39,7 @@ def collect_generators(*loaders: Any) -> list[Any]:
     Args:
         loaders: loaders, collections of loaders, or other objects, which are searched in the same way.
     """
-    found: dict[int, Any] = {}
+    generators: dict[int, Any] = {}
     seen: set[int] = set()
     plain_objects: list[tuple[Any, int]] = []
     pending = [leaf for loader in loaders for leaf in (leaves(loader) if is_collection(loader) else [loader])]
@@ -49,7 +51,7 @@ def collect_generators(*loaders: Any) -> list[Any]:
         attributes = getattr(part, "__dict__", {})
         bound = _bound_objects(part)
         values = [*attributes.values(), *bound]
-        found.update({id(value): value for value in values if is_generator(value)})
+        generators.update({id(value): value for value in values if is_generator(value)})
         if bound or not _is_skipped(part):
             plain_objects += [(value, 1) for value in values]
         pending += [attributes[name] for name in _CHILD_ATTRIBUTES if name in attributes]
@@ -60,16 +62,16 @@ def collect_generators(*loaders: Any) -> list[Any]:
     for value, depth in plain_objects:  # The list grows during the iteration.
         for entry in _entries(value):
             if is_generator(entry):
-                found[id(entry)] = entry
+                generators[id(entry)] = entry
             elif _may_hold_generators(entry) and id(entry) not in seen and len(seen) < limit:
                 seen.add(id(entry))
                 inner_values = [*getattr(entry, "__dict__", {}).values(), *_bound_objects(entry)]
-                found.update(
+                generators.update(
                     {id(inner_value): inner_value for inner_value in inner_values if is_generator(inner_value)}
                 )
                 if depth < _MAX_DEPTH:
                     plain_objects += [(inner_value, depth + 1) for inner_value in inner_values]
-    return list(found.values())
+    return list(generators.values())
 
 
 def _bound_objects(value: Any) -> list[Any]:
@@ -80,7 +82,7 @@ def _bound_objects(value: Any) -> list[Any]:
 
 
 def _entries(value: Any) -> Iterator[Any]:
-    """Yield the value itself, or the entries if it is a small collection; nothing for a large collection."""
+    """Yield ``value``, or its entries if it is a small collection. Yield nothing for a large collection."""
     if not isinstance(value, (list, tuple, dict)):
         yield value
     elif len(value) <= _MAX_ENTRIES:

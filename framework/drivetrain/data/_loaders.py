@@ -1,4 +1,4 @@
-"""Builds the `BatchSource` of this rank's part of a user's loader."""
+"""Builds the `BatchSource` that yields this rank's part of a user's loader."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def prepare_loader(
     seed: int = 0,
     replace_sampler: bool = True,
 ) -> BatchSource:
-    """Return a `BatchSource` that yields this rank's shards of what ``loader`` yields.
+    """Return a `BatchSource` that yields this rank's shards of the batches of ``loader``.
 
     Args:
         loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by
-            ``"max_size_cycle"`` for training, else by ``"sequential"``). It is not modified.
+            ``"max_size_cycle"`` for training, else by ``"sequential"``). The loader is not modified.
         training: shard for training instead of evaluation. In training, a rank may have to join a step without samples.
         predicting: keep the order of the data set and drop no sample.
         rank: this process's data rank.
         world_size: the number of data ranks.
         seed: the seed of the order, the same on every rank.
-        replace_sampler: shard the loader's sampler. If False, each rank reads what its own loader yields.
+        replace_sampler: shard the loader's sampler. If False, each rank reads all batches that its own loader yields.
 
     Raises:
         ConfigurationError: the loader has no batch or is not an iterable of batches, or the path of the temporary
-            folder is too long for its workers' sockets.
+            folder is too long for the sockets of the loader's workers.
     """
     if not 0 <= rank < world_size:
         raise ConfigurationError(
@@ -117,15 +117,15 @@ class MapSource:
         rank_sampler: the sampler of this rank's shards.
         shards_known: see `BatchSource`.
         samples: see `BatchSource`.
-        prebatched: automatic batching is off: each item of the data set is a whole batch of unknown size.
+        prebatched: automatic batching is off, so each item of the data set is a whole batch of unknown size.
         custom_iteration: the loader may yield more or fewer batches than its sampler requests.
         rank_local: the shards of other ranks are unknown.
-        on_epoch_start: called with the epoch's number when it begins.
+        on_epoch_start: called with the number of each epoch when the epoch begins.
         in_process: see `BatchSource`.
         stride: see `BatchSource`.
         subset: see `BatchSource`.
-        sampler: the class name of a custom sampler that every rank iterates, so that its order has to be compared; None
-            for drivetrain's own order and for samplers that are local to a rank.
+        sampler: the class name of a custom sampler that every rank iterates and whose order has to be compared between
+            ranks; None for drivetrain's own order and for samplers that are local to a rank.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class MapSource:
         return self._rank_sampler.length
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
-        # The batches of a loader with custom iteration are unknown until they are read.
+        # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
         return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
 
     def indices(self, epoch: int) -> Iterator[list[Any]] | None:
         return None if self._prebatched or self._custom_iteration else self._rank_sampler.indices(epoch)
 
     def requested_indices(self) -> Iterator[list[Any]] | None:
-        # An index stands for a whole batch, or the batches may differ from the requests.
+        # If prebatched, an index stands for a whole batch. With custom iteration, batches may differ from the requests.
         if self._prebatched or self._custom_iteration:
             return None
         requested = self._rank_sampler.requested = deque()
@@ -193,16 +193,16 @@ class MapSource:
         if origin.samples and self._rank_local:
             raise ConfigurationError(
                 "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
-                "the parts that its samplers select cannot be re-sharded",
+                "the parts that the ranks' samplers select cannot be re-sharded",
                 "resume on the same number of ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
             )
         self._on_epoch_start(epoch)
         shards = self._rank_sampler.begin(epoch, start, origin)
         if self._custom_iteration:
             return self._pair_custom_iteration(shards, start)
-        # These iterators are implemented in C, so that a batch needs no Python call unless it has to be measured.
+        # `zip` and `chain` are implemented in C, so no Python function runs per batch unless samples must be counted.
         pairs = zip(self._clone.iterate(), shards, strict=False)
-        return chain(self._measure(pairs) if self._prebatched else pairs, check_exhausted(shards))
+        return chain(self._with_counted_samples(pairs) if self._prebatched else pairs, check_exhausted(shards))
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
         from drivetrain.data._order_fingerprint import OrderFingerprint, digest_of_indices
@@ -227,8 +227,8 @@ class MapSource:
         name = type(self._clone.loader).__name__
         if start:
             logger.warning(
-                "%s has custom iteration: it resumes at batch %d of the epoch only if it yielded one batch for each "
-                "that its sampler requested.",
+                "%s overrides the iteration of DataLoader. It resumes at batch %d of the epoch only if it yields one "
+                "batch for each batch that its sampler requests.",
                 name,
                 start,
             )
@@ -238,14 +238,14 @@ class MapSource:
         if pair is None and start == 0:
             raise no_batches_error(f"{name} yielded no batch")
 
-    def _measure(self, pairs: Iterator[tuple[Any, BatchShard]]) -> Iterator[tuple[Any, BatchShard]]:
+    def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShard]]) -> Iterator[tuple[Any, BatchShard]]:
         for batch, shard in pairs:
             samples = 0 if shard.joins else count_samples(batch)
             yield batch, shard._replace(samples=samples, total=None if self._rank_local else samples)
 
 
 class _MapStylePlanner:
-    """Builds a `MapSource` from a map-style `DataLoader`; takes arguments of `prepare_loader`."""
+    """Builds a `MapSource` from a map-style `DataLoader`. The arguments are those of `prepare_loader`."""
 
     def __init__(
         self, training: bool, predicting: bool, rank: int, world_size: int, seed: int, replace_sampler: bool
@@ -277,7 +277,7 @@ class _MapStylePlanner:
             custom_samplers = _nested_samplers(sampler)
         if rank_sampler.length == 0:
             raise no_batches_error(_describe_empty(loader, self._world_size))
-        # Batches must come in order, because they are paired with their shards by position.
+        # The loader must yield batches in order, because each batch is paired with its shard by position.
         attributes: dict[str, Any] = {sampler_attribute: rank_sampler, "in_order": True}
         if uses_workers:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
@@ -300,7 +300,7 @@ class _MapStylePlanner:
             lambda epoch: set_epoch(epoch, *custom_samplers),
             not uses_workers,
             None if rank_local else _stride(loader, prebatched, self._world_size),
-            _subset(loader.dataset) if multi_rank and not rank_local else None,
+            _dataset_subset(loader.dataset) if multi_rank and not rank_local else None,
             _custom_sampler_name(custom_samplers) if multi_rank and not rank_local and custom_samplers else None,
         )
 
@@ -325,7 +325,7 @@ class _MapStylePlanner:
     def _shard_custom_sampler(
         self, sampler: Any, prebatched: bool, uses_workers: bool, rank_local: bool
     ) -> ShardedCustomSampler:
-        """Return a sampler that shards a custom sampler; a ``rank_local`` one is read in full."""
+        """Return a sampler that shards a custom sampler. If ``rank_local``, the custom sampler is read in full."""
         sharded = self._replace_sampler and not rank_local
         world_size, rank = (self._world_size, self._rank) if not rank_local else (1, 0)
         length = len_or_none(sampler)
@@ -368,7 +368,7 @@ def _standard_sampler(sampler: Any) -> tuple[int, bool] | None:
 
 
 def _is_already_sharded(sampler: Any, world_size: int) -> bool:
-    """Return whether a sampler already yields one rank's part, judged by its ``rank`` and ``num_replicas``."""
+    """Return whether the ``rank`` and ``num_replicas`` of a sampler show that it yields only one rank's part."""
     return any(
         type(part) is not DistributedSampler
         and hasattr(part, "rank")
@@ -386,16 +386,16 @@ def _nested_samplers(sampler: Any) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def _subset(dataset: Any) -> list[Any] | None:
+def _dataset_subset(dataset: Any) -> list[Any] | None:
     from drivetrain.data._order_fingerprint import subset_fingerprint  # imported only with several ranks
 
     return subset_fingerprint(dataset)
 
 
 def _custom_sampler_name(samplers: tuple[Any, ...]) -> str:
-    """Return the class name of the outermost sampler that is not torch's, else of the innermost one."""
-    custom = [part for part in samplers if not type(part).__module__.startswith("torch.")]
-    return type(custom[0] if custom else samplers[-1]).__name__
+    """Return the class name of the outermost sampler that is not torch's, or of the innermost sampler if all are."""
+    not_from_torch = [part for part in samplers if not type(part).__module__.startswith("torch.")]
+    return type(not_from_torch[0] if not_from_torch else samplers[-1]).__name__
 
 
 def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int | None:
@@ -404,10 +404,10 @@ def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int |
     return None if loader.batch_size is None else world_size * loader.batch_size
 
 
-def _divide(length: int | None, by: int, drop_last: bool) -> int | None:
+def _divide(length: int | None, divisor: int, drop_last: bool) -> int | None:
     if length is None:
         return None
-    return length // by if drop_last else -(-length // by)
+    return length // divisor if drop_last else -(-length // divisor)
 
 
 def _describe_empty(loader: DataLoader[Any], world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""Fingerprints of what a rank reads first, which ranks compare before they train."""
+"""Fingerprints of what each rank reads first. Ranks compare them before they train."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from drivetrain._runtime.transfer import row_major
 
-# Maximum number of indices of a list that are hashed; enough to distinguish two orders.
+# Maximum number of indices of a list that are hashed, which is enough to distinguish two orders.
 _MAX_HASHED = 4096
+# Maximum number of indices of a `Subset` that its fingerprint lists.
 _MAX_LISTED = 6
 
 _UNKNOWN: Any = object()
@@ -38,7 +39,7 @@ class OrderFingerprint(NamedTuple):
 
 
 def digest_of_indices(indices: Any) -> str:
-    """Return a digest of a sampler's indices, given as a nested list. It does not depend on the process."""
+    """Return a digest of a sampler's indices, a nested list. Equal indices have equal digests in all processes."""
     hasher = hashlib.blake2b(digest_size=8)
     for value in _index_tokens(indices):
         hasher.update(f"{value!r},".encode())
@@ -49,8 +50,8 @@ def digest_of_batch(batch: Any) -> str | None:
     """Return a digest of a batch's tensors, arrays, texts, paths and numbers.
 
     Returns:
-        None if the batch holds none of these, or if it also holds other objects, whose differences
-        the digest would not show.
+        None if the batch holds none of these, or if it also holds other objects, whose differences the digest would not
+        show.
     """
     hasher, has_value = hashlib.blake2b(digest_size=8), False
     for value in _leaves(batch):
@@ -104,7 +105,7 @@ def _index_tokens(value: Any) -> Iterator[Any]:
         try:
             yield operator.index(value)
         except TypeError:
-            yield type(value).__name__  # Its repr may differ between processes.
+            yield type(value).__name__  # The repr of other objects may differ between processes.
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -126,7 +127,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _bytes_of(value: Any) -> Iterator[Any]:
-    """Yield the bytes of a whole value; a part is not enough, because images may have equal first rows."""
+    """Yield the bytes of a value. All bytes are needed, because images may have equal first rows."""
     if isinstance(value, Tensor):
         yield repr((tuple(value.shape), str(value.dtype))).encode()
         try:

@@ -101,8 +101,8 @@ def encode_start_document(identity: Mapping[str, Any]) -> bytes:
     return dump_with_checksum({"format": FORMAT_VERSION, "identity": dict(identity)})
 
 
-def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
-    """Return the manifest, which commits the parts.
+def encode_manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
+    """Return the content of the manifest, which commits the parts.
 
     Args:
         identity: the identity in the start document.
@@ -158,8 +158,8 @@ def parse_document(content: bytes, name: str, path: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
         raise CheckpointError(
             f"The predictions {path!r} have another format.",
-            f"this version reads format {FORMAT_VERSION}.",
-            "read them with the version that wrote them.",
+            f"this version of drivetrain reads format {FORMAT_VERSION}.",
+            "read the predictions with the version of drivetrain that wrote them.",
         )
     return document
 
@@ -173,7 +173,7 @@ def records_in(document: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def entries_to_json(entries: Sequence[Entry]) -> list[list[Any]]:
-    """Return entries as JSON-able lists, in which runs are one flat list of numbers."""
+    """Return entries as JSON-able lists. The runs of an entry become one flat list of numbers."""
     return [
         [
             entry.loader,
@@ -195,10 +195,10 @@ def entries_from_json(entries: Any) -> Iterator[Entry]:
     """
     for loader, batch, rank, samples, flat_runs in entries:
         if not all(type(number) is int and number >= 0 for number in (loader, batch, rank, samples)):
-            raise ValueError(f"invalid entry {(loader, batch, rank, samples)}")
+            raise ValueError(f"the entry {(loader, batch, rank, samples)} has an invalid number")
         runs = None if flat_runs is None else tuple(zip(flat_runs[::2], flat_runs[1::2], strict=True))
         if runs is not None and sum(count for _, count in runs) != samples:
-            raise ValueError(f"{sum(count for _, count in runs)} indices for {samples} samples")
+            raise ValueError(f"an entry has {sum(count for _, count in runs)} indices and {samples} samples")
         yield Entry(loader, batch, rank, samples, runs)
 
 

@@ -1,4 +1,4 @@
-"""Copies the next batch to a CUDA device while the step computes on the current one."""
+"""Copies the next batch to a CUDA device while the step computes on the current batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class InFlight(NamedTuple):
 class Prefetcher:
     """Copies batches to a CUDA device on a separate stream.
 
-    Call `send` with the next batch, compute on the current one, then call `receive` for the next. Neither call
-    blocks the host. Tensors are pinned before they are copied.
+    Call `send` with the next batch, compute on the current batch, then call `receive` to get the next batch. Neither
+    call blocks the host. Tensors are pinned before they are copied.
 
     Args:
         device: the CUDA device.

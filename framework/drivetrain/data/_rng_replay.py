@@ -1,4 +1,4 @@
-"""Saves and restores the random generators around batches that are read ahead of training."""
+"""Saves and restores the states of the random generators before batches that are read ahead of training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Pairs = Iterator[tuple[Any, BatchShard]]
 class RngReplay:
     """Records the generators' states before each batch that was read but not yet trained on.
 
-    Batches are read ahead of training: a whole accumulation window at once, or the batch being copied to the device. A
-    data set in this process may draw random numbers for them, so at the time of a save the generators are already past
-    these draws. A resumed run restores the state before each of these batches while it reads the batch again, and then
-    the state at the save.
+    Batches are read ahead of training: all batches of an accumulation window at once, or the batch that is being copied
+    to the device. A data set in this process may draw random numbers for them, so at the time of a save the generators
+    are already past these draws. A resumed run reads these batches again. Before each of them, it restores the state
+    that was recorded before the batch, and finally the state at the save.
 
     Args:
         device: the device whose generator is saved, in addition to the CPU's.
@@ -35,10 +35,10 @@ class RngReplay:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._states_before: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
-        self._read = 0
-        self._final: Any = None
-        self._set_aside: Any = None
-        self._to_replay: deque[Any] = deque()  # One state per batch to read again, then the one at the save.
+        self._read_count = 0
+        self._final_state: Any = None
+        self._state_on_entry: Any = None
+        self._to_replay: deque[Any] = deque()  # One state per batch to read again, then the state at the save.
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
         """Return ``pairs`` as an iterator that records or restores generator states as batches are read.
@@ -50,7 +50,7 @@ class RngReplay:
                 ahead, or if reading draws no random numbers in this process.
         """
         self._states_before.clear()
-        self._read = first
+        self._read_count = first
         if trained is not None:
             return self._record_and_yield(pairs, trained)
         return self._replay_and_yield(pairs) if self._to_replay else pairs
@@ -60,30 +60,30 @@ class RngReplay:
         return self.capture(trained)()
 
     def capture(self, trained: int) -> Callable[[], dict[str, Any]]:
-        """Capture what `state` would return now, and return a function that returns it later."""
+        """Return a function that returns later what `state` would return now."""
         if self._to_replay:  # A resumed run has not started reading yet.
             *resumed, last = self._to_replay
             return lambda: {"ahead": resumed, "now": last}
-        ahead = [states for number, states in self._states_before if trained <= number < self._read]
-        frozen = self._final or self._set_aside
+        ahead = [states for number, states in self._states_before if trained <= number < self._read_count]
+        frozen = self._final_state or self._state_on_entry
         current = capture_generators(self.device) if frozen is None else lambda: frozen
         return lambda: {"ahead": [states() for states in ahead], "now": current()}
 
     @contextmanager
     def aside(self, user_generators: Iterable[Any] = ()) -> Iterator[None]:
-        """Restore all generators on exit, including the user's; until then `state` reports their states on entry."""
-        with preserved_generators(self.device, user_generators) as self._set_aside:
+        """Restore all generators on exit, including the user's. Until then, `state` returns the states at entry."""
+        with preserved_generators(self.device, user_generators) as self._state_on_entry:
             try:
                 yield
             finally:
-                self._set_aside = None
+                self._state_on_entry = None
 
     def end(self) -> None:
-        """Freeze the reported state: later changes to the generators do not belong to the run."""
-        self._final = generator_states(self.device)
+        """Freeze the result of `state`, because later changes to the generators do not belong to the run."""
+        self._final_state = generator_states(self.device)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; it takes effect when the epoch is read next."""
+        """Load what `state` returned. The generators are restored when the epoch is read next."""
         self._to_replay = deque([*state["ahead"], state["now"]])
 
     def settle(self) -> None:
@@ -95,7 +95,7 @@ class RngReplay:
     def call_before_replay(self, run: Callable[[], object]) -> None:
         """Call ``run`` with the generators' state at the save, before any batch is read again.
 
-        The saved run would have called it after the save. The state after ``run`` replaces the one at the save.
+        The saved run would have called ``run`` after the save. The state after ``run`` replaces the state at the save.
         """
         if not self._to_replay:
             run()
@@ -110,11 +110,11 @@ class RngReplay:
             trained_count = trained()
             while self._states_before and self._states_before[0][0] < trained_count:
                 self._states_before.popleft()
-            self._states_before.append((self._read, capture_generators(self.device)))
+            self._states_before.append((self._read_count, capture_generators(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return
-            self._read += 1
+            self._read_count += 1
             self._restore_next()
             yield pair
 

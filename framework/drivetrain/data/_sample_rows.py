@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 TENSOR, LIST, WHOLE = "rows", "each", "whole"
-"""Layouts: a tensor with a row per sample; a list or tuple with an entry per sample; any value, for a single sample."""
+"""Layouts of a tensor with a row per sample, a list or tuple with an entry per sample, and any value for one sample."""
 
 Layout = str | list[Any] | dict[Any, Any] | None
 
@@ -91,7 +91,7 @@ def concatenate(values: Sequence[Any], layout: Layout) -> Any:
 
 
 def concatenated_layout(layout: Layout) -> Layout:
-    """Return the layout of what `concatenate` returned."""
+    """Return the layout of the result of `concatenate` for outputs with this layout."""
     if isinstance(layout, dict):
         return {key: concatenated_layout(inner) for key, inner in layout.items()}
     if isinstance(layout, list):
@@ -117,5 +117,5 @@ def _has_rows(layout: Layout) -> bool:
 
 def _require_type(value: Any, expected: Any) -> Any:
     if not isinstance(value, expected):
-        raise ValueError(f"other batches have another type in place of a {type(value).__name__}")
+        raise ValueError(f"a batch has a {type(value).__name__} where other batches have another type")
     return value

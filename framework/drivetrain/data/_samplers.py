@@ -19,9 +19,10 @@ from drivetrain.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 
-# Number of global micro-batches that are read from a custom sampler at a time, because swapping the generators is slow.
+# Number of global micro-batches that are read from a custom sampler at a time. For each such block, the generators are
+# exchanged, which is slow.
 _BLOCK_SIZE = 32
 
 
@@ -31,7 +32,7 @@ class RankSampler(ABC):
     Args:
         length: the number of micro-batches that the sampler declares for an epoch; None if it declares no length.
         prebatched: whether the data set holds whole batches, so that a request is a single index rather than a list.
-        keyed: whether requests carry the key of their micro-batch, as they do if they go to workers.
+        keyed: whether each request carries the key of its micro-batch, which worker processes need.
     """
 
     length_is_exact = False
@@ -45,7 +46,7 @@ class RankSampler(ABC):
         self._start = 0
         self._origin = EPOCH_START
         self.requested: deque[list[Any]] | None = None
-        """Receives the indices of each request when it is made; None if they are not recorded."""
+        """A queue that receives the indices of each request when it is made; None if indices are not recorded."""
 
     @abstractmethod
     def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
@@ -100,7 +101,7 @@ class RankSampler(ABC):
 
 
 class ShardedSampler(RankSampler):
-    """`RankSampler` over an `Order`, which starts at any micro-batch without iterating over those before it.
+    """`RankSampler` over an `Order`. It starts at any micro-batch without iterating over the preceding ones.
 
     Args:
         sharding: how the epoch is sharded over the ranks.
@@ -141,17 +142,17 @@ class ShardedSampler(RankSampler):
 
 
 class ShardedCustomSampler(RankSampler):
-    """`RankSampler` over a custom sampler, whose order it keeps.
+    """`RankSampler` that shards a custom sampler and keeps the sampler's order.
 
-    Every rank iterates the whole sampler and keeps its own part, so that all ranks know all shards. Starting within
-    the epoch iterates over the indices before the start, but reads no samples.
+    Every rank iterates the whole custom sampler and selects its own part, so that all ranks know all shards. To start
+    within an epoch, the indices before the start are iterated over, but their samples are not read.
 
     Args:
         start_groups: restarts the sampler, skips the given number of samples and returns the global micro-batches.
-        rng_for_epoch: returns the generators that the sampler draws from in an epoch; None if it draws from
-            those of the process.
+        rng_for_epoch: returns the generators that the sampler draws from in an epoch; None if the sampler draws from
+            the process's generators.
         rank: this process's data rank.
-        rank_local: whether the samplers of other ranks are unknown, and therefore the totals too.
+        rank_local: whether the samplers of other ranks are unknown, so that the samples of all ranks cannot be counted.
         length: see `RankSampler`.
         prebatched: see `RankSampler`.
         keyed: see `RankSampler`.
@@ -235,15 +236,19 @@ class ShardedCustomSampler(RankSampler):
             yield block
 
     def _read_with_process_rng(self, skip: int) -> Iterator[GlobalBatch]:
-        """Start the sampler. When resuming within an epoch, use the generators' states at the epoch's start."""
+        """Start the sampler, and return its global micro-batches.
+
+        If the run resumes within an epoch, the micro-batches before the start are drawn again with the states that the
+        generators had at the epoch's start.
+        """
         groups = self._start_groups(skip)
         if self._start == 0 or self._rng_at_epoch_start is None:
-            self._rng_at_epoch_start = generator_states(_HOST)
+            self._rng_at_epoch_start = generator_states(_CPU)
             return groups
-        current = generator_states(_HOST)
-        restore_generators(self._rng_at_epoch_start, _HOST)
+        current_states = generator_states(_CPU)
+        restore_generators(self._rng_at_epoch_start, _CPU)
         first = list(islice(groups, self._start - self._origin.number + 1))
-        restore_generators(current, _HOST)
+        restore_generators(current_states, _CPU)
         return chain(first, groups)
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,11 +270,11 @@ def check_exhausted(shards: Iterator[BatchShard]) -> Iterator[NoReturn]:
     """
     yield from ()
     try:
-        missing = next(shards)
+        missing_shard = next(shards)
     except _SurplusBatchError:
         return
     raise ConfigurationError(
-        f"the loader ended early: it yielded no batch for sample {missing.start} of the epoch's order",
+        f"the loader ended early: it yielded no batch for sample {missing_shard.start} of the epoch's order",
         "its sampler requested more batches than the loader yielded, and the other ranks rely on all of them",
         "let the DataLoader subclass yield one batch for each batch of indices, or pass any iterable of batches",
     )

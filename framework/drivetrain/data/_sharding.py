@@ -11,8 +11,8 @@ import torch
 
 from drivetrain.data.order import Order
 
-# Number of sample indices computed at a time: enough to amortise torch's overhead, but few enough that an epoch starts
-# without delay.
+# Number of sample indices that are computed at a time: large enough to amortise torch's overhead, and small enough for
+# an epoch to start without delay.
 _BLOCK_SAMPLES = 4096
 
 
@@ -20,10 +20,10 @@ class BatchShard(NamedTuple):
     """One rank's part of a global micro-batch.
 
     Attributes:
-        samples: the number of this rank's samples, which is the default weight of its batch; zero if it joins.
-        total: the number of samples of all ranks; None if that cannot be known without communication.
-        joins: whether there is no sample for this rank. It then takes part in the step with the first sample of the
-            global micro-batch.
+        samples: the number of this rank's samples, which is the default weight of its batch; zero if ``joins`` is True.
+        total: the number of samples of all ranks; None if the number cannot be known without communication.
+        joins: whether there is no sample for this rank. In that case, the rank takes part in the step with the first
+            sample of the global micro-batch.
         start: the position of the batch's first sample in the epoch's order.
     """
 
@@ -34,11 +34,13 @@ class BatchShard(NamedTuple):
 
 
 class ShardingOrigin(NamedTuple):
-    """Where the sharding of an epoch begins; not at 0 if the run resumed with another world size or batch size.
+    """The position in an epoch from which on the epoch is sharded.
+
+    It differs from `EPOCH_START` if a run resumed within the epoch with another world size or batch size.
 
     Attributes:
         samples: the number of samples of the epoch's order that were already trained on.
-        number: the number of the first micro-batch.
+        number: the number of the first micro-batch after these samples.
     """
 
     samples: int = 0
@@ -51,7 +53,7 @@ EPOCH_START = ShardingOrigin()
 def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchShard:
     """Return ``rank``'s slice of ``total`` samples from position ``start``.
 
-    The sizes of the slices differ by at most one, and lower ranks have the larger ones.
+    The sizes of the slices differ by at most one, and lower ranks have the larger slices.
     """
     size, larger = divmod(total, world_size)
     samples = size + (rank < larger)
@@ -64,9 +66,10 @@ def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchSh
 class EpochSharding:
     """How an epoch of known length is sharded over the data ranks.
 
-    Global micro-batch k holds the positions ``k*W*b`` to ``(k+1)*W*b``, and rank r takes the r-th slice of b. A
-    partial last micro-batch is split evenly. In evaluation, if it has fewer than W samples, it is merged with the one
-    before it and both are split into two of nearly equal size, so that every rank has data.
+    Global micro-batch k holds the positions ``k*W*b`` to ``(k+1)*W*b``, and rank r takes the r-th slice of b
+    positions. A partial last micro-batch is split evenly. In evaluation, if the last micro-batch has fewer than W
+    samples, its samples and those of the preceding micro-batch are split into two micro-batches of nearly equal size,
+    so that every rank has data.
 
     Args:
         samples: the number of samples of the epoch, over all ranks.
@@ -102,7 +105,7 @@ class EpochSharding:
 
     @property
     def tail(self) -> tuple[tuple[int, int], ...]:
-        """The start and the size of each global micro-batch after the whole ones: none, one or two."""
+        """The start and the size of each global micro-batch after the whole micro-batches: none, one or two."""
         whole_batches, remaining = divmod(self.samples, self.stride)
         if remaining == 0 or self.drop_last:
             return ()
@@ -115,7 +118,7 @@ class EpochSharding:
 
     @property
     def length(self) -> int:
-        """The number of micro-batches of the epoch, the same on every rank."""
+        """The number of micro-batches of the epoch, which is the same on every rank."""
         return self.whole_batches + len(self.tail)
 
     def shards(self, first: int = 0) -> Iterator[list[BatchShard]]:
@@ -155,10 +158,10 @@ class EpochSharding:
 
 
 def should_rebalance(before: int, remaining: int, world_size: int) -> bool:
-    """Return whether to merge ``remaining`` tail samples with the ``before`` ones so that no rank is empty."""
+    """Return whether to merge ``remaining`` tail samples with the ``before`` samples that precede them."""
     return remaining < world_size and before + remaining >= 2 * world_size
 
 
 def split_in_half(samples: int) -> tuple[int, int]:
-    """Return the sizes of two nearly equal parts, the larger first."""
+    """Return the sizes of two nearly equal parts, the larger size first."""
     return samples - samples // 2, samples // 2

@@ -14,8 +14,8 @@ from torch.utils.data import get_worker_info
 
 from drivetrain._runtime.seed import derive_seed
 
-# Makes these seeds differ from others that are derived from the same numbers.
-_WORKER_SEED = 0x776F726B
+# This constant makes workers' seeds differ from other seeds that are derived from the same numbers.
+_WORKER_SEED_SALT = 0x776F726B
 
 
 class MicroBatchKey(NamedTuple):
@@ -26,21 +26,21 @@ class MicroBatchKey(NamedTuple):
 
 
 class KeyedIndices(list[int]):
-    """The indices of one micro-batch, with its key."""
+    """The indices of one micro-batch, with the micro-batch's key."""
 
     __slots__ = ("key",)
     key: MicroBatchKey
 
 
 class KeyedIndex(NamedTuple):
-    """The index of a whole micro-batch in a data set of batches, with its key."""
+    """The index of a whole micro-batch in a data set of batches, with the micro-batch's key."""
 
     index: Any
     key: MicroBatchKey
 
 
 class _DatasetProxy:
-    """Proxy for a data set, to which it forwards its attributes.
+    """Proxy for a data set. Attributes that the proxy lacks are looked up in the data set.
 
     Args:
         dataset: the user's data set.
@@ -88,14 +88,14 @@ class SeededDataset(_DatasetProxy):
         return [self.dataset[index] for index in indices]
 
     def _seed_for(self, key: MicroBatchKey) -> None:
-        seed_generators(derive_seed(_WORKER_SEED, self._seed, key.epoch, self._rank, key.number))
+        seed_generators(derive_seed(_WORKER_SEED_SALT, self._seed, key.epoch, self._rank, key.number))
 
 
 class SeededIterable(_DatasetProxy):
     """Proxy for an iterable data set that seeds the worker's generators when an epoch begins.
 
-    The draws continue from batch to batch, since the data set itself determines what a worker reads. They differ
-    between ranks, workers and epochs, even with persistent workers, which torch seeds only once.
+    The draws continue from batch to batch, since the data set itself determines what a worker reads. The draws
+    differ between ranks, workers and epochs, even with persistent workers, which torch seeds only once.
 
     Args:
         dataset: the user's data set.
@@ -116,10 +116,10 @@ class SeededIterable(_DatasetProxy):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number = worker.id if worker is not None else 0
-        from drivetrain.data.splitting import read_in_worker
+        from drivetrain.data.splitting import use_data_rank_in_worker
 
-        read_in_worker(self._rank, self._world_size)
-        seed_generators(derive_seed(_WORKER_SEED, self._seed, self._epoch, self._rank, number, 0))
+        use_data_rank_in_worker(self._rank, self._world_size)
+        seed_generators(derive_seed(_WORKER_SEED_SALT, self._seed, self._epoch, self._rank, number, 0))
         # A persistent worker keeps this object and creates one iterator per epoch.
         self._epoch += 1
         return iter(self.dataset)
@@ -135,7 +135,8 @@ class WorkerInit:
     still needs data to save a checkpoint. A worker still ends when its parent process ends.
 
     Args:
-        user_init: the user's ``worker_init_fn``; None if there is none. It sees the user's data set, not the proxy.
+        user_init: the user's ``worker_init_fn``; None if there is none. In this function, `get_worker_info` returns the
+            user's data set, not the proxy.
     """
 
     def __init__(self, user_init: Callable[[int], object] | None) -> None:

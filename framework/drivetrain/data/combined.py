@@ -22,20 +22,20 @@ MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _EXHAUSTED: Any = object()
 """Marks an exhausted loader, since None may be a batch."""
 
-# An upper bound on how often a loader restarts within an epoch, used if the number is unknown.
+# Upper bound on the number of passes over a loader within an epoch, used if the number is unknown.
 _MAX_PASSES = 2**16
 
 
 class CombinedLoader:
-    """Iterates several loaders together; a batch has the same structure as the collection of loaders.
+    """Iterates several loaders together. A combined batch has the same structure as the collection of loaders.
 
-    The first loader that has a batch determines the micro-batch's number of samples.
+    The number of samples of a combined batch is that of the first loader that has a batch at this step.
 
     Args:
         iterables: a dict, list or tuple of loaders, which may be nested.
         mode: ``"min_size"`` ends with the shortest loader; ``"max_size_cycle"`` ends with the longest and restarts the
-            others; ``"max_size"`` ends with the longest and yields None for exhausted ones; ``"sequential"`` iterates
-            the loaders one after the other.
+            others; ``"max_size"`` ends with the longest and yields None for exhausted loaders; ``"sequential"``
+            iterates the loaders one after the other.
 
     Raises:
         ConfigurationError: the mode is unknown, or there is no loader.
@@ -67,7 +67,7 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx), as in Lightning; the last is 0 except in ``"sequential"``."""
+        """Yield (batch, batch_idx, dataloader_idx), as in Lightning; dataloader_idx is 0 except in ``"sequential"``."""
         streams = [_Stream(_loader_opener(loader)) for loader in self.flattened]
         if self.mode == "sequential":
             for index, stream in enumerate(streams):
@@ -91,7 +91,7 @@ def is_loader(value: Any) -> bool:
         return True
     if isinstance(value, Tensor | Mapping | list | tuple | str | bytes) or not hasattr(value, "__iter__"):
         return False
-    # A batch of a custom class has a method to move it to a device, or can be converted to an array.
+    # An iterable that can be moved to a device or converted to an array is a batch of a custom class.
     return not hasattr(value, "to") and not hasattr(value, "__array__")
 
 
@@ -107,8 +107,8 @@ class CombinedSource:
         self._loader = loader
         self._sources = sources
         self.shards_known = all(source.shards_known for source in sources)
-        known = [source.samples for source in sources if source.samples is not None]
-        self.samples = sum(known) if len(known) == len(sources) else None
+        known_counts = [source.samples for source in sources if source.samples is not None]
+        self.samples = sum(known_counts) if len(known_counts) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
         self.length_is_exact = all(source.length_is_exact for source in sources)
         self.in_process = any(source.in_process for source in sources)
@@ -131,15 +131,15 @@ class CombinedSource:
         ]
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
-        """Return None: which loader a shard comes from is known only when batches are read."""
+        """Return None, because the loader that a shard comes from is known only when its batch is read."""
         return
 
     def indices(self, epoch: int) -> None:
-        """Return None: each loader has its own indices."""
+        """Return None, because there is no common order of the indices of several loaders."""
         return
 
     def requested_indices(self) -> None:
-        """Return None: each loader has its own indices."""
+        """Return None, because there is no common order of the indices of several loaders."""
         return
 
     def epoch(
@@ -149,7 +149,7 @@ class CombinedSource:
             raise ConfigurationError(
                 f"{len(self._sources)} combined loaders cannot resume within an epoch with another world size or batch "
                 "size.",
-                "each of them is at a different position in its own order.",
+                "each of these loaders is at a different position in its own order.",
                 "resume on the same number of ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
             )
         if self._loader.mode == "sequential":
@@ -171,19 +171,19 @@ class CombinedSource:
             source.close()
 
     def _iterate_sequentially(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
-        pending, length = list(self._sources), None
-        while start and len(pending) > 1:
-            length = pending[0].count(epoch)
+        remaining_sources, length = list(self._sources), None
+        while start and len(remaining_sources) > 1:
+            length = remaining_sources[0].count(epoch)
             if length is None or start < length:
                 break
             start -= length
-            pending.pop(0)
-        if start == 0 or len(pending) == 1 or length is not None:
+            remaining_sources.pop(0)
+        if start == 0 or len(remaining_sources) == 1 or length is not None:
             # Start the epoch here rather than at the first read, as other sources do.
-            first, start = pending.pop(0).epoch(epoch, start), 0
-        else:  # The source's length is unknown: it may end before that batch, so read it from its start.
-            first = pending.pop(0).epoch(epoch)
-        return islice(chain(first, self._remaining(pending, epoch)), start, None)
+            first, start = remaining_sources.pop(0).epoch(epoch, start), 0
+        else:  # The source's length is unknown and may be less than `start`, so the source is read from its beginning.
+            first = remaining_sources.pop(0).epoch(epoch)
+        return islice(chain(first, self._remaining(remaining_sources, epoch)), start, None)
 
     @staticmethod
     def _remaining(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, BatchShard]]:
@@ -211,9 +211,9 @@ class _Stream(NamedTuple):
     """One of the combined loaders.
 
     Attributes:
-        open: starts the n-th pass at a batch; takes the numbers of the pass and of the batch.
-        length: the exact length of every pass; None if it is unknown.
-        length_of: returns the exact length of the n-th pass; None if it is unknown.
+        open: starts a pass over the loader; takes the number of the pass and the number of the batch to start at.
+        length: the exact number of batches in every pass; None if the number is unknown.
+        length_of: takes the number of a pass and returns its exact number of batches; None if the number is unknown.
     """
 
     open: Callable[[int, int], Iterator[Any]]
@@ -222,17 +222,23 @@ class _Stream(NamedTuple):
 
 
 def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
-    """Return the number of batches of the combination of loaders with these lengths; None if it is unknown."""
-    known = [length for length in lengths if length is not None]
-    if len(known) < len(lengths):
+    """Return how many batches loaders with the given lengths yield together; None if the number is unknown."""
+    known_lengths = [length for length in lengths if length is not None]
+    if len(known_lengths) < len(lengths):
         return None
     if mode == "sequential":
-        return sum(known)
-    return min(known) if mode == "min_size" else max(known)
+        return sum(known_lengths)
+    return min(known_lengths) if mode == "min_size" else max(known_lengths)
 
 
 class _StreamPosition(NamedTuple):
-    """A loader's position at a step: the number of its pass, the batch in it, and whether any pass has ended."""
+    """The position of a loader at a step.
+
+    Attributes:
+        pass_number: number of the current pass over the loader.
+        offset: number of the next batch in the pass.
+        ended: whether any pass has ended.
+    """
 
     pass_number: int = 0
     offset: int = 0
@@ -240,11 +246,11 @@ class _StreamPosition(NamedTuple):
 
 
 def _iterate_rows(streams: Sequence[_Stream], mode: str, start: int) -> Iterator[list[Any]]:
-    """Start every stream, and return the rows of their batches from step ``start`` on."""
+    """Start every stream, and return the rows from step ``start`` on. A row holds one batch of each stream."""
     cycle = mode == "max_size_cycle"
     steps = combined_length([stream.length for stream in streams], mode)
-    known_positions = [_find_position(stream, start, cycle) for stream in streams]
-    positions = [position for position in known_positions if position is not None]
+    positions_or_none = [_find_position(stream, start, cycle) for stream in streams]
+    positions = [position for position in positions_or_none if position is not None]
     if len(positions) < len(streams):
         # The position of some stream at ``start`` is unknown, so the rows before it are read and dropped.
         return islice(_iterate_rows(streams, mode, 0), start, None)
@@ -278,24 +284,27 @@ def _step_rows(
     streams: Sequence[_Stream], mode: str, positions: Sequence[_StreamPosition], iterators: list[Iterator[Any]]
 ) -> Iterator[list[Any]]:
     cycle = mode == "max_size_cycle"
-    passes, ended = [position.pass_number for position in positions], [position.ended for position in positions]
+    pass_numbers, ended_flags = (
+        [position.pass_number for position in positions],
+        [position.ended for position in positions],
+    )
     while True:
         row: list[Any] = []
-        missing = []
+        exhausted_indices = []
         for index, batches in enumerate(iterators):
             row.append(next(batches, _EXHAUSTED))
             if row[index] is _EXHAUSTED:
-                missing.append(index)
-                ended[index] = True
+                exhausted_indices.append(index)
+                ended_flags[index] = True
                 if mode == "min_size":
                     return
-        if _is_finished(ended, mode):  # Checked before any stream restarts.
+        if _is_finished(ended_flags, mode):  # The end is checked before any stream is restarted.
             return
-        for index in missing:
+        for index in exhausted_indices:
             iterators[index], row[index] = iter(()), None
             if cycle:
-                passes[index] += 1
-                iterators[index] = streams[index].open(passes[index], 0)
+                pass_numbers[index] += 1
+                iterators[index] = streams[index].open(pass_numbers[index], 0)
                 row[index] = next(iterators[index], None)
         yield row
 
@@ -309,7 +318,7 @@ def _loader_opener(loader: Any) -> Callable[[int, int], Iterator[Any]]:
 
 
 def _source_stream(source: BatchSource, first: int) -> _Stream:
-    # Each pass is an epoch of the source, so that a loader that restarts is shuffled differently.
+    # Each pass is an epoch of the source, so that the order differs between the passes of a restarted loader.
     return _Stream(
         lambda pass_number, offset: source.epoch(first + pass_number, offset),
         source.length if source.length_is_exact else None,

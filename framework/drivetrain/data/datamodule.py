@@ -17,8 +17,8 @@ from drivetrain.module._run_handle import RunHandle
 class DataModule(RunHandle, HyperParametersMixin):
     """Prepares the data of a task and builds its loaders.
 
-    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return ordinary loaders; they
-    are sharded over the ranks automatically.
+    Implement `prepare_data` and `setup`, and a loader method for each stage that you run. Return ordinary loaders,
+    which are sharded over the ranks automatically.
     """
 
     def prepare_data(self) -> None:
@@ -49,7 +49,7 @@ class DataModule(RunHandle, HyperParametersMixin):
         """Return one loader to predict on, or a list of them."""
         raise self._missing("predict_dataloader")
 
-    # Batches
+    # Hooks that transform batches and move them to the device
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Transform a batch of the loader, before it is moved to the device."""
@@ -63,7 +63,7 @@ class DataModule(RunHandle, HyperParametersMixin):
         """Transform a batch on the device."""
         return batch
 
-    # State
+    # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this data module for a checkpoint: JSON-able values and tensors."""
@@ -88,10 +88,10 @@ class DataModule(RunHandle, HyperParametersMixin):
         """Return a data module with a loader for each data set. The training data is shuffled, unless it is iterable.
 
         Args:
-            train_dataset: the training data set, or a list or dict of them.
-            val_dataset: one validation data set, or a list of them.
-            test_dataset: one test data set, or a list of them.
-            predict_dataset: one data set to predict on, or a list of them.
+            train_dataset: the training data set, or a list or dict of training data sets.
+            val_dataset: one validation data set, or a list of validation data sets.
+            test_dataset: one test data set, or a list of test data sets.
+            predict_dataset: one data set to predict on, or a list of such data sets.
             batch_size: samples per micro-batch on each rank.
             num_workers: worker processes of each loader.
             arguments: the arguments of the class's ``__init__``.
@@ -106,7 +106,7 @@ class DataModule(RunHandle, HyperParametersMixin):
         for stage, datasets in datasets_by_stage.items():
             if datasets is not None:
                 options = {"batch_size": batch_size, "num_workers": num_workers}
-                setattr(datamodule, f"{stage}_dataloader", partial(_loaders, datasets, stage == "train", options))
+                setattr(datamodule, f"{stage}_dataloader", partial(_loaders_of, datasets, stage == "train", options))
         return datamodule
 
     @classmethod
@@ -126,15 +126,15 @@ class DataModule(RunHandle, HyperParametersMixin):
             path: the checkpoint's path or URL.
             checkpoint_path: Lightning's name for ``path``.
             map_location: the device for the tensors of the state.
-            hparams_file: a JSON or YAML file of hyper-parameters, used instead of the checkpoint's.
+            hparams_file: a JSON or YAML file of hyper-parameters, used instead of those in the checkpoint.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
-            overrides: hyper-parameters that replace the saved ones, and secrets, which checkpoints do not contain.
+            overrides: hyper-parameters that replace the saved values, and secrets, which checkpoints do not contain.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or its hyper-parameters do not match the arguments of
                 ``__init__``.
         """
-        from drivetrain.checkpoint._format import load  # imported only here: most runs do not need it
+        from drivetrain.checkpoint._format import load  # imported only here, because most runs do not need it
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
@@ -155,11 +155,11 @@ class DataModule(RunHandle, HyperParametersMixin):
         return NotImplementedError(f"{type(self).__name__} has no {name}")
 
 
-def _loaders(datasets: Any, shuffle: bool, options: Mapping[str, Any]) -> Any:
-    from torch.utils.data import DataLoader, IterableDataset  # imported only here: it is slow to import
+def _loaders_of(datasets: Any, shuffle: bool, options: Mapping[str, Any]) -> Any:
+    from torch.utils.data import DataLoader, IterableDataset  # imported only here, because the import is slow
 
     if isinstance(datasets, Mapping):
-        return {name: _loaders(dataset, shuffle, options) for name, dataset in datasets.items()}
+        return {name: _loaders_of(dataset, shuffle, options) for name, dataset in datasets.items()}
     if isinstance(datasets, list | tuple):
-        return [_loaders(dataset, shuffle, options) for dataset in datasets]
+        return [_loaders_of(dataset, shuffle, options) for dataset in datasets]
     return DataLoader(datasets, shuffle=shuffle and not isinstance(datasets, IterableDataset), **options)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drivetrain._runtime.seed import derive_seed
 
-_MAX_TABLE = 2**16  # samples
-_ROUNDS = 6  # of the Feistel network
+_MAX_TABLE = 2**16  # maximum number of samples for which the permutation is stored as a table
+_ROUNDS = 6  # number of rounds of the Feistel network
 
 # The constants of splitmix64 (Steele, Lea, Flood 2014), as signed integers, which torch computes with.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
@@ -32,7 +32,7 @@ class Order(Protocol):
 
 
 class SequentialOrder:
-    """The data set's own order."""
+    """The order of the data set, without shuffling."""
 
     __slots__ = ("_length",)
 
@@ -69,7 +69,7 @@ class KeyedPermutation:
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         self._length = length
         self._keys = [derive_seed(length, seed, epoch, round_) for round_ in range(_ROUNDS)]
-        # A position is written as two digits in this base. Its square exceeds the length by at most
+        # A position is written as two digits in base `_side`. The square of the base exceeds the length by at most
         # 2 * sqrt(length) + 1, so cycle walking is rarely needed.
         self._side = math.isqrt(max(length - 1, 0)) + 1
         self._table: Tensor | None = None
@@ -87,7 +87,7 @@ class KeyedPermutation:
             return self._walk(positions)
         if self._table is None:
             all_positions = torch.arange(self._length, dtype=torch.int64, device="cpu")
-            # Two keyed rounds of hashing. Each is a bijection of 64-bit numbers, so there are no ties.
+            # The positions are hashed twice. Each hash is a bijection of 64-bit numbers, so there are no ties.
             self._table = _scramble(_scramble(all_positions, self._keys[0]), self._keys[1]).argsort()
         return self._table[positions]
 
@@ -124,7 +124,7 @@ def _scramble(numbers: Tensor, key: int) -> Tensor:
 
 
 def _logical_shift(numbers: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros; torch's own shift fills with the sign bit."""
+    """Shift right and fill with zeros, because torch's ``>>`` fills with the sign bit."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -27,7 +27,8 @@ from drivetrain.data._prediction_files import (
 from drivetrain.data._sample_rows import Layout, concatenate, concatenated_layout, layout_of, rows_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
-_CACHE_SIZE = 16  # batches and parts; neighbouring samples are mostly read consecutively
+# Number of outputs, and number of parts, that are cached, because neighbouring samples are mostly read consecutively.
+_CACHE_SIZE = 16
 
 Cached = TypeVar("Cached")
 
@@ -37,10 +38,11 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
 
     Args:
         path: the writer's path or fsspec URL.
-        dataloader_idx: the number of the loader; required if there were several.
+        dataloader_idx: the number of the loader; required if there were several loaders.
 
     Raises:
-        CheckpointError: there are no predictions, or they are incomplete or damaged; the error names the file.
+        CheckpointError: there are no predictions at the path, or they are incomplete or damaged. The error names the
+            file.
         ConfigurationError: there were several loaders and ``dataloader_idx`` is None, or there is no such loader.
     """
     folder, parts, loaders, files, block = _open_folder(os.fspath(path))
@@ -52,7 +54,7 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
         )
     if not 0 <= (dataloader_idx or 0) < loaders:
         raise ConfigurationError(
-            f"read_predictions(dataloader_idx={dataloader_idx!r})",
+            f"read_predictions(dataloader_idx={dataloader_idx!r}) refers to a loader that does not exist.",
             f"{folder.path!r} holds the predictions for {loaders} loader(s).",
             f"give a number from 0 to {loaders - 1}.",
         )
@@ -60,7 +62,13 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
 
 
 class _OutputLocation(NamedTuple):
-    """The location of an output: its part, its number within the part, and its batch."""
+    """The location of an output.
+
+    Attributes:
+        part: the part that stores the output.
+        number: the number of the output within the part.
+        entry: the entry that identifies the output's batch.
+    """
 
     part: Part
     number: int
@@ -68,7 +76,13 @@ class _OutputLocation(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Samples in consecutive rows of an output."""
+    """Samples in consecutive rows of an output.
+
+    Attributes:
+        location: the index of the output's `_OutputLocation`.
+        row: the first row.
+        length: the number of rows.
+    """
 
     location: int
     row: int
@@ -76,18 +90,18 @@ class _Run(NamedTuple):
 
 
 class Predictions(Sequence[Any]):
-    """A sequence of the predictions for each sample, in data-set order; each is read and verified when accessed.
+    """A sequence with one prediction per sample, in data-set order. A prediction is read and verified when accessed.
 
-    ``predictions[i]`` is what ``predict_step`` returned for the i-th sample, in the same structure; of a tensor of
-    shape (n, ...) it is a row of shape (...). ``list(predictions)`` reads all of them. Samples without indices (of an
-    iterable data set) are in the order of `batches`.
+    ``predictions[i]`` is what ``predict_step`` returned for the i-th sample, in the same structure. Of a tensor of
+    shape (n, ...), it contains the sample's row of shape (...). ``list(predictions)`` reads all predictions. Samples
+    without indices (of an iterable data set) are in the order of `batches`.
 
     Args:
         folder: the folder of the predictions.
         parts: the parts that the manifest names.
         files: the record of each file, by name.
         block: the size in bytes of the blocks that have checksums.
-        loader: the number of the loader.
+        loader: the number of the loader whose predictions are read.
     """
 
     def __init__(
@@ -114,27 +128,27 @@ class Predictions(Sequence[Any]):
             runs.sort()
         else:
             runs.sort(key=lambda run: run[1])
-        self._firsts = [first for first, *_ in runs]
+        self._first_indices = [first for first, *_ in runs]
         self._runs = [_Run(location, row, count) for _, location, row, count in runs]
         self._ends = list(accumulate(run.length for run in self._runs))
         self._layout: Layout = None
-        self._outputs: _LruCache[Any] = _LruCache()
-        self._values: _LruCache[list[Any]] = _LruCache()
-        self._tensors: _LruCache[dict[str, TensorSource]] = _LruCache()
+        self._output_cache: _LruCache[Any] = _LruCache()
+        self._values_cache: _LruCache[list[Any]] = _LruCache()
+        self._tensors_cache: _LruCache[dict[str, TensorSource]] = _LruCache()
 
     @property
     def indices(self) -> list[int] | None:
         """The data-set index of each sample, ascending; None if samples have no indices."""
         if any(location.entry.runs is None for location in self._locations):
             return None
-        firsts = zip(self._firsts, self._runs, strict=True)
+        firsts = zip(self._first_indices, self._runs, strict=True)
         return [index for first, run in firsts for index in range(first, first + run.length)]
 
     def batches(self) -> Iterator[Any]:
-        """Yield what ``predict_step`` returned for each micro-batch, in the order of their smallest indices.
+        """Yield what ``predict_step`` returned for each micro-batch, ordered by each micro-batch's smallest index.
 
-        If samples have no indices, the order is by micro-batch and then by rank. The batches depend on the number of
-        ranks that wrote the predictions.
+        If samples have no indices, the order is by micro-batch and then by rank. The micro-batches depend on the number
+        of ranks that wrote the predictions.
         """
         for location in range(len(self._locations)):
             yield self._read(location)
@@ -148,8 +162,8 @@ class Predictions(Sequence[Any]):
         if not self._runs:
             return None
         layout = self._get_layout()
-        begins = list(accumulate((location.entry.samples for location in self._locations), initial=0))
-        order = [begins[run.location] + row for run in self._runs for row in range(run.row, run.row + run.length)]
+        first_rows = list(accumulate((location.entry.samples for location in self._locations), initial=0))
+        order = [first_rows[run.location] + row for run in self._runs for row in range(run.row, run.row + run.length)]
         try:
             all_outputs = concatenate([self._read(location) for location in range(len(self._locations))], layout)
             return all_outputs if order == sorted(order) else rows_of(all_outputs, concatenated_layout(layout), order)
@@ -183,14 +197,14 @@ class Predictions(Sequence[Any]):
             raise self._not_per_sample_error(str(error)) from error
 
     def _get_layout(self) -> Layout:
-        """Return how outputs are split by sample, determined from the largest batch, which is the least ambiguous."""
+        """Return how outputs are split by sample, as determined from the largest and thus least ambiguous batch."""
         if self._layout is None:
             location = max(range(len(self._locations)), key=lambda number: self._locations[number].entry.samples)
             samples = self._locations[location].entry.samples
             self._layout = layout_of(self._output(location), samples)
             if self._layout is None:
                 raise self._not_per_sample_error(
-                    f"in a batch of {samples} samples not every tensor and list has {samples} entries"
+                    f"in a batch of {samples} samples, not every tensor and list has {samples} entries"
                 )
         return self._layout
 
@@ -202,13 +216,13 @@ class Predictions(Sequence[Any]):
         )
 
     def _output(self, location: int) -> Any:
-        return self._outputs.get(location, lambda: self._read(location))
+        return self._output_cache.get(location, lambda: self._read(location))
 
     def _read(self, location: int) -> Any:
         part, number, _ = self._locations[location]
         with describe_errors_as_predictions(self.path):
-            values = self._values.get(part.stem, lambda: self._values_of(part))
-            tensors = self._tensors.get(part.stem, lambda: self._tensors_of(part))
+            values = self._values_cache.get(part.stem, lambda: self._values_of(part))
+            tensors = self._tensors_cache.get(part.stem, lambda: self._tensors_of(part))
             try:
                 return decode(values[number], lambda name: tensors[name].read())
             except (KeyError, IndexError, ValueError) as error:
@@ -290,6 +304,6 @@ def _read_manifest(folder: Folder) -> bytes:
         )
     raise CheckpointError(
         f"The predictions {folder.path!r} are incomplete: {MANIFEST} is missing.",
-        "it is written last; the run is still writing predictions, or was killed.",
-        "wait for the run, or call predict again with the same weights and data, which continues the writing.",
+        f"{MANIFEST} is written last; the run is still writing predictions, or was killed.",
+        "wait for the run to end, or call predict again with the same weights and data, which continues the writing.",
     )

@@ -15,11 +15,11 @@ T = TypeVar("T")
 GetDataRank = Callable[[], tuple[int, int]]
 
 _get_data_rank: GetDataRank | None = None
-"""Returns this process's data rank and the number of data ranks; None outside of a run."""
+"""A function that returns this process's data rank and the number of data ranks; None outside of a run."""
 
 
 class SplitByRank(IterableDataset[T]):
-    """The data set that `split_by_rank` returns. Each iteration determines this process's part when it begins.
+    """The data set that `split_by_rank` returns. This process's part is determined when an iteration begins.
 
     Args:
         iterable: the iterable to split. Every rank iterates all of it and skips the elements of other ranks.
@@ -36,8 +36,8 @@ class SplitByRank(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         rank, world_size = _get_data_rank() if _get_data_rank is not None else _process_group_rank()
         worker = get_worker_info() if self._by_worker else None
-        worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return islice(self._iterable, worker_id * world_size + rank, None, world_size * workers)
+        worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return islice(self._iterable, worker_id * world_size + rank, None, world_size * num_workers)
 
     def set_epoch(self, epoch: int) -> None:
         """Call the iterable's ``set_epoch``, if it has one."""
@@ -49,8 +49,8 @@ class SplitByRank(IterableDataset[T]):
 def split_by_rank(iterable: Iterable[T], *, by_worker: bool = True) -> SplitByRank[T]:
     """Return this rank's and this data-loading worker's part of ``iterable``.
 
-    With W ranks of N workers each, a worker gets every W*N-th element, so that each element is read exactly once. Wrap
-    an iterable data set in it, or use it in the data set's ``__iter__`` around elements that are cheap to skip::
+    With W ranks of N workers each, a worker gets every W*N-th element, so that each element is read exactly once. Pass
+    an iterable data set, or call this function in the data set's ``__iter__`` with elements that are cheap to skip::
 
         loader = DataLoader(split_by_rank(Lines("corpus.txt")), batch_size=32, num_workers=4)
 
@@ -59,19 +59,19 @@ def split_by_rank(iterable: Iterable[T], *, by_worker: bool = True) -> SplitByRa
                 yield from read(path)
 
     Args:
-        iterable: an iterable with the same elements in the same order on every rank. If it has ``set_epoch``, that is
-            called with the epoch.
+        iterable: an iterable with the same elements in the same order on every rank. If it has a method
+            ``set_epoch``, the method is called with the epoch's number.
         by_worker: also split by worker. Pass False if the iterable already splits by worker.
 
     Returns:
-        An iterable data set without a length. Outside of a run, the part is that of the rank in the process group;
-        without a process group it is the whole iterable.
+        An iterable data set without a length. Outside of a run, the rank is that in the process group; without a
+        process group, the data set yields the whole iterable.
     """
     return SplitByRank(iterable, by_worker)
 
 
 @contextmanager
-def read_from(get_data_rank: GetDataRank) -> Iterator[None]:
+def use_data_rank(get_data_rank: GetDataRank) -> Iterator[None]:
     """Context manager that makes `split_by_rank` use the data rank that ``get_data_rank`` returns."""
     global _get_data_rank
     previous, _get_data_rank = _get_data_rank, get_data_rank
@@ -81,8 +81,8 @@ def read_from(get_data_rank: GetDataRank) -> Iterator[None]:
         _get_data_rank = previous
 
 
-def read_in_worker(rank: int, world_size: int) -> None:
-    """Make `split_by_rank` use this data rank for the rest of a data-loading worker's life."""
+def use_data_rank_in_worker(rank: int, world_size: int) -> None:
+    """Make `split_by_rank` use this data rank in this data-loading worker until the worker ends."""
     global _get_data_rank
 
     def get_data_rank() -> tuple[int, int]:

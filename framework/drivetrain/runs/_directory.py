@@ -35,8 +35,8 @@ class RunDirectory:
         root: a local path or a URL such as ``s3://bucket/logs``.
         name: sub-directory of the experiment; empty for none.
         version: a number, a directory name, or None for the next free number (at a URL a timestamp with random letters,
-            because two runs could take the same number). The name is determined on first use: by the run, by a write,
-            or when `version` is read.
+            because two runs could take the same number). The name is determined on first use: when the run begins,
+            when something is written, or when `version` is read.
     """
 
     def __init__(self, root: str, name: str, version: int | str | None) -> None:
@@ -69,12 +69,12 @@ class RunDirectory:
 
     @property
     def asked(self) -> str | None:
-        """The version that was read or written to before any run settled it; None otherwise."""
+        """The directory's name if it was fixed, read or written to before any run determined it; None otherwise."""
         return None if self._settled_by_run else self._version
 
     @property
     def version(self) -> str:
-        """The name of the run's directory. Reading this property settles the name."""
+        """The name of the run's directory, which is determined at the latest when this property is read."""
         if self._version is None:
             self._version = free_version(self.place)
         return self._version
@@ -84,7 +84,7 @@ class RunDirectory:
         self._version, self._claim, self.is_claimed, self._settled_by_run = version, None, True, True
 
     def expect(self, version: str, claim: Callable[[], str] | None) -> None:
-        """Use a directory name that is not claimed yet.
+        """Use a directory name that has not been claimed yet.
 
         Args:
             version: the expected name, unless another run claims it first.
@@ -114,7 +114,7 @@ class RunDirectory:
         return self.path
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_claim": None}  # `_claim` cannot be pickled; the run sets it in a spawned process
+        return self.__dict__ | {"_claim": None}  # `_claim` cannot be pickled; a spawned process sets it again
 
     def file(self, name: str) -> str:
         """Return the path of the file ``name`` in this directory."""
@@ -148,7 +148,7 @@ def claim_version(place: str, announced: str | None = None, expected: str | None
         place: the parent folder, which is created if needed.
         announced: the name that was announced to the user. It is used if no such directory exists, or if the directory
             contains no run's record.
-        expected: the name that `free_version` returned. It is used at a URL, because a URL cannot show collisions.
+        expected: the name that `free_version` returned. It is used at a URL, where collisions cannot be detected.
 
     Raises:
         OSError: the directory cannot be created.
@@ -187,13 +187,13 @@ def lock_folder(place: str) -> Iterator[None]:
 def missing_directories(path: str) -> list[str]:
     """Return the local directories that have to be created for ``path`` to exist, innermost first."""
     filesystem, root = filesystem_of(path)
-    missing: list[str] = []
+    missing_paths: list[str] = []
     if filesystem is None:
         root = os.path.abspath(root)
         while not os.path.lexists(root):
-            missing.append(root)
+            missing_paths.append(root)
             root = os.path.dirname(root)
-    return missing
+    return missing_paths
 
 
 def make_directory(path: str) -> None:

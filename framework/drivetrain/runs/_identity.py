@@ -21,7 +21,7 @@ class Identity:
         module: class of the module, see `class_path`.
         name: name of the run, taken from its first logger.
         hyper_parameters: the module's hyper-parameters, without secrets, encoded as JSON.
-        searched: names of hyper-parameters that a search sets, which may differ within an experiment.
+        searched: names of hyper-parameters that a hyper-parameter search sets. They may differ within an experiment.
     """
 
     module: str
@@ -39,32 +39,33 @@ class Identity:
             module_class: the module's class.
             name: the run's name.
             hyper_parameters: the module's hyper-parameters, without secrets.
-            searched: names of hyper-parameters that a search sets.
+            searched: names of hyper-parameters that a hyper-parameter search sets.
         """
         return cls(class_path(module_class), name, encode_hyper_parameters(hyper_parameters), frozenset(searched))
 
     def difference(self, module: str, name: str, hyper_parameters: Any) -> str | None:
-        """Describe how another run differs from this experiment; None if it is the same.
+        """Describe how another run differs from this experiment; None if it belongs to this experiment.
 
         Args:
             module: class of the other run's module; "" if unknown.
             name: name of the other run; "" if unknown.
-            hyper_parameters: its hyper-parameters, as `encode_hyper_parameters` returns them; None if unknown.
+            hyper_parameters: the other run's hyper-parameters, as `encode_hyper_parameters` returns them; None if
+                unknown.
         """
         if module and not is_same_class(module, self.module):
-            return f"its module is {module}, and this one {self.module}"
+            return f"its module is {module}, and this run's module is {self.module}"
         if name and name != self.name:
-            return f"its name is {name!r}, and this one's {self.name!r}"
+            return f"its name is {name!r}, and this run's name is {self.name!r}"
         if hyper_parameters is None or hyper_parameters == self.hyper_parameters:
             return None
         other = hyper_parameters if isinstance(hyper_parameters, Mapping) else {}
-        own = self.hyper_parameters
-        keys = [key for key in {**other, **own} if key not in other or key not in own or other[key] != own[key]]
+        this = self.hyper_parameters
+        keys = [key for key in {**other, **this} if key not in other or key not in this or other[key] != this[key]]
         keys = [key for key in keys if key not in self.searched]
         if not keys and isinstance(hyper_parameters, Mapping):
             return None
         differences = ", ".join(
-            f"{key}={_format_value(other, key)}, here {_format_value(own, key)}" for key in keys[:3]
+            f"{key}={_format_value(other, key)}, here {_format_value(this, key)}" for key in keys[:3]
         )
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         return f"its hyper-parameters differ: {differences}{more}"
@@ -74,7 +75,7 @@ def class_path(kind: type) -> str:
     """Return the path of a class: its module and qualified name.
 
     For a class defined in a script, the module is the script's name, so that ``train.py`` yields the same paths whether
-    it is run or imported. For a class defined in a notebook there is no module.
+    it is run or imported. The path of a class defined in a notebook has no module.
     """
     module = kind.__module__
     if module in ("__main__", "__mp_main__"):
@@ -90,7 +91,7 @@ def is_same_class(first: str, second: str) -> bool:
 
 
 def encode_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as JSON-able values, to compare them with those read from a file."""
+    """Return hyper-parameters as JSON-able values, which can be compared with hyper-parameters from a file."""
     tensors: dict[str, Any] = {}
     try:
         document = encode(dict(hyper_parameters), tensors, "hyper_parameters")

@@ -30,7 +30,7 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     if any(job.is_same(other) and job.restarts > other.restarts for job in jobs for other in record.jobs):
         return False
     process = record.process
-    process_is_alive = None if process is None else process.lives()
+    process_is_alive = None if process is None else process.is_alive()
     if process_is_alive and process == Process.here():
         return record.id in running_ids
     if process_is_alive is None and has_replaced(list(jobs), record.jobs):
@@ -39,26 +39,26 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
 
 
 class HeartbeatWatch:
-    """Watches the record of a run whose process cannot be checked from here.
+    """Watches the record of a run whose process cannot be checked from this machine.
 
     Args:
-        record: the record as first read.
+        record: the record when it was read first.
         seconds: how long to watch.
-        read: returns the current record of a folder, or None.
+        read: returns the current record of a folder; None if there is none.
     """
 
     def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
         self.record = record
         self._read = read
         self.latest: Record | None = None
-        """The record as last read."""
+        """The record when it was read last; None if it was not read again, or no longer exists."""
         self._deadline = time.monotonic() + seconds
         self.is_alive: bool | None = None
-        """The outcome; None while the record has not changed."""
+        """Whether the run is alive; None while its record has not changed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the outcome is known, or the time is up."""
+        """Whether `is_alive` is known, or the time is up."""
         return self.is_alive is not None or time.monotonic() >= self._deadline
 
     def poll(self, pause: float) -> None:

@@ -56,7 +56,7 @@ class Process:
         """Return a JSON-able dict."""
         return asdict(self)
 
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Return whether the process is alive; None if it is on another machine or in another container."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_boot_and_namespace()):
             return None
@@ -100,7 +100,7 @@ class Job:
 
     @classmethod
     def from_json(cls, document: Any) -> list[Self]:
-        """Return the jobs from a list of dicts that `as_json` returned. Invalid entries are skipped."""
+        """Return the jobs that `as_json` described as dicts in the list ``document``. Invalid entries are skipped."""
         jobs = []
         for entry in document if isinstance(document, list) else []:
             if isinstance(entry, Mapping):
@@ -138,7 +138,7 @@ def _number(text: str | None) -> int:
 def _start_time(pid: int) -> str:
     """Return a process's start time in clock ticks since boot; "" if unknown.
 
-    For a zombie, which has ended but was not reaped, the result is "ended", which equals no recorded start time.
+    For a zombie (a process that has ended but was not reaped), the result is "ended", which is no start time.
     """
     try:
         # The command name, in parentheses, may contain spaces and parentheses.

@@ -20,8 +20,8 @@ from drivetrain.runs._directory import RECORD
 from drivetrain.runs._process import Job, Process
 
 FORMAT = 1
-_MAX_RECORD_BYTES = 2**26  # larger files are not records
-_MAX_TEXT = 2000  # characters of a setting; longer text is truncated
+_MAX_RECORD_BYTES = 2**26  # maximum size of a record; a larger file is not a record
+_MAX_SETTING_LENGTH = 2000  # maximum number of characters of a setting; a longer text is truncated
 _TEMPORARY_NAME = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
 
 RUNNING = "running"
@@ -58,7 +58,7 @@ class Record(NamedTuple):
 
     @property
     def status(self) -> str:
-        """The recorded status; a run that was killed also has ``running``."""
+        """The recorded status. It is ``running`` for a live run and for a run that was killed."""
         return _text(self.document.get("status"))
 
     @property
@@ -68,12 +68,12 @@ class Record(NamedTuple):
 
     @property
     def jobs(self) -> list[Job]:
-        """The cluster jobs that its process belonged to."""
+        """The cluster jobs that the process of rank 0 belonged to."""
         return Job.from_json(self.document.get("job"))
 
     @property
     def loggers(self) -> list[tuple[tuple[str, str], str]]:
-        """The (class, name) and the version of each logger."""
+        """The loggers of the run, each as the pair (class, name) and the version."""
         document = self.document.get("loggers")
         entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
         return [
@@ -82,7 +82,7 @@ class Record(NamedTuple):
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """The parts of the run, one per start or resume, oldest first."""
+        """The parts of the run, oldest first. Each start and each resume begins a part."""
         parts = self.document.get("parts")
         return [entry for entry in parts if isinstance(entry, dict)] if isinstance(parts, list) else []
 
@@ -121,7 +121,7 @@ def read(folder: str) -> Record | None:
 
 
 def write(folder: str, document: Mapping[str, Any]) -> None:
-    """Write a record atomically: a reader gets the previous or the new one.
+    """Write a record atomically, so that a reader gets either the previous record or the new record.
 
     Raises:
         OSError: the record cannot be written.
@@ -194,7 +194,10 @@ def now() -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a setting as a JSON-able value: objects by class name, numbers that JSON cannot represent as text."""
+    """Return a setting as a JSON-able value.
+
+    An object is represented by its class name, and a number that JSON cannot represent is converted to text.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -203,7 +206,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, str | os.PathLike):
         text = str(value) if isinstance(value, str) else str(os.fspath(value))
-        return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+        return text if len(text) <= _MAX_SETTING_LENGTH else f"{text[:_MAX_SETTING_LENGTH]}..."
     if isinstance(value, timedelta):
         return str(value)
     if depth < 8 and isinstance(value, Mapping):

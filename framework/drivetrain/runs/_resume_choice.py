@@ -19,12 +19,12 @@ from drivetrain.runs._record import FINISHED, Record, read
 
 logger = logging.getLogger("drivetrain")
 
-_SHORT_RETRY_SECONDS = 5.0  # for records that are useful but not required
-_MAX_LISTED = 3  # skipped runs that are listed by name
+_SHORT_RETRY_SECONDS = 5.0  # duration of retries in seconds, for records that are useful but not required
+_MAX_LISTED = 3  # maximum number of skipped runs that are listed by name
 
 
 class ResumeChoice(NamedTuple):
-    """What a run resumes from.
+    """The checkpoint and the run that a new run resumes from.
 
     Attributes:
         path: path of the checkpoint; None for a fresh start.
@@ -48,11 +48,11 @@ class ResumeChoice(NamedTuple):
 
 
 class RunSearch:
-    """Searches the runs in a folder, and folders of checkpoints named by the user, for a checkpoint to resume from.
+    """Searches for a checkpoint to resume from in a folder of runs, and in folders of checkpoints that the user named.
 
     Args:
         runs_folder: the folder or URL that holds the runs.
-        version: name of the only run folder to consider; None for all.
+        version: name of the only run folder to search; None for all run folders.
         identity: the experiment of the new run.
         jobs: the jobs that the process of the new run belongs to.
         retry: retries failing storage requests.
@@ -67,22 +67,25 @@ class RunSearch:
         self._jobs = jobs
         self._retry = retry
         self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
-        self._unreadable: set[str] = set()  # stored folders whose storage failed
+        self._unreadable_folders: set[str] = set()  # folders, stored in checkpoints, whose storage failed
         self._is_search = False  # whether folders are searched, instead of using one given checkpoint
         self._skipped: list[str] = []  # the skipped runs and checkpoints, each with the reason
         self._liveness: dict[str, bool | None] = {}  # whether each run is alive, by its folder; None if unknown
         self._runs: dict[str, Record] = {}  # runs of this experiment, by id
-        self._folder_owner: Record | None = None  # the run, of any experiment, in the new run's folder
-        self._user_checkpoints: list[Checkpoint] = []  # in folders that the user named
+        self._folder_owner: Record | None = None  # the run, of any experiment, that used the new run's folder before
+        self._user_checkpoints: list[Checkpoint] = []  # checkpoints in folders that the user named
 
-    # Collecting runs and checkpoints
+    # Collection of the runs and checkpoints that may be resumed from
 
     def collect_runs(self, folders: Sequence[str]) -> None:
-        """Add all runs of this experiment, and the checkpoints in ``folders`` outside the runs' own folders."""
+        """Add all runs of this experiment, and the checkpoints in ``folders``.
+
+        A folder that is the checkpoint folder of one of the runs is skipped, because it is searched with its run.
+        """
         self._is_search = True
         names = [self._version] if self._version is not None else self._retry.call(partial(children, self._runs_folder))
         results = [self._retry.call(partial(self._read_if_permitted, child(self._runs_folder, name))) for name in names]
-        records = sorted((record for record in results if record is not None), key=_started, reverse=True)
+        records = sorted((record for record in results if record is not None), key=_start_time, reverse=True)
         for record in records:
             if record.is_training and self._is_same_experiment(record):
                 self.add_run(record)
@@ -174,25 +177,25 @@ class RunSearch:
 
         The folder may be unreachable if the checkpoint was copied from another machine.
         """
-        if folder and folder not in self._unreadable:
+        if folder and folder not in self._unreadable_folders:
             try:
                 return self._short_retry.call(partial(read, folder))
             except CheckpointError as error:
-                self._unreadable.add(folder)
+                self._unreadable_folders.add(folder)
                 logger.warning(
-                    "It is unknown whether the run in %r is alive; the new run will not write into its folder: %s",
+                    "It is unknown whether the run in %r is alive, so the new run will not write into that folder: %s",
                     folder,
                     error,
                 )
         return None
 
-    # Liveness
+    # Liveness of the collected runs
 
     def run_of_unknown_liveness(self, check: Callable[[Checkpoint], None]) -> Record | None:
-        """Return a run that would be chosen if it were dead, but may be alive on another machine, or None.
+        """Return a run that may be alive on another machine and would be chosen if it were dead; None if there is none.
 
         Args:
-            check: as for `newest`.
+            check: see `newest`.
         """
         if self._folder_owner is not None and self._liveness_of(self._folder_owner) is None:
             return self._folder_owner
@@ -224,7 +227,7 @@ class RunSearch:
             self._liveness[record.folder] = is_alive(record, self._jobs)
         return self._liveness[record.folder]
 
-    # Choosing
+    # Choice of the checkpoint and the run
 
     def newest(self, check: Callable[[Checkpoint], None], include_running: bool = False) -> ResumeChoice:
         """Return the newest checkpoint of the experiment, and the run into whose folder the new run writes.
@@ -243,7 +246,7 @@ class RunSearch:
         self, check: Callable[[Checkpoint], None], include_running: bool = False
     ) -> tuple[Checkpoint | None, Record | None]:
         """Return the newest checkpoint and its run; (None, run) if an earlier start of this job has not saved yet."""
-        by_start = sorted(self._runs.values(), key=_started, reverse=True)
+        by_start = sorted(self._runs.values(), key=_start_time, reverse=True)
         candidates = [record for record in by_start if include_running or not self._skip_if_alive(record)]
         candidate_ids = {record.id for record in candidates}
         job_records = [record for record in candidates if self._is_of_this_job(record)]
@@ -261,12 +264,12 @@ class RunSearch:
                 for checkpoint in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
                 if checkpoint.manifest.metadata.run.get("id", record.id) == record.id
             }
-            found = [checkpoint for checkpoint, _ in checkpoints_with_run.values()]
-            newest = select_newest([*found, *other_checkpoints], self._retry, check)
+            run_checkpoints = [checkpoint for checkpoint, _ in checkpoints_with_run.values()]
+            newest = select_newest([*run_checkpoints, *other_checkpoints], self._retry, check)
             if newest is not None:
-                # Return the record whose liveness was determined; another process may have resumed the run since.
-                in_run = checkpoints_with_run.get(newest.path)
-                return newest, self._known_run(newest) if in_run is None else in_run[1]
+                # Return the record whose liveness was determined. Another process may have resumed the run since then.
+                newest_with_run = checkpoints_with_run.get(newest.path)
+                return newest, self._known_run(newest) if newest_with_run is None else newest_with_run[1]
             if records is job_records and not include_running:
                 unfinished = [record for record in records if record.status != FINISHED]
                 if unfinished:
@@ -284,10 +287,10 @@ class RunSearch:
             return self._choice(checkpoint.path, None, checkpoint)
         folder = checkpoint.path.rstrip("/").rpartition("/")[0]
         checkpoints_beside = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
-        of_its_run = [
+        checkpoints_of_run = [
             candidate for candidate in checkpoints_beside if candidate.manifest.metadata.run.get("id") == record.id
         ]
-        newest = select_newest(of_its_run, self._retry)
+        newest = select_newest(checkpoints_of_run, self._retry)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
 
@@ -295,7 +298,7 @@ class RunSearch:
         return self._runs.get(checkpoint.manifest.metadata.run.get("id", ""))
 
     def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
-        if record is not None:  # the new run writes only into a folder within the requested one
+        if record is not None:  # the new run writes only into a folder inside of the requested runs folder
             in_place = self._is_in_place(record)
             record = record._replace(folder=child(self._runs_folder, record.name)) if in_place else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
@@ -313,9 +316,9 @@ class RunSearch:
         if alive:
             process = record.process
             process_text = "" if process is None else f", process {process.pid} on {process.host}"
-            skipped = f"{record.name} (it is running{process_text})"
-            if skipped not in self._skipped:
-                self._skipped.insert(0, skipped)
+            skipped_run = f"{record.name} (it is running{process_text})"
+            if skipped_run not in self._skipped:
+                self._skipped.insert(0, skipped_run)
         return bool(alive)
 
     def _is_of_this_job(self, record: Record) -> bool:
@@ -323,9 +326,9 @@ class RunSearch:
 
     def _run_is_excluded(self, checkpoint: Checkpoint, candidate_ids: set[str]) -> bool:
         """Return whether the checkpoint's run is known but is not among the runs that can be resumed."""
-        run = checkpoint.manifest.metadata.run.get("id", "")
-        return run in self._runs and run not in candidate_ids
+        run_id = checkpoint.manifest.metadata.run.get("id", "")
+        return run_id in self._runs and run_id not in candidate_ids
 
 
-def _started(record: Record) -> str:
+def _start_time(record: Record) -> str:
     return str(record.document.get("started"))

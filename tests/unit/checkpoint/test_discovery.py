@@ -157,7 +157,7 @@ def test_whether_a_name_is_taken_is_asked_again_and_never_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # J-01: fsspec's `exists` returns False on errors, so an existing checkpoint was overwritten
-    monkeypatch.setattr("drivetrain.checkpoint._folders._PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("drivetrain.checkpoint._folders._RETRY_PAUSES", (0.01, 0.01))
     store = FaultyStore(tmp_path).mount()
     written(store.url, "one", [("a", 1)])
     store.fail("size", times=2)

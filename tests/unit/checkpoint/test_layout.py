@@ -319,7 +319,7 @@ class TestDamage:
     def test_other_formats_are_refused_by_version(self, tmp_path: Path) -> None:
         # F-14
         folder = Path(written(tmp_path / "c"))
-        for version, way_out in ((0, "the version that wrote it"), (2, "a newer version")):
+        for version, way_out in ((0, "the version of drivetrain that wrote it"), (2, "a newer version")):
             resealed(folder, lambda document, version=version: document.update(format=version))
             with pytest.raises(CheckpointError, match=rf"format {version}(.|\n)*{way_out}"):
                 load(folder)

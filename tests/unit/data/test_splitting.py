@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDa
 from drivetrain.data import CombinedLoader, split_by_rank
 from drivetrain.data._loaders import prepare_loader
 from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_fingerprint
-from drivetrain.data.splitting import read_from
+from drivetrain.data.splitting import use_data_rank
 
 
 class Stream(IterableDataset[int]):
@@ -49,7 +49,7 @@ class Reversed(Sampler[int]):
 
 
 def _read(loader: DataLoader[Any], rank: int, world_size: int) -> list[int]:
-    with read_from(lambda: (rank, world_size)):
+    with use_data_rank(lambda: (rank, world_size)):
         source = prepare_loader(loader, training=True, rank=rank, world_size=world_size)
         samples = [int(sample) for batch, _ in source.epoch(0) for sample in batch]
         source.close()
@@ -82,7 +82,7 @@ def test_outside_of_a_run_and_of_a_process_group_it_is_whole() -> None:  # I-08
     stream = Stream(5)
     split = split_by_rank(stream)
     assert list(split) == [0, 1, 2, 3, 4] == list(split)
-    with read_from(lambda: (1, 3)):
+    with use_data_rank(lambda: (1, 3)):
         assert list(split) == [1, 4]
     assert list(split) == [0, 1, 2, 3, 4]
     split.set_epoch(7)

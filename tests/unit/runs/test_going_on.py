@@ -76,7 +76,9 @@ def test_a_run_of_another_class_is_skipped(
     other = trained(tmp_path, which, module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
     (said,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
-    assert said == ("a fresh start. Skipped: version_0 (its module is run_case.Net, and this one run_case.Another).")
+    assert said == (
+        "a fresh start. Skipped: version_0 (its module is run_case.Net, and this run's module is run_case.Another)."
+    )
 
 
 def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +158,7 @@ def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.L
     trained(tmp_path, callbacks=kept())
     other = trained(tmp_path, "auto", callbacks=kept(), module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
-    assert "its module is run_case.Net, and this one run_case.Another" in caplog.text
+    assert "its module is run_case.Net, and this run's module is run_case.Another" in caplog.text
     swept = trained(tmp_path, "auto", callbacks=kept(), module=Net(0.5))
     assert (swept.global_step, version(swept)) == (6, "version_2")
     again = trained(tmp_path, "auto", callbacks=kept(), max_epochs=2)

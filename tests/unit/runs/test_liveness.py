@@ -25,25 +25,25 @@ pytestmark = requires_linux()
 def test_a_process_lives_until_it_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     seen = replace(Process.here(), pid=child.pid, began=_process._start_time(child.pid))
-    assert seen.lives() is True
+    assert seen.is_alive() is True
     assert Process.from_json(seen.as_json()) == seen
     child.send_signal(signal.SIGKILL)
     while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
-    assert seen.lives() is False  # a zombie that its parent has not reaped
+    assert seen.is_alive() is False  # a zombie that its parent has not reaped
     child.wait()
-    assert seen.lives() is False
+    assert seen.is_alive() is False
 
 
 def test_another_process_with_the_same_pid_is_distinguished() -> None:
     here = Process.here()
-    assert here.lives() is True
-    assert replace(here, began="1").lives() is False
+    assert here.is_alive() is True
+    assert replace(here, began="1").is_alive() is False
 
 
 @pytest.mark.parametrize("other", [{"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}], ids=str)
 def test_processes_of_other_machines_are_unknown(other: dict[str, Any]) -> None:
-    assert replace(Process.here(), **other).lives() is None
+    assert replace(Process.here(), **other).is_alive() is None
 
 
 def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,10 +52,10 @@ def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "kill", forbidden)
     here = Process.here()
-    assert here.lives() is True
-    assert replace(here, began="1").lives() is False
+    assert here.is_alive() is True
+    assert replace(here, began="1").is_alive() is False
     monkeypatch.setattr(_process, "_start_time", lambda pid: "")  # hidden by the system
-    assert here.lives() is True
+    assert here.is_alive() is True
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ from drivetrain.data._prediction_files import (
     Part,
     decode_part_index,
     describe_errors_as_predictions,
+    encode_manifest,
     encode_part_index,
     encode_start_document,
     is_prediction_file,
-    manifest,
     parse_document,
     part_stems,
 )
@@ -191,7 +191,7 @@ class PredictionStore:
                     )
             records[part.index] = index
         all_parts = [part for part, _ in self.earlier_parts.values()] + list(parts)
-        self._write_atomically(MANIFEST, manifest(identity, all_parts, records))
+        self._write_atomically(MANIFEST, encode_manifest(identity, all_parts, records))
         used = {name for part in all_parts for name in (*part.files, part.index)}
         for name in self._existing_names:
             if is_prediction_file(name) and name not in used and name != LOCK:

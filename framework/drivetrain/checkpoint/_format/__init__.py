@@ -1,4 +1,4 @@
-"""The on-disk format of checkpoints, its reader and its writer. They do not depend on modules or runs."""
+"""The on-disk format of checkpoints, its reader and its writer. This package does not depend on modules or runs."""
 
 from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save

@@ -23,8 +23,8 @@ class Checkpoint:
     """A checkpoint opened for reading, as returned by `load`. Only the manifest is read until other parts are needed.
 
     Args:
-        folder: the folder it is read from.
-        manifest: its manifest.
+        folder: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
@@ -50,7 +50,7 @@ class Checkpoint:
         return self.manifest.metadata.weights_only
 
     def weights(self) -> Weights:
-        """Return every parameter and buffer by name, including tied names. Each is read on access."""
+        """Return every parameter and buffer by name, including tied names. Each value is read when it is accessed."""
         part = self.manifest.weights
         sources = self._sources(part)
         other_values = {} if part.document is None else self._read_document(part, sources)
@@ -64,30 +64,30 @@ class Checkpoint:
 
         Args:
             index: index of the optimizer.
-            regions: by parameter name, the region to read. It applies to state tensors of the parameter's shape, which
-                are returned as `ParameterShard`; all others are returned whole.
+            regions: the region to read of each parameter, by parameter name. State tensors that have the parameter's
+                shape are read in this region and returned as `ParameterShard`; all other tensors are returned whole.
 
         Raises:
-            CheckpointError: there is no such optimizer, or its state is damaged.
+            CheckpointError: the checkpoint has no optimizer with this index, or the optimizer's state is damaged.
         """
         count = len(self.manifest.optimizers)
         if index >= count:
             raise CheckpointError(
                 f"{self.path!r} holds the state of {count} optimizer(s), and none with index {index}.",
-                "only weights were saved." if self.weights_only else "the run had no more optimizers.",
+                "only weights were saved." if self.weights_only else "the run had no other optimizers.",
                 "use another checkpoint, or load only the weights.",
             )
         document = self.optimizer_document(index)
         # If no regions are given, the files of the weights need not be opened.
         shapes = {name: value.shape for name, value in self.weights().sources().items()} if regions else {}
-        wanted: dict[int, Region] = {}
+        wanted_regions: dict[int, Region] = {}
         for name, values in document["state"].items():
             region = None if regions is None else regions.get(name)
             for value in values.values():
                 if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
-                    wanted[id(value)] = region
-        filled: dict[str, Any] = _read_tensors(document, wanted, self.readers)
-        return filled
+                    wanted_regions[id(value)] = region
+        state: dict[str, Any] = _read_tensors(document, wanted_regions, self.readers)
+        return state
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
         """Return the parameter names of each group of an optimizer, without reading tensors."""
@@ -97,7 +97,7 @@ class Checkpoint:
         """Return an optimizer's state with a `TensorSource` in place of each tensor; no tensor is read.
 
         Raises:
-            CheckpointError: the document does not have the form of an optimizer's state.
+            CheckpointError: the document does not have the structure of an optimizer's state.
         """
         part = self.manifest.optimizers[index]
         document: dict[str, Any] = {} if part.document is None else self._decode_with_sources(part, self._sources(part))
@@ -109,17 +109,17 @@ class Checkpoint:
         return document
 
     def callback_tensors(self, key: str) -> Weights:
-        """Return the tensors of the callback with this key by name; empty if it saved none."""
+        """Return the tensors of the callback with this key by name; empty if the callback saved none."""
         part = self.manifest.callbacks.get(key)
         return Weights({} if part is None else self._sources(part), {}, self.readers)
 
     def state(self) -> Any:
-        """Return the run's state, which rank 0 saved; None if there is none."""
+        """Return the run's state, which rank 0 saved; None if no state was saved."""
         part = self.manifest.state
         return None if part is None or part.document is None else self._read_document(part, self._sources(part))
 
     def rank_state(self, rank: int) -> Any:
-        """Return the state that the given rank saved; None if there is none."""
+        """Return the state that the given rank saved; None if the rank saved none."""
         if rank >= len(self.manifest.ranks):
             return None
         part = self.manifest.ranks[rank]
@@ -130,7 +130,7 @@ class Checkpoint:
         self._files.clear()
         self._folder.close()
 
-    # Files and documents
+    # Access to the files, documents and tensors of parts
 
     def file(self, name: str) -> CheckedFile:
         """Return the file ``name``, opened on first use."""
@@ -143,7 +143,7 @@ class Checkpoint:
         return self._decode_with_sources(part, self._sources(part))
 
     def tensors(self, part: Part) -> dict[str, TensorSource]:
-        """Return the tensors of a part by stored name, unread."""
+        """Return a `TensorSource` for each tensor of a part by stored name; no tensor is read."""
         return self._sources(part)
 
     def _sources(self, part: Part) -> dict[str, TensorSource]:
@@ -189,7 +189,7 @@ class Checkpoint:
 
 
 class Weights(Mapping[str, Any]):
-    """Parameters and buffers by name; each is read and verified on access.
+    """A mapping of names to parameters and buffers. Each value is read and verified when it is accessed.
 
     Args:
         values: stored values, with a `TensorSource` for each tensor.
@@ -220,23 +220,24 @@ class Weights(Mapping[str, Any]):
         return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
 
     def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
-        """Read all values, or only a region of some; tied names share one object.
+        """Read all values, or only the given regions of some tensors. Tied names share one object.
 
         Args:
-            regions: the region to read, by name; those tensors are returned as `ParameterShard`, all others whole.
+            regions: the regions to read, by name. A tensor with a region is returned as a `ParameterShard`, and any
+                other tensor is returned whole.
 
         Raises:
             CheckpointError: the stored bytes are damaged, or do not fit into memory.
         """
-        wanted = {} if regions is None else dict(regions)
+        wanted_regions = {} if regions is None else dict(regions)
 
         def read(name: str) -> Any:
-            value, region = self._stored(name), wanted.get(name)
+            value, region = self._stored(name), wanted_regions.get(name)
             if not isinstance(value, TensorSource):
                 return value
             return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
 
-        sources = ((source, wanted.get(name)) for name, source in self._values.items())
+        sources = ((source, wanted_regions.get(name)) for name, source in self._values.items())
         _check_memory("the tensors", sources)
         stored = list(self._values)
         loaded = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
@@ -250,7 +251,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint at a path or URL. Only its manifest is read.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is incomplete, or it has another format.
+        CheckpointError: there is no checkpoint at the path, or the checkpoint is incomplete or has another format.
         StorageError: the storage failed or did not answer; a subclass of `CheckpointError`.
     """
     folder = folder_at(os.fspath(path))
@@ -265,14 +266,17 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(folder, decode_manifest(content, folder.path))
 
 
-def _read_tensors(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
-    """Return a decoded document with each `TensorSource` replaced by its tensor, or by the wanted region of it."""
+def _read_tensors(value: Any, wanted_regions: Mapping[int, Region], readers: int) -> Any:
+    """Return a decoded document with each `TensorSource` replaced by its tensor, or by the wanted region of its tensor.
+
+    ``wanted_regions`` maps the `id` of a `TensorSource` to the region to read.
+    """
     sources: dict[int, TensorSource] = {}
     _collect_sources(value, sources)
-    _check_memory("the tensors of a document", ((source, wanted.get(key)) for key, source in sources.items()))
+    _check_memory("the tensors of a document", ((source, wanted_regions.get(key)) for key, source in sources.items()))
 
     def read(source: TensorSource) -> torch.Tensor | ParameterShard:
-        region = wanted.get(id(source))
+        region = wanted_regions.get(id(source))
         values = source.read(region)
         return values if region is None else ParameterShard(values, source.shape, region)
 
@@ -285,7 +289,7 @@ def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> No
 
 
 def _optimizer_state_problem(document: Any) -> str | None:
-    """Return what is wrong with the form of an optimizer's document, or None."""
+    """Return what is wrong with the structure of an optimizer's document; None if nothing is wrong."""
     if not isinstance(document, dict):
         return f"it is a {type(document).__name__}"
     state, groups = document.get("state"), document.get("param_groups")

@@ -1,4 +1,4 @@
-"""Writes a checkpoint collectively and atomically: either all of it is committed, or nothing is."""
+"""Writes a checkpoint collectively and atomically: either the whole checkpoint is committed, or nothing is."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def save(
     """Write a checkpoint. Collective.
 
     Args:
-        path: a path or an fsspec URL; an existing checkpoint there is replaced atomically.
+        path: a path or an fsspec URL. An existing checkpoint at this path is replaced atomically.
         contents: this rank's contents.
         control: the control plane.
         shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
         sizes: how tensors are split into files.
 
     Raises:
-        CheckpointError: raised on every rank; names the failed rank and the cause. An existing checkpoint at ``path``
-            is unchanged.
+        CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
+            existing checkpoint at ``path`` is unchanged.
     """
     commit(path, stage(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
 
@@ -60,7 +60,7 @@ def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
     """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
 
     Raises:
-        CheckpointError: as for `save`.
+        CheckpointError: see `save`.
     """
     storage: Storage | None = None
     problem: Exception | None = staged.problem
@@ -85,7 +85,7 @@ def _begin(path: str, staged: StagedCheckpoint, world_size: int) -> Storage:
     filesystem, root = filesystem_of(path)
     if filesystem is not None:
         return ObjectStorage.begin(filesystem, root)
-    needed, files = staged.total(world_size)
+    needed, files = staged.estimate_size(world_size)
     return LocalStorage.begin(root, needed, files)
 
 
@@ -94,7 +94,7 @@ def _join(path: str, join_info: JoinInfo) -> Storage:
     return LocalStorage.join(root, join_info) if filesystem is None else ObjectStorage.join(filesystem, root, join_info)
 
 
-# Agreement before writing
+# Exchange before writing: the ranks compare their requests and agree on a `_SavePlan`
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _SavePlan:
         join_info: what the other ranks need to write to rank 0's storage.
         regions: for each shared part, the regions that each rank contributes.
         state: the tensors of rank 0's state.
-        digest: the digest to compute for each file, if any.
+        digest: name of the digest to compute for each file; None for no digest.
     """
 
     join_info: JoinInfo
@@ -134,7 +134,7 @@ def _agree_on_plan(
             "The ranks save to different paths: "
             + ", ".join(f"rank {rank} to {other!r}" for rank, other in enumerate(paths[:8]))
             + ".",
-            "they write one checkpoint together.",
+            "the ranks write one checkpoint together.",
             "build the path on rank 0 and broadcast it; a path that contains the time differs between ranks.",
         )
     if any(other.digests != requests[0].digests for other in requests):
@@ -167,8 +167,8 @@ def _raise_difference(shared: Sequence[StagedPart], control: ControlPlane) -> No
                 first, other = entries_by_rank[0].get(name, "missing"), rank_entries.get(name, "missing")
                 lines.append(f"{name}: {first} on rank 0, {other} on rank {rank}")
     raise CheckpointError(
-        "The ranks have different things to save: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
-        "they write one checkpoint together; each rank writes its shard of every tensor.",
+        "The ranks save different tensors: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
+        "the ranks write one checkpoint together, and each rank writes its shard of every tensor.",
         "build the same module, optimizers and callbacks on every rank.",
     )
 
@@ -187,50 +187,53 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
             )
 
 
-# Writing
+# Writing of the files, and of the manifest at the end
 
 
 def _write(
     path: str, staged: StagedCheckpoint, plan: _SavePlan, storage: Storage, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
-    written: dict[str, FileRecord] = {}
+    file_records: dict[str, FileRecord] = {}
     parts: list[tuple[str, Part]] = []
     problem: Exception | None = None
     shared_regions = iter(plan.regions)
     for part in staged.parts:
         specs = plan.state if part.role == "state" else None
-        files = part.planned(control.rank, control.world_size, specs)
+        files = part.planned_files(control.rank, control.world_size, specs)
         files = [replace(file, name=storage.file_name(file.name)) for file in files]
         regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
         document = None if part.document is None else storage.file_name(f"{part.stem}.json")
         try:
-            # Collective, so it runs even after an earlier part has failed.
+            # `GatheredWriter.write` is collective, so this rank calls it even after an earlier part has failed.
             writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
-            written.update(writer.write(files))
+            file_records.update(writer.write(files))
             if part.document is not None and document is not None and problem is None:
-                written[document] = _write_file(storage, document, part.document, plan.digest)
-            index = _index(part, files)
+                file_records[document] = _write_file(storage, document, part.document, plan.digest)
+            index = _encode_index(part, files)
             if index is not None and control.rank == 0 and problem is None:
                 name = storage.file_name(f"{part.stem}.safetensors.index.json")
-                written[name] = _write_file(storage, name, index, plan.digest)
+                file_records[name] = _write_file(storage, name, index, plan.digest)
         except Exception as error:
             problem = problem or error
         index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
     answers = gather_or_raise(
-        control, f"The checkpoint {path!r} could not be written", WriteResult(written, parts).plain_values(), problem
+        control,
+        f"The checkpoint {path!r} could not be written",
+        WriteResult(file_records, parts).plain_values(),
+        problem,
     )
     results = [WriteResult.decode(answer) for answer in answers]
     records: dict[str, FileRecord] = {}
     for result in results:
         records.update(result.written)
-    ranks = [part for result in results for part in result.parts if part[0] == "rank"]
-    return records, [part for part in results[0].parts if part[0] != "rank"] + ranks
+    rank_parts = [part for result in results for part in result.parts if part[0] == "rank"]
+    return records, [part for part in results[0].parts if part[0] != "rank"] + rank_parts
 
 
-def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
-    """Return the index file of a part with several files, as Hugging Face's libraries read it; None for one file."""
+def _encode_index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
+    """Return the index of a part's files in the format of Hugging Face's libraries; None if there is only one file."""
     if len(files) < 2:
         return None
     file_names = {spec.name: file.name for file in files for spec in file.specs}
@@ -302,7 +305,9 @@ def _check_size(path: str, storage: Storage, name: str, size: int, single_rank: 
     what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
     if single_rank:
         raise CheckpointError(
-            what, "another process removed or changed it.", "save to a folder in which no other process deletes files."
+            what,
+            "another process removed or changed the file.",
+            "save to a folder in which no other process deletes files.",
         )
     raise CheckpointError(
         what,

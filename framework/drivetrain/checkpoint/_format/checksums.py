@@ -1,4 +1,4 @@
-"""Checksums per block of a file, so that a reader can verify the blocks it reads; and digests of whole files."""
+"""Checksums of the blocks of a file, so that a reader can verify single blocks, and digests of whole files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-try:  # the same checksums, several times as fast
+try:  # zlib_ng computes the same checksums several times as fast as zlib
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
@@ -16,7 +16,7 @@ from drivetrain.errors import ConfigurationError, nearest
 __all__ = ["BLOCK", "DIGESTS", "BlockChecksums", "block_count", "check_digest", "checksums_of", "crc32"]
 
 BLOCK = 4 * 2**20
-"""Block size in bytes for writing; readers use the size in the manifest."""
+"""Block size in bytes of files that are written. A reader uses the block size in the manifest."""
 
 DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
 """Digests by name. A CRC detects accidental damage but can be forged; a cryptographic digest cannot."""
@@ -34,9 +34,9 @@ def check_digest(owner: str, digest: Any) -> None:
     """
     if digest is not None and digest not in list(DIGESTS):
         raise ConfigurationError(
-            f"{owner}(digest={digest!r}).{nearest(str(digest), DIGESTS)}",
+            f"{owner}(digest={digest!r}) is not supported.{nearest(str(digest), DIGESTS)}",
             f"supported digests of files, in addition to their checksums: {' or '.join(map(repr, DIGESTS))}.",
-            "give one of these, or None for checksums only.",
+            "give one of these names, or None for checksums only.",
         )
 
 
@@ -45,9 +45,9 @@ class BlockChecksums:
 
     def __init__(self, block: int = BLOCK) -> None:
         self._block = block
-        self._done: list[str] = []
-        self._sum = 0
-        self._filled = 0
+        self._finished_blocks: list[str] = []
+        self._block_checksum = 0
+        self._block_bytes = 0
         self.size = 0
 
     def update(self, content: bytes | memoryview) -> None:
@@ -55,22 +55,22 @@ class BlockChecksums:
         view = memoryview(content)
         self.size += len(view)
         while len(view):
-            chunk = view[: self._block - self._filled]
-            self._sum = crc32(chunk, self._sum)
-            self._filled += len(chunk)
+            chunk = view[: self._block - self._block_bytes]
+            self._block_checksum = crc32(chunk, self._block_checksum)
+            self._block_bytes += len(chunk)
             view = view[len(chunk) :]
-            if self._filled == self._block:
+            if self._block_bytes == self._block:
                 self._close()
 
     def text(self) -> str:
-        """Return the concatenated checksums, eight hexadecimal digits per block; the last block may be short."""
-        if self._filled:
+        """Return the concatenated checksums, eight hexadecimal digits per block. The last block may be shorter."""
+        if self._block_bytes:
             self._close()
-        return "".join(self._done)
+        return "".join(self._finished_blocks)
 
     def _close(self) -> None:
-        self._done.append(f"{self._sum:08x}")
-        self._sum = self._filled = 0
+        self._finished_blocks.append(f"{self._block_checksum:08x}")
+        self._block_checksum = self._block_bytes = 0
 
 
 def checksums_of(content: bytes) -> BlockChecksums:

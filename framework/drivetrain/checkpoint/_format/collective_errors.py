@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Exception | None) -> list[Any]:
-    """Return every rank's ``value``, or raise on all ranks if any has a problem. Collective.
+    """Return every rank's ``value``, or raise on all ranks if any rank has a problem. Collective.
 
     Args:
         control: the control plane.
-        summary: what failed as a whole; begins the error message.
+        summary: what failed as a whole, with which the error message begins.
         value: this rank's value, of a type that `ControlPlane.gather_objects` supports.
-        problem: this rank's problem, or None.
+        problem: the error on this rank; None if there was none.
 
     Raises:
-        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError`
-            raises that one.
+        CheckpointError: a rank failed. The error names the rank and the cause. If ``problem`` is a `CheckpointError`,
+            that error is raised instead.
     """
     values, problems = _gather(control, value, problem)
     if not problems:
@@ -37,11 +37,11 @@ def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T])
 
     Args:
         control: the control plane.
-        summary: what failed as a whole; begins the error message.
-        work: this rank's work.
+        summary: what failed as a whole, with which the error message begins.
+        work: the function to run on this rank.
 
     Raises:
-        CheckpointError: as for `gather_or_raise`.
+        CheckpointError: see `gather_or_raise`.
     """
     try:
         result = work()

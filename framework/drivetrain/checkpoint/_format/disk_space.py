@@ -7,7 +7,7 @@ from pathlib import Path
 
 from drivetrain.errors import CheckpointError
 
-_PER_FILE = 4096  # allowance in bytes for a file's header, partial last block and manifest entry
+_EXTRA_BYTES_PER_FILE = 4096  # for a file's header, partial last block and manifest entry
 
 
 def check_disk_space(target: Path, needed: int, files: int = 0) -> None:
@@ -15,14 +15,14 @@ def check_disk_space(target: Path, needed: int, files: int = 0) -> None:
 
     Args:
         target: path of the checkpoint; its parent exists.
-        needed: bytes of all tensors and documents of all ranks.
+        needed: number of bytes of all tensors and documents of all ranks.
         files: number of files.
 
     Raises:
-        CheckpointError: the disk has fewer bytes free.
+        CheckpointError: the disk does not have enough free space.
     """
     free = free_bytes(target.parent)
-    needed += files * _PER_FILE
+    needed += files * _EXTRA_BYTES_PER_FILE
     if free is not None and free < needed:
         raise CheckpointError(
             f"{str(target)!r} needs {needed:,} bytes, and {str(target.parent)!r} has {free:,} bytes free.",
@@ -35,7 +35,7 @@ def check_disk_space(target: Path, needed: int, files: int = 0) -> None:
 def free_bytes(folder: Path) -> int | None:
     """Return how many bytes this process may write to the disk of ``folder``; None if the disk does not report it.
 
-    Quotas are not included; exceeding one fails during the write.
+    Quotas are not considered. A write that exceeds a quota fails.
     """
     disk = os.statvfs(folder)
     if disk.f_blocks == 0:

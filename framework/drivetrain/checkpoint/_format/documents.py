@@ -14,21 +14,22 @@ import torch
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError
 
-# A dict with one of these as its only key encodes a value that JSON cannot represent. A user's dict with a key that
-# begins with "$" is written as pairs, so that the two cannot be confused.
+# A dict with one of the following keys as its only key encodes a value that JSON cannot represent. A user's dict with a
+# key that begins with "$" is written as pairs, so that the user's dict is not mistaken for such an encoding.
 TENSOR, TUPLE, FLOAT, PAIRS, COUNTER = "$tensor", "$tuple", "$float", "$pairs", "$counter"
 METADATA = "__metadata__"
-"""A reserved key in the header of a safetensors file, so no tensor can have this name."""
-_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+"""A key that the header of a safetensors file reserves, so that no tensor can have this name."""
+_SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
-# Limits for writing. When reading, larger documents are rejected early, before they take much memory and time.
+# Limits of a document, which `encode` and `dumps` enforce. A reader rejects a document that exceeds them before the
+# document takes much memory.
 MAX_DOCUMENT_BYTES = 2**28
 """Maximum size of a JSON document; long lists of numbers should be stored as tensors."""
 MAX_DEPTH = 100
 """Maximum nesting of lists, tuples and dicts."""
-_MAX_READ_DEPTH = MAX_DEPTH + 4  # values passed to `encode` lie a level or two inside a document
-_MAX_INTEGER_BITS = 4300 * 3  # 4,300 decimal digits, `sys.int_info.default_max_str_digits`
-_MAX_VALUES = 2**25  # in one document; each takes about sixty bytes of memory
+_MAX_READ_DEPTH = MAX_DEPTH + 4  # a value passed to `encode` is nested one or two levels deep in a document
+_MAX_INTEGER_BITS = 4300 * 3  # 4,300 decimal digits are Python's default limit
+_MAX_VALUES = 2**25  # maximum number of values in a document; a value takes about sixty bytes of memory
 
 
 def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
@@ -36,11 +37,11 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
 
     Args:
         value: nested dicts, lists and tuples of numbers, strings, booleans, None and tensors (or `ParameterShard`).
-        tensors: receives the tensors, named by the keys on the path to them, joined by "/".
+        tensors: receives the tensors. A tensor's name consists of the keys on the path to it, joined by "/".
         path: the keys on the path to ``value``.
 
     Raises:
-        CheckpointError: a value has another type; the message names it.
+        CheckpointError: a value has an unsupported type; the message names the value.
     """
     try:
         return _encode(value, tensors, path)
@@ -49,7 +50,7 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
             f"A checkpoint cannot hold {'/'.join(path[:1]) or 'this state'!r}: it contains itself, or is nested deeper "
             f"than {MAX_DEPTH} levels.",
             "JSON cannot represent a value that contains itself, and deeper nesting is not supported.",
-            "save a copy that does not contain itself, or a flatter one.",
+            "save a copy that does not contain itself, or a value with less nesting.",
         ) from None
 
 
@@ -57,15 +58,15 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     if len(path) > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, torch.Tensor | ParameterShard):
-        name = _free_name("/".join(path) or "tensor", tensors)
+        name = _unused_name("/".join(path) or "tensor", tensors)
         tensors[name] = value
         return {TENSOR: name}
-    # Subclasses (a NumPy float64, a str Enum) are restored as the plain value, which equals them.
+    # An instance of a subclass (a NumPy float64, a str Enum) is restored as an equal value of the built-in type.
     if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
         raise CheckpointError(
             f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, an integer of {value.bit_length()} bits.",
             f"Python converts integers of at most about {_MAX_INTEGER_BITS} bits to and from text.",
-            "save it as a str of its digits in base 16, or as bytes in a tensor.",
+            "save the integer as a str of its digits in base 16, or as bytes in a tensor.",
         )
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -76,26 +77,26 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return {TUPLE: [_encode(part, tensors, (*path, str(index))) for index, part in enumerate(value)]}
     if isinstance(value, Counter):  # MultiStepLR stores its milestones in a Counter
-        return {COUNTER: _pairs(value, tensors, path)}
+        return {COUNTER: _encode_pairs(value, tensors, path)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {str(key): _encode(part, tensors, (*path, key)) for key, part in value.items()}
-        return {PAIRS: _pairs(value, tensors, path)}
+        return {PAIRS: _encode_pairs(value, tensors, path)}
     raise CheckpointError(
         f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, a {type(value).__name__}.",
-        "it holds JSON-able values and tensors, so that loading it runs no code.",
+        "a checkpoint holds only JSON-able values and tensors, so that loading a checkpoint runs no code.",
         "save numbers, strings, lists, tuples, dicts or tensors.",
     )
 
 
-def _pairs(value: Mapping[Any, Any], tensors: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
+def _encode_pairs(value: Mapping[Any, Any], tensors: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
     return [
         [_encode(key, tensors, (*path, "key")), _encode(part, tensors, (*path, str(key)))]
         for key, part in value.items()
     ]
 
 
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+def _unused_name(name: str, taken: Mapping[str, Any]) -> str:
     number, free = 1, name
     while free in taken or free == METADATA:
         number += 1
@@ -104,11 +105,11 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
-    """Return the value that `encode` was given; ``tensor`` returns a tensor by name.
+    """Return the value that was passed to `encode`. ``tensor`` is called with a name and returns the tensor.
 
     Raises:
-        ValueError: this is not a result of `encode`, or it is nested too deeply.
-        KeyError: from ``tensor``.
+        ValueError: ``value`` is not a result of `encode`, or is nested too deeply.
+        KeyError: ``tensor`` does not know a name, and raised this error.
     """
     if depth > _MAX_READ_DEPTH:
         raise ValueError(f"it is nested deeper than {_MAX_READ_DEPTH} levels")
@@ -122,16 +123,16 @@ def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
         if tag == TENSOR:
             return tensor(_of_type(str, tag, content))
         if tag == FLOAT:
-            if _of_type(str, tag, content) not in _FLOATS:
-                raise ValueError(f"{tag} of {reprlib.repr(content)}")
-            return _FLOATS[content]
+            if _of_type(str, tag, content) not in _SPECIAL_FLOATS:
+                raise ValueError(f"{tag} has the content {reprlib.repr(content)}")
+            return _SPECIAL_FLOATS[content]
         if tag == TUPLE:
             return tuple([decode(part, tensor, depth) for part in _of_type(list, tag, content)])
         if tag in (PAIRS, COUNTER):
             pairs = {}
             for pair in _of_type(list, tag, content):
                 if len(_of_type(list, tag, pair)) != 2:
-                    raise ValueError(f"{tag} of {reprlib.repr(pair)}")
+                    raise ValueError(f"{tag} has the pair {reprlib.repr(pair)}")
                 pairs[_hashable(decode(pair[0], tensor, depth))] = decode(pair[1], tensor, depth)
             return Counter(pairs) if tag == COUNTER else pairs
     return {key: decode(part, tensor, depth) for key, part in value.items()}
@@ -139,7 +140,7 @@ def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
 
 def _of_type(kind: type, tag: str, content: Any) -> Any:
     if type(content) is not kind:
-        raise ValueError(f"{tag} of {reprlib.repr(content)}")
+        raise ValueError(f"{tag} has the content {reprlib.repr(content)}")
     return content
 
 
@@ -147,7 +148,7 @@ def _hashable(key: Any) -> Any:
     try:
         hash(key)
     except TypeError:
-        raise ValueError(f"the key {reprlib.repr(key)}") from None
+        raise ValueError(f"the key {reprlib.repr(key)} is not hashable") from None
     return key
 
 
@@ -158,7 +159,7 @@ def dumps(document: Any) -> bytes:
         CheckpointError: the text would be too long for `loads`.
     """
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
-    if len(text) > MAX_DOCUMENT_BYTES or _too_many(text):
+    if len(text) > MAX_DOCUMENT_BYTES or _has_too_many_values(text):
         raise CheckpointError(
             f"A checkpoint cannot hold a document of {len(text)} bytes of JSON.",
             f"values other than tensors may take {MAX_DOCUMENT_BYTES} bytes and {_MAX_VALUES} values.",
@@ -168,16 +169,16 @@ def dumps(document: Any) -> bytes:
 
 
 def parse_json(content: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of JSON text; reject NaN and infinities, and texts with too many values.
+    """Return the value of JSON text; NaN, infinities and texts with too many values are rejected.
 
     Args:
         content: the text.
         pairs: the ``object_pairs_hook`` for `json.loads`.
 
     Raises:
-        ValueError: it is not JSON, or exceeds the limits of `dumps`.
+        ValueError: the text is not JSON, or exceeds the limits of `dumps`.
     """
-    if _too_many(content):
+    if _has_too_many_values(content):
         raise ValueError(f"it has more than {_MAX_VALUES} values")
     try:
         return json.loads(content, object_pairs_hook=pairs, parse_constant=_reject_constant)
@@ -185,8 +186,8 @@ def parse_json(content: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | N
         raise ValueError("it is nested too deeply") from None
 
 
-def _too_many(content: bytes) -> bool:
-    # An upper bound: commas and brackets inside strings are counted too.
+def _has_too_many_values(content: bytes) -> bool:
+    # The count is an upper bound, because it includes commas and brackets inside strings.
     limit = _MAX_VALUES
     return len(content) > limit and content.count(b",") + content.count(b"[") + content.count(b"{") > limit
 
@@ -199,7 +200,7 @@ def loads(content: bytes | bytearray | memoryview, name: str) -> Any:
     """Parse the JSON text of a document, without decoding it.
 
     Raises:
-        CheckpointError: it is not JSON.
+        CheckpointError: the text is not JSON.
     """
     try:
         return parse_json(bytes(content))

@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Self
 
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: start writeback without waiting
-_MIN_WRITEBACK = 2**20  # bytes; smaller writes do not start writeback
-_MAX_BUFFERS = 1024  # buffers per system call, IOV_MAX of limits.h
+_MIN_WRITEBACK = 2**20  # minimum number of bytes of a write that starts writeback
+_MAX_BUFFERS = 1024  # maximum number of buffers per system call, IOV_MAX of limits.h
 
 
 class EagerFile:
-    """A new file to write to; it is synced to disk when its context exits without an error.
+    """A new file, which is synced to disk when its context exits without an error.
 
     Args:
         path: the path, which must not exist yet.
@@ -24,7 +24,7 @@ class EagerFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._written = 0
+        self._bytes_written = 0
 
     def write(self, content: bytes | memoryview) -> None:
         """Write all of ``content``."""
@@ -35,10 +35,10 @@ class EagerFile:
 
         One large call lets the kernel use large folios in the page cache, which are cheaper to read.
         """
-        remaining, begin = [memoryview(content) for content in contents], self._written
+        remaining, begin = [memoryview(content) for content in contents], self._bytes_written
         while remaining:
             count = os.writev(self._file.fileno(), remaining[:_MAX_BUFFERS])
-            self._written += count
+            self._bytes_written += count
             finished = 0
             while finished < len(remaining) and count >= len(remaining[finished]):
                 count -= len(remaining[finished])
@@ -46,9 +46,9 @@ class EagerFile:
             del remaining[:finished]
             if count:
                 remaining[0] = remaining[0][count:]
-        start_writing = _system_call()
-        if start_writing is not None and self._written - begin >= _MIN_WRITEBACK:
-            start_writing(self._file.fileno(), begin, self._written - begin)
+        start_writeback = _sync_file_range()
+        if start_writeback is not None and self._bytes_written - begin >= _MIN_WRITEBACK:
+            start_writeback(self._file.fileno(), begin, self._bytes_written - begin)
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +62,7 @@ class EagerFile:
 
 
 @functools.cache
-def _system_call() -> Callable[[int, int, int], int] | None:
+def _sync_file_range() -> Callable[[int, int, int], int] | None:
     library = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(library, "sync_file_range"):
         return None

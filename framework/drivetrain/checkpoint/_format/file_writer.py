@@ -11,9 +11,9 @@ from drivetrain.checkpoint._format.checksums import DIGESTS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
 MAX_WAITING_PIECES = 2
-"""Number of temporary pieces that may wait for the disk while the next one is gathered."""
+"""Number of temporary pieces that may wait for the disk while the next piece is gathered."""
 
-_BATCH_BYTES = 16 * 2**20  # maximum bytes per write call
+_BATCH_BYTES = 16 * 2**20  # maximum number of bytes per write call, unless a single content is larger
 
 _Content = bytes | memoryview
 
@@ -26,36 +26,36 @@ class Sink(Protocol):
 
 
 class FileWriter:
-    """Writes a file in one thread and computes its checksums in another; both release the GIL while they work.
+    """Writes a file in one thread and computes its checksums in another. Both threads release the GIL while they work.
 
     Args:
         sink: the destination, which the caller closes.
-        digest: one of `DIGESTS`, computed in a third thread; None computes no digest.
+        digest: name of a digest in `DIGESTS`, which a third thread computes; None for no digest.
     """
 
     def __init__(self, sink: Sink, digest: str | None = None) -> None:
         self._sink = sink
-        self._sums = BlockChecksums()
+        self._checksums = BlockChecksums()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-sum")
         self._digest: Any = None if digest is None else DIGESTS[digest]()
         self._digester = None if digest is None else ThreadPoolExecutor(1, "checkpoint-digest")
-        self._waiting: deque[_Content] = deque()
-        self._written: Future[None] | None = None
-        self._checksummed: Future[None] | None = None
-        self._digested: Future[None] | None = None
-        self._undigested: deque[_Content] = deque()
-        self._digest_is_due = False  # a queued call will process all waiting contents
+        self._waiting_contents: deque[_Content] = deque()
+        self._last_write: Future[None] | None = None
+        self._last_checksum: Future[None] | None = None
+        self._last_digest: Future[None] | None = None
+        self._undigested_contents: deque[_Content] = deque()
+        self._digest_is_due = False  # whether a queued call of `_digest_waiting` has not started yet
         self._temporary_pieces: deque[list[Future[None]]] = deque()
         self._error: Exception | None = None
 
     def write(self, content: _Content, borrowed: bool = False) -> None:
-        """Queue the next bytes; queued contents are written together.
+        """Queue the next bytes of the file. Contents that wait in the queue are written together.
 
         Args:
-            content: must not change until `record` has returned.
-            borrowed: whether the memory belongs to an existing tensor. At most
-                `MAX_WAITING_PIECES` other pieces are queued at a time.
+            content: the bytes, which must not change until `record` has returned.
+            borrowed: whether the memory belongs to an existing tensor. If it does not, the call waits while
+                `MAX_WAITING_PIECES` temporary pieces are queued.
 
         Raises:
             Exception: an earlier write failed.
@@ -64,33 +64,35 @@ class FileWriter:
             for future in self._temporary_pieces.popleft():
                 future.result()
         self._raise_error()
-        self._waiting.append(content)
-        self._written = self._writer.submit(self._run_unless_failed, self._write_waiting)
-        self._checksummed = self._checksummer.submit(self._run_unless_failed, self._sums.update, content)
-        futures = [self._written, self._checksummed]
+        self._waiting_contents.append(content)
+        self._last_write = self._writer.submit(self._run_unless_failed, self._write_waiting)
+        self._last_checksum = self._checksummer.submit(self._run_unless_failed, self._checksums.update, content)
+        futures = [self._last_write, self._last_checksum]
         if self._digester is not None:
             futures.append(self._submit_digest(self._digester, content))
         if not borrowed:
             self._temporary_pieces.append(futures)
 
     def flush(self) -> None:
-        """Wait until everything is written; checksums may still be in progress.
+        """Wait until all queued contents are written. Their checksums may still be in progress.
 
         Raises:
             Exception: a write failed.
         """
-        if self._written is not None:
-            self._written.result()
+        if self._last_write is not None:
+            self._last_write.result()
         self._raise_error()
 
     def record(self) -> FileRecord:
-        """Wait until everything is written and checksummed; return the file's size, checksums and digest."""
+        """Wait until all contents are written and checksummed, and return the file's size, checksums and digest."""
         self.flush()
-        for future in (self._checksummed, self._digested):
+        for future in (self._last_checksum, self._last_digest):
             if future is not None:
                 future.result()
         self._raise_error()
-        return FileRecord(self._sums.size, self._sums.text(), "" if self._digest is None else self._digest.hexdigest())
+        return FileRecord(
+            self._checksums.size, self._checksums.text(), "" if self._digest is None else self._digest.hexdigest()
+        )
 
     def close(self) -> None:
         """Stop the threads."""
@@ -103,24 +105,24 @@ class FileWriter:
     def _write_waiting(self) -> None:
         batch: list[_Content] = []
         size = 0
-        while self._waiting and size < _BATCH_BYTES:
-            batch.append(self._waiting.popleft())
+        while self._waiting_contents and size < _BATCH_BYTES:
+            batch.append(self._waiting_contents.popleft())
             size += len(batch[-1])
-        if batch:  # a previous call may have written everything
+        if batch:  # it is empty if a previous call has written all waiting contents
             self._sink.writelines(batch)
 
     def _submit_digest(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
-        """Queue ``content`` for the digest; one call processes everything queued, to save calls for small pieces."""
-        self._undigested.append(content)
-        if self._digested is None or not self._digest_is_due:
+        """Queue ``content`` for the digest. One call processes all queued contents, to save calls for small pieces."""
+        self._undigested_contents.append(content)
+        if self._last_digest is None or not self._digest_is_due:
             self._digest_is_due = True
-            self._digested = digester.submit(self._run_unless_failed, self._digest_waiting)
-        return self._digested
+            self._last_digest = digester.submit(self._run_unless_failed, self._digest_waiting)
+        return self._last_digest
 
     def _digest_waiting(self) -> None:
         self._digest_is_due = False
-        while self._undigested:
-            self._digest.update(self._undigested.popleft())
+        while self._undigested_contents:
+            self._digest.update(self._undigested_contents.popleft())
 
     def _run_unless_failed(self, work: Callable[..., Any], *contents: _Content) -> None:
         if self._error is None:

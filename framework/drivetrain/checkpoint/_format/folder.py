@@ -65,7 +65,7 @@ class Folder(Protocol):
 
 
 def folder_at(path: str) -> Folder:
-    """Return the folder at a path or an fsspec URL, without checking what it holds.
+    """Return the folder at a path or an fsspec URL, without checking whether it holds a checkpoint.
 
     Raises:
         CheckpointError: there is no folder at this path.
@@ -79,7 +79,9 @@ def folder_at(path: str) -> Folder:
             raise _missing_error(path)
         root = moved_aside
     if not os.path.isdir(root):
-        raise CheckpointError(f"{path!r} is not a checkpoint.", "it is a file, and a checkpoint is a folder.", _CONVERT)
+        raise CheckpointError(
+            f"{path!r} is not a checkpoint.", "it is a file, and a checkpoint is a folder.", _CONVERT_HINT
+        )
     return _LocalFolder(path, Path(root))
 
 
@@ -101,7 +103,7 @@ def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
         ) from error
 
 
-_CONVERT = "for files of another library, see drivetrain.checkpoint.convert."
+_CONVERT_HINT = "for files of another library, see drivetrain.checkpoint.convert."
 
 
 def _missing_error(path: str) -> CheckpointError:

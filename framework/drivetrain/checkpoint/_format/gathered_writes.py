@@ -1,4 +1,4 @@
-"""Writes sharded tensors as whole ones: the rank that owns a file gathers them from the other ranks, piece by piece."""
+"""Writes sharded tensors as full tensors. A file's owner gathers the tensors piece by piece from the other ranks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ Regions = Mapping[str, Region | None]
 """The regions of sharded tensors that one rank contributes, by name."""
 
 _FlatPiece = tuple[torch.Tensor, bool]
-"""A flat piece, and whether its memory belongs to an existing tensor."""
+"""The values of a piece as a flat tensor, and whether their memory belongs to an existing tensor."""
 
 _ALIGNMENT = 16  # bytes
 _MAX_JOINED = 2**16
-"""Maximum size of pieces that are joined, in bytes; queueing each of them for the writer's threads would cost more."""
+"""Maximum size in bytes of a piece that is joined with other pieces.
+
+Joining small pieces costs less than queueing each of them for the writer's threads.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class GatheredWriter:
         control: the control plane.
         storage: where the files are written.
         piece: number of bytes that are exchanged at a time.
-        digest: digest to compute for each file, if any.
+        digest: name of the digest to compute for each file; None for no digest.
     """
 
     tensors: Mapping[str, TensorOrShard]
@@ -64,7 +67,7 @@ class GatheredWriter:
         """Write the files that this rank owns, and send shards for the others. Collective.
 
         Raises:
-            Exception: the first error of this rank's own files, raised after all files are done.
+            Exception: the first error in a file that this rank owns; it is raised after all files are done.
         """
         records: dict[str, FileRecord] = {}
         problem: Exception | None = None
@@ -78,7 +81,7 @@ class GatheredWriter:
         return records
 
     def _write_wave(self, wave: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        """Write files of different owners concurrently, one round of pieces of each at a time."""
+        """Write files of different owners concurrently. Each iteration writes one round of pieces of each file."""
         sharded = frozenset(self.regions[0])
         owned = next((file for file in wave if file.owner == self.control.rank), None)
         output = None if owned is None else _Output(owned, self.storage, self.digest)
@@ -103,7 +106,7 @@ class GatheredWriter:
     def _exchange(
         self, current_round: Sequence[tuple[int, list[Piece]]], receive_buffers: _Buffers
     ) -> dict[int, torch.Tensor]:
-        """Send this rank's parts of the pieces to their owners; return the bytes received, by sending rank."""
+        """Send this rank's parts of the pieces to the files' owners; return the bytes received, by sending rank."""
         control, sends = self.control, {}
         receives: dict[int, torch.Tensor] = {}
         for owner, pieces in current_round:
@@ -138,7 +141,7 @@ class GatheredWriter:
     def _assembled(
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
     ) -> Iterator[_FlatPiece]:
-        """Yield each piece assembled and flat; consecutive small pieces of unsharded tensors are joined."""
+        """Yield each piece as one flat tensor. Consecutive small pieces of unsharded tensors are joined."""
         consumed = dict.fromkeys(received, 0)
         for batch in batches_of(pieces, self._is_small, self.piece):
             piece = batch[0]
@@ -152,7 +155,7 @@ class GatheredWriter:
                 yield rows, rows.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
                 continue
             (memory,) = buffers.cut([piece.nbytes])
-            whole = memory.view(piece.spec.dtype)
+            full_value = memory.view(piece.spec.dtype)
             for rank, regions in enumerate(self.regions):
                 region = regions.get(piece.spec.name)
                 part = None if region is None else overlap(region, piece)
@@ -164,8 +167,8 @@ class GatheredWriter:
                     begin = consumed[rank]
                     consumed[rank] += part.numel * piece.spec.dtype.itemsize
                     values = received[rank][begin : consumed[rank]].view(piece.spec.dtype)
-                write_overlap(whole, piece, part, values)
-            yield whole, False
+                write_overlap(full_value, piece, part, values)
+            yield full_value, False
 
     def _is_small(self, piece: Piece) -> bool:
         return piece.nbytes <= _MAX_JOINED and not isinstance(self.tensors[piece.spec.name], ParameterShard)
@@ -177,10 +180,10 @@ class GatheredWriter:
 
 
 class _Buffers:
-    """A ring of reused buffers, because with repeated allocation the allocator would keep several times as much.
+    """A ring of reused buffers. With repeated allocations, the allocator would hold several times as much memory.
 
     Args:
-        count: number of buffers; one is reused after ``count`` calls.
+        count: number of buffers; `cut` reuses a buffer after ``count`` calls.
     """
 
     def __init__(self, count: int) -> None:
@@ -191,7 +194,7 @@ class _Buffers:
         offsets = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         buffer = self._buffers.popleft()
         if buffer.numel() < offsets[-1]:
-            del buffer  # free it before allocating a larger one
+            del buffer  # free the buffer before a larger one is allocated
             buffer = torch.empty(offsets[-1], dtype=torch.uint8)
         self._buffers.append(buffer)
         return [buffer[begin : begin + size] for begin, size in zip(offsets, sizes, strict=False)]
@@ -206,7 +209,7 @@ class _WriteFailedError(Exception):
 
 
 class _Output:
-    """A file that this rank owns. An error is kept until `finish`, because the other ranks still send."""
+    """A file that this rank owns. An error is kept until `finish`, because other ranks continue to send shards."""
 
     def __init__(self, file: PlannedFile, storage: Storage, digest: str | None) -> None:
         self._name = file.name

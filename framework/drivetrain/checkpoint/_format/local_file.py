@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MAX_OPEN = 64
-"""Open descriptors per checkpoint; it may have thousands of files, but many systems allow 1,024 per process."""
+"""Maximum number of open descriptors per checkpoint.
 
-_SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
+A checkpoint may have thousands of files, but many systems allow 1,024 descriptors per process.
+"""
+
+_SEEK_DATA = getattr(os, "SEEK_DATA", None)  # available on Linux and macOS
 
 
 class ChangedFileError(OSError):
@@ -26,45 +29,47 @@ class NoFileError(OSError):
 
 
 class OpenFiles:
-    """The open files of one checkpoint; the least recently used one is closed when there are too many."""
+    """The open files of one checkpoint. The least recently used file is closed if too many files are open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: OrderedDict[LocalFile, int] = OrderedDict()
-        self._in_use: Counter[int] = Counter()
+        self._descriptors: OrderedDict[LocalFile, int] = OrderedDict()
+        self._use_counts: Counter[int] = Counter()
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close all files that are not being read; reading reopens them."""
+        """Close all files that are not being read. A later read reopens a closed file."""
         with self._lock:
-            for file in [candidate for candidate, descriptor in self._open.items() if not self._in_use[descriptor]]:
-                os.close(self._open.pop(file))
+            for file in [
+                candidate for candidate, descriptor in self._descriptors.items() if not self._use_counts[descriptor]
+            ]:
+                os.close(self._descriptors.pop(file))
 
     def open(self, path: Path) -> LocalFile:
         """Open a file.
 
         Raises:
-            NoFileError: it is not a regular file.
-            OSError: it does not exist, or cannot be read.
+            NoFileError: the path is not a regular file.
+            OSError: the file does not exist, or cannot be read.
         """
         descriptor, stat_result = _open_regular(path)
         file = LocalFile(self, path, stat_result)
         with self._lock:
-            self._keep(file, descriptor)
+            self._keep_open(file, descriptor)
         return file
 
     def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
         """Fill ``memory`` from offset ``begin``, up to the end of the file; return the number of bytes read."""
         with self._in_use_descriptor(file) as descriptor:
-            done = 0
-            while done < len(memory):
-                count = os.preadv(descriptor, [memory[done:]], begin + done)
+            bytes_read = 0
+            while bytes_read < len(memory):
+                count = os.preadv(descriptor, [memory[bytes_read:]], begin + bytes_read)
                 if not count:
                     break
-                done += count
-        return done
+                bytes_read += count
+        return bytes_read
 
     def is_hole(self, file: LocalFile, begin: int, end: int) -> bool:
         """Return whether ``begin`` up to ``end`` is a hole of a sparse file, which reads as zeros."""
@@ -73,47 +78,49 @@ class OpenFiles:
         with self._in_use_descriptor(file) as descriptor:
             try:
                 return os.lseek(descriptor, begin, _SEEK_DATA) >= end
-            except OSError as error:  # no data after `begin` (ENXIO), or not supported
+            except OSError as error:  # ENXIO means that there is no data after `begin`
                 return error.errno == errno.ENXIO and os.fstat(descriptor).st_size >= end
 
     @contextmanager
     def _in_use_descriptor(self, file: LocalFile) -> Iterator[int]:
         with self._lock:
             descriptor = self._descriptor(file)
-            self._in_use[descriptor] += 1
+            self._use_counts[descriptor] += 1
         try:
             yield descriptor
         finally:
             with self._lock:
-                self._in_use[descriptor] -= 1
+                self._use_counts[descriptor] -= 1
 
     def _descriptor(self, file: LocalFile) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
-            return self._open[file]
+        if file in self._descriptors:
+            self._descriptors.move_to_end(file)
+            return self._descriptors[file]
         descriptor, stat_result = _open_regular(file.path)
         if not os.path.samestat(stat_result, file.stat_result):
             os.close(descriptor)
             raise ChangedFileError(f"{file.path.name} was replaced while the checkpoint was read")
-        self._keep(file, descriptor)
+        self._keep_open(file, descriptor)
         return descriptor
 
-    def _keep(self, file: LocalFile, descriptor: int) -> None:
-        self._open[file] = descriptor
+    def _keep_open(self, file: LocalFile, descriptor: int) -> None:
+        self._descriptors[file] = descriptor
         idle = [
-            candidate for candidate in self._open if candidate is not file and not self._in_use[self._open[candidate]]
+            candidate
+            for candidate in self._descriptors
+            if candidate is not file and not self._use_counts[self._descriptors[candidate]]
         ]
-        for candidate in idle[: len(self._open) - _MAX_OPEN] if len(self._open) > _MAX_OPEN else ():
-            os.close(self._open.pop(candidate))
+        for candidate in idle[: len(self._descriptors) - _MAX_OPEN] if len(self._descriptors) > _MAX_OPEN else ():
+            os.close(self._descriptors.pop(candidate))
 
 
 class LocalFile:
     """A file of `OpenFiles`.
 
     Args:
-        files: the open files that it belongs to.
-        path: its path.
-        stat_result: its status when it was opened.
+        files: the `OpenFiles` that the file belongs to.
+        path: path of the file.
+        stat_result: status of the file when it was opened.
     """
 
     def __init__(self, files: OpenFiles, path: Path, stat_result: os.stat_result) -> None:
@@ -141,8 +148,8 @@ def read_whole(path: Path, limit: int) -> bytes:
     """Return a file's first ``limit`` bytes.
 
     Raises:
-        NoFileError: it is not a regular file.
-        OSError: it does not exist, or cannot be read.
+        NoFileError: the path is not a regular file.
+        OSError: the file does not exist, or cannot be read.
     """
     descriptor, _ = _open_regular(path)
     with open(descriptor, "rb") as stream:
@@ -150,7 +157,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a file if it is regular: opening a pipe would block, and opening a device may have side effects."""
+    """Open a regular file. Other files are rejected: a pipe would block, and a device may have side effects."""
     try:
         _check_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

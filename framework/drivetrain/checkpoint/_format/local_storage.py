@@ -1,4 +1,4 @@
-"""Writes a checkpoint to a local disk: into a temporary folder that is then renamed into place."""
+"""Writes a checkpoint to a local disk, into a temporary folder that is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LocalStorage:
 
         Args:
             path: path of the checkpoint.
-            needed: bytes that all ranks will write.
+            needed: number of bytes that all ranks will write.
             files: number of files that all ranks will write.
 
         Raises:
@@ -160,7 +160,7 @@ def remove_checkpoint(path: str) -> None:
 
 
 def write_pointer(path: str, name: str) -> None:
-    """Write a small file that holds a name, atomically and safely against concurrent writers."""
+    """Write a small file that holds a name. The write is atomic, even if several processes write at the same time."""
     target = Path(os.path.realpath(path))
     lock_file = _lock_file(target.parent, secrets.token_hex(8))
     lock = _create_locked(lock_file, name)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its metadata and file list. It is written last, which commits the checkpoint."""
+"""The manifest of a checkpoint: its metadata and file list. Writing the manifest last commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from drivetrain.errors import CheckpointError, listed
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**26
-"""Maximum size in bytes; enough for the checksums of 32 TiB."""
+"""Maximum size of a manifest in bytes, which is enough for the checksums of files of 32 TiB."""
 _BLOCK_SIZE_RANGE = (2**12, 2**26)  # bytes; smaller blocks are too numerous, larger ones take too much memory
 _MAX_RANKS = 2**24
-_MAX_TIME = 2**36  # upper bound for `written`, in the year 4147
+_MAX_TIME = 2**36  # upper bound for `Manifest.written` in seconds since 1970; it lies in the year 4147
 
-# File names in a manifest must be plain, so that they cannot lead out of its folder.
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-_SHA256 = re.compile(r"([0-9a-f]{64})?")
+# File names in a manifest must be plain, so that they cannot refer to files outside the checkpoint's folder.
+_FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_SHA256_PATTERN = re.compile(r"([0-9a-f]{64})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class FileRecord:
     """Size and checksums of a file.
 
     Attributes:
-        size: bytes.
-        crc32: checksums of its blocks, eight hexadecimal digits each.
+        size: size in bytes.
+        crc32: checksums of the file's blocks, with eight hexadecimal digits for each block.
         sha256: digest of the whole file, in hexadecimal digits; "" if none was requested.
     """
 
@@ -71,22 +71,23 @@ class CheckpointMetadata:
     """What a run records about a checkpoint.
 
     Attributes:
-        strategy: name of the strategy it was written under.
+        strategy: name of the strategy that the checkpoint was written with.
         precision: name of the precision.
-        progress: counters, JSON-able.
+        progress: training counters, JSON-able.
         hyper_parameters: arguments that the module was built with, JSON-able.
         left_out: names of arguments that are not stored because they are secret; nested names are joined by dots.
-        run: the run that wrote it: its "id", "name", "folder" and the class of its "module", if known.
-        weights_only: whether no run can resume from it.
-        pretrained: descriptions of the Hugging Face models in the module, by name; see `_pretrained`.
-        base: checksums of the weights that are not stored, by name; empty if all are stored.
+        run: the run that wrote the checkpoint: its "id", "name", "folder" and the class of its "module", if known.
+        weights_only: whether the checkpoint holds only weights, so that no run can resume from it.
+        pretrained: descriptions of the Hugging Face models in the module, by name; see `pretrained_models`.
+        base: checksums of the weights that are not stored, by name; empty if all weights are stored.
         identifier: unique id; if "", the writer generates one.
-        parent: identifier of the run's previous checkpoint, or the one it resumed from; "" for none.
-        lineage: the runs it descends from, oldest first, each with the number of checkpoints it had written when the
-            next run resumed from it, or when this one was written.
+        parent: identifier of the run's previous checkpoint, or of the one that the run resumed from; "" for none.
+        lineage: the runs that the checkpoint descends from, oldest first, each with the number of checkpoints that the
+            run had written when the next run resumed from it. For the last run, it is the number when this checkpoint
+            was written.
         argument: name of the module's argument that holds all hyper-parameters; "" if each is a separate argument.
         data_hyper_parameters: arguments that the data module was built with, JSON-able.
-        data_argument: as ``argument``, for the data module.
+        data_argument: like ``argument``, but for the data module.
     """
 
     strategy: str = ""
@@ -153,11 +154,11 @@ def versions() -> dict[str, str]:
     return installed
 
 
-# JSON encoding
+# Encoding to JSON
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON text that ends with a checksum of everything before it."""
+    """Return the manifest as JSON text that ends with a checksum of all preceding text."""
     metadata = manifest.metadata
     tensors: dict[str, Any] = {}
     document: dict[str, Any] = {
@@ -199,7 +200,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{MANIFEST} would have {len(content)} bytes.",
-            f"at most {MAX_MANIFEST_BYTES} are allowed; it holds the hyper-parameters and the checksums of all files.",
+            f"at most {MAX_MANIFEST_BYTES} bytes are allowed, for the hyper-parameters and the checksums of all files.",
             "move large hyper-parameters to a file, and pass its name to the module.",
         )
     return content
@@ -212,10 +213,10 @@ def record_as_json(record: FileRecord) -> dict[str, Any]:
 
 
 def check_metadata(metadata: CheckpointMetadata) -> None:
-    """Raise if a manifest cannot hold this metadata; called before the first save.
+    """Raise if a manifest cannot hold this metadata. A run calls this before its first save.
 
     Raises:
-        CheckpointError: it is too long, or holds values that JSON cannot represent.
+        CheckpointError: the metadata is too long, or holds values that JSON cannot represent.
     """
     encode_manifest(Manifest("", 1, metadata, {}, Part()))
 
@@ -224,11 +225,14 @@ def _part_as_json(part: Part) -> dict[str, Any]:
     return {"document": part.document, "tensors": list(part.tensors), "index": part.index}
 
 
+# Decoding from JSON. The functions after `_from_json` return a validated value, or raise ValueError.
+
+
 def decode_manifest(content: bytes, path: str) -> Manifest:
     """Return the manifest from its text.
 
     Raises:
-        CheckpointError: it is damaged, has another format, or names files outside its folder.
+        CheckpointError: the manifest is damaged, has another format, or names files outside the checkpoint's folder.
     """
     try:
         if len(content) > MAX_MANIFEST_BYTES:
@@ -242,8 +246,8 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     if type(format_number) is not int or format_number != FORMAT:
         raise CheckpointError(
             f"{path!r} has format {reprlib.repr(format_number)}.",
-            f"this version reads format {FORMAT}.",
-            "load it with the version that wrote it, and save its weights in a supported format."
+            f"this version of drivetrain reads format {FORMAT}.",
+            "load it with the version of drivetrain that wrote it, and save its weights in a supported format."
             if format_number == 0
             else "load it with a newer version of drivetrain.",
         )
@@ -260,7 +264,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
 def _damage_error(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{MANIFEST} of {path!r} is damaged: {problem}.",
-        "without it the content of the checkpoint is unknown.",
+        "without the manifest, the content of the checkpoint is unknown.",
         "use another checkpoint.",
     )
 
@@ -268,7 +272,7 @@ def _damage_error(path: str, problem: str) -> CheckpointError:
 def _from_json(document: dict[str, Any]) -> Manifest:
     block_size = _count(document["block_size"])
     if not _BLOCK_SIZE_RANGE[0] <= block_size <= _BLOCK_SIZE_RANGE[1]:
-        raise ValueError(f"blocks of {block_size} bytes")
+        raise ValueError(f"its block size of {block_size} bytes is not supported")
     files = {}
     for name, entry in _dict(document["files"], "files").items():
         fields = _dict(entry, "files")
@@ -285,19 +289,20 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         metadata=CheckpointMetadata(
             strategy=_text(document["strategy"]),
             precision=_text(document["precision"]),
-            progress=_dict(decode(document["progress"], _no_tensor), "progress"),
-            hyper_parameters=_dict(decode(document["hyper_parameters"], _no_tensor), "hyper_parameters"),
+            progress=_dict(decode(document["progress"], _reject_tensor), "progress"),
+            hyper_parameters=_dict(decode(document["hyper_parameters"], _reject_tensor), "hyper_parameters"),
             weights_only=bool(document["weights_only"]),
             identifier=_text(document["id"]),
-            parent=_text(document.get("parent", "")),  # missing in checkpoints of earlier versions
+            parent=_text(document.get("parent", "")),  # earlier versions of drivetrain did not write this key
             lineage=tuple(_ancestor(entry) for entry in _list(document.get("lineage", []), "lineage")),
             left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
             base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
-            pretrained=_pretrained(decode(document.get("pretrained", {}), _no_tensor)),
-            argument=_text(document.get("argument", "")),  # missing in checkpoints of earlier versions, as the next two
+            pretrained=_pretrained(decode(document.get("pretrained", {}), _reject_tensor)),
+            # Earlier versions of drivetrain did not write the following three keys.
+            argument=_text(document.get("argument", "")),
             data_hyper_parameters=_dict(
-                decode(document.get("data_hyper_parameters", {}), _no_tensor), "data_hyper_parameters"
+                decode(document.get("data_hyper_parameters", {}), _reject_tensor), "data_hyper_parameters"
             ),
             data_argument=_text(document.get("data_argument", "")),
         ),
@@ -313,9 +318,10 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         versions={name: _text(text) for name, text in _dict(document["versions"], "versions").items()},
     )
     if not 1 <= manifest.world_size <= _MAX_RANKS or len(manifest.ranks) not in (0, manifest.world_size):
-        raise ValueError(f"it has parts of {len(manifest.ranks)} ranks of {manifest.world_size}")
-    used = Counter(name for part in manifest.parts() for name in part.files())
-    unlisted, shared = sorted(used.keys() - files.keys()), sorted(name for name, count in used.items() if count > 1)
+        raise ValueError(f"its world size is {manifest.world_size}, and it has parts of {len(manifest.ranks)} ranks")
+    use_counts = Counter(name for part in manifest.parts() for name in part.files())
+    unlisted = sorted(use_counts.keys() - files.keys())
+    shared = sorted(name for name, count in use_counts.items() if count > 1)
     if unlisted or shared:
         raise ValueError(
             f"{listed(unlisted)} are used but not listed" if unlisted else f"{listed(shared)} are used twice"
@@ -324,7 +330,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
 
 
 def _digest(text: Any) -> str:
-    if not isinstance(text, str) or not _SHA256.fullmatch(text):
+    if not isinstance(text, str) or not _SHA256_PATTERN.fullmatch(text):
         raise ValueError(f"{reprlib.repr(text)} is not a SHA-256")
     return text
 
@@ -358,7 +364,7 @@ def _ancestor(document: Any) -> tuple[str, int]:
 
 
 def _file_name(name: Any) -> str:
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+    if not isinstance(name, str) or not _FILE_NAME_PATTERN.fullmatch(name) or name == MANIFEST:
         raise ValueError(f"{reprlib.repr(name)} is not a valid file name")
     return name
 
@@ -383,15 +389,15 @@ def _text(text: Any) -> str:
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{reprlib.repr(value)} is not an object for {what}")
+        raise ValueError(f"{what} is {reprlib.repr(value)} instead of an object")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{reprlib.repr(value)} is not a list for {what}")
+        raise ValueError(f"{what} is {reprlib.repr(value)} instead of a list")
     return value
 
 
-def _no_tensor(name: Any) -> Any:
+def _reject_tensor(name: Any) -> Any:
     raise ValueError(f"it contains a tensor {reprlib.repr(name)}")

@@ -1,4 +1,4 @@
-"""Writes one object of a store as a stream; it appears complete or not at all."""
+"""Writes one object of a store as a stream. The object appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from drivetrain.checkpoint._format.storage import protocols_of
 
-# Protocols of stores on which creating a folder would create a bucket (even for a misspelt name), and each upload is
-# atomic.
+# Protocols of stores on which creating a folder would create a bucket (even for a misspelt name), and on which each
+# upload is atomic.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 
 
@@ -20,7 +20,7 @@ def is_object_store(filesystem: Any) -> bool:
 
 
 def make_folder(filesystem: Any, root: str) -> None:
-    """Create a folder, on storages that have folders."""
+    """Create a folder, if the storage has folders."""
     if not is_object_store(filesystem):
         filesystem.makedirs(root, exist_ok=True)
 
@@ -29,8 +29,8 @@ def make_folder(filesystem: Any, root: str) -> None:
 def open_object(filesystem: Any, path: str) -> Iterator[Any]:
     """Yield a stream whose content is stored when the context exits without an error.
 
-    The upload ends when the stream is closed. If closing raises, the object may be stored nevertheless, so its size is
-    compared. No other writer may use ``path``.
+    The upload ends when the stream is closed. If closing raises an error, the object may be stored nevertheless, so its
+    size is compared. No other writer may use ``path``.
     """
     stream = filesystem.open(path, "wb")
     try:
@@ -52,7 +52,7 @@ def open_object(filesystem: Any, path: str) -> Iterator[Any]:
 
 @contextmanager
 def open_replacement(filesystem: Any, path: str) -> Iterator[Any]:
-    """Yield a stream like `open_object`, for a path that may exist; it is replaced once the new content is complete."""
+    """Yield a stream like `open_object`. An existing object is replaced once the new content is complete."""
     if is_object_store(filesystem):
         with open_object(filesystem, path) as stream:
             yield stream

@@ -1,4 +1,4 @@
-"""Writes a checkpoint to an object store: files get unique names, and only the manifest is overwritten."""
+"""Writes a checkpoint to an object store. Files get unique names, and only the manifest is overwritten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Call
     Args:
         filesystem: the fsspec file system.
         path: path of the object, which may exist.
-        content: its content.
+        content: the new content of the object.
         is_stored: returns whether the store holds the new content.
 
     Raises:
@@ -41,7 +41,7 @@ def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Call
 
 
 class ObjectStorage:
-    """A prefix in an object store.
+    """The objects of a checkpoint below a prefix in an object store.
 
     Concurrent writers never share file names, and the manifest names the files of only one of them. Once a manifest may
     have been stored, no rank deletes the files that it names, because the reply to a successful upload can be lost.
@@ -49,14 +49,14 @@ class ObjectStorage:
     Args:
         filesystem: the fsspec file system.
         root: the prefix.
-        suffix: makes the file names of this save unique.
+        suffix: text that makes the file names of this save unique.
     """
 
     def __init__(self, filesystem: Any, root: str, suffix: str) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._suffix = suffix
-        self._created: list[str] = []
+        self._created_names: list[str] = []
 
     @classmethod
     def begin(cls, filesystem: Any, root: str) -> ObjectStorage:
@@ -78,7 +78,7 @@ class ObjectStorage:
         return f"{stem}{self._suffix}{dot}{extension}"
 
     def open(self, name: str) -> AbstractContextManager[Any]:
-        self._created.append(name)
+        self._created_names.append(name)
         return open_object(self._filesystem, self._path(name))
 
     def size(self, name: str) -> int:
@@ -86,7 +86,7 @@ class ObjectStorage:
         return int(self._filesystem.size(self._path(name)))
 
     def keep(self) -> None:
-        self._created.clear()
+        self._created_names.clear()
 
     def commit(self, manifest: bytes, identifier: str) -> None:
         before = self._read_manifest()
@@ -97,10 +97,10 @@ class ObjectStorage:
             self._remove(before.files.keys() - after.files.keys())
 
     def abandon(self) -> None:
-        self._remove(self._created)
+        self._remove(self._created_names)
 
     def _put_manifest(self, content: bytes, identifier: str) -> None:
-        """Upload the manifest, retrying until the store holds this identifier."""
+        """Upload the manifest, and retry until the stored manifest has this identifier."""
 
         def is_stored() -> bool:
             stored = self._read_manifest()
@@ -109,7 +109,7 @@ class ObjectStorage:
         put_with_retries(self._filesystem, self._path(MANIFEST), content, is_stored)
 
     def _read_manifest(self) -> Manifest | None:
-        """Return the stored manifest; None if there is none or it cannot be read, so that its files are kept."""
+        """Return the stored manifest; None if there is none or it is unreadable, so that no old files are removed."""
         with suppress(Exception):
             self._filesystem.invalidate_cache()
             content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=MAX_MANIFEST_BYTES + 1)

@@ -12,7 +12,8 @@ from drivetrain._distributed.shards import Region, Span
 from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.tensor_file import Spec
 
-_LOCAL_PIECE_BYTES = 16 * 2**20  # for pieces that are not exchanged; CPU tensors are written without a copy
+# Maximum size of a piece that ranks do not exchange. Such a piece of a CPU tensor is written without a copy.
+_LOCAL_PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class Piece:
 
 
 def as_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return ``shape`` with at least one dimension; a scalar is one row."""
+    """Return ``shape`` with at least one dimension. A scalar counts as one row."""
     return tuple(shape) or (1,)
 
 
 def row_size(shape: Sequence[int]) -> int:
-    """Return the number of elements per index of the first dimension."""
+    """Return the number of elements in one row, which is one index of the first dimension."""
     size = 1
     for length in as_rows(shape)[1:]:
         size *= length
@@ -46,7 +47,7 @@ def row_size(shape: Sequence[int]) -> int:
 
 
 def pieces_of(spec: Spec, limit: int) -> Iterator[Piece]:
-    """Split a tensor into pieces of at most ``limit`` bytes, but at least one row."""
+    """Split a tensor into pieces of at most ``limit`` bytes. A row that is larger is a separate piece."""
     rows = as_rows(spec.shape)[0]
     step = max(1, limit // max(1, row_size(spec.shape) * spec.dtype.itemsize))
     for first in range(0, rows, step):
@@ -54,19 +55,19 @@ def pieces_of(spec: Spec, limit: int) -> Iterator[Piece]:
 
 
 def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Iterator[list[Piece]]:
-    """Group the pieces of a file, in order, into rounds with at most ``limit`` bytes of sharded tensors each."""
-    current: list[Piece] = []
+    """Group the pieces of a file, in order, into rounds. A round has at most ``limit`` bytes of sharded tensors."""
+    current_round: list[Piece] = []
     size = 0
     for spec in specs:
         for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _LOCAL_PIECE_BYTES)):
             nbytes = piece.nbytes if spec.name in sharded else 0
             if size and size + nbytes > limit:
-                yield current
-                current, size = [], 0
-            current.append(piece)
+                yield current_round
+                current_round, size = [], 0
+            current_round.append(piece)
             size += nbytes
-    if current:
-        yield current
+    if current_round:
+        yield current_round
 
 
 def batches_of(pieces: Iterable[Piece], can_join: Callable[[Piece], bool], limit: int) -> Iterator[list[Piece]]:
@@ -89,9 +90,9 @@ class Overlap:
     """The intersection of a region and a piece.
 
     Attributes:
-        source: its index in the rank's local tensor.
-        target: its index in the piece.
-        shape: its shape.
+        source: index of the intersection in the rank's local tensor.
+        target: index of the intersection in the piece.
+        shape: shape of the intersection.
         flat: whether the indices refer to flattened (row-major) elements instead of rows.
     """
 
@@ -109,7 +110,7 @@ class Overlap:
 
 
 def overlap(region: Region, piece: Piece) -> Overlap | None:
-    """Return the intersection of ``region`` and ``piece``, or None."""
+    """Return the intersection of ``region`` and ``piece``; None if they do not intersect."""
     if isinstance(region, Span):
         row = row_size(piece.spec.shape)
         begin, end = piece.first * row, piece.last * row
@@ -141,7 +142,7 @@ def read_overlap(local: torch.Tensor, region: Region, part: Overlap) -> torch.Te
 
 
 def write_overlap(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
-    """Copy flat ``values`` to their place in the piece's tensor, of shape (piece.numel,)."""
+    """Copy flat ``values`` to their position in ``whole``, the flat tensor of the piece."""
     if part.flat:
         whole[part.target].copy_(values)
     else:
@@ -150,7 +151,7 @@ def write_overlap(whole: torch.Tensor, piece: Piece, part: Overlap, values: torc
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Return a piece of a whole tensor, flat and on the CPU; a view if possible."""
+    """Return a piece of an unsharded tensor as a flat CPU tensor, which is a view if possible."""
     values = tensor.detach().resolve_conj().resolve_neg()
     if piece.numel < values.numel():
         values = values.reshape(as_rows(values.shape))[piece.first : piece.last]

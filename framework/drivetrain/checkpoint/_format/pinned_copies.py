@@ -1,4 +1,4 @@
-"""Copies CUDA tensors to pinned memory, packed to limit the allocator's rounding loss."""
+"""Copies CUDA tensors to pinned memory, packed into few blocks because the allocator rounds each block up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-_ALIGNMENT = 64  # bytes, more than any dtype needs
+_ALIGNMENT = 64  # alignment in bytes, which is enough for any dtype
 
 
 def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -29,10 +29,11 @@ def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def blocks(sizes: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
     """Pack items of ``sizes`` bytes into blocks whose sizes are powers of two.
 
-    Each block is the largest power of two that the remaining items fill, or the next one that holds the largest item.
+    The size of a block is the largest power of two that the remaining items fill, or the smallest that holds the
+    largest item.
 
     Returns:
-        For each block its size, and the index and offset of each item in it.
+        For each block, the block's size and the index and offset of each item in the block.
     """
     remaining = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     packed = []

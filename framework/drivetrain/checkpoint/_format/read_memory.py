@@ -1,4 +1,4 @@
-"""Allocates memory for tensors that are read, after checking that the machine has enough."""
+"""Allocates memory for tensors that are read, after checking that the machine has enough memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
     """Return a new uninitialized CPU tensor of shape (numel,).
 
     Raises:
-        CheckpointError: there is not enough memory; ``what`` begins the message.
+        CheckpointError: there is not enough memory; the message names ``what``.
     """
     check_memory(numel * dtype.itemsize, what)
     try:
@@ -28,7 +28,7 @@ def allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
 
 
 def allocate_bytes(count: int) -> memoryview:
-    """Return uninitialized memory; a bytearray would be zero-filled first."""
+    """Return ``count`` bytes of uninitialized memory. A bytearray would be filled with zeros first."""
     return memoryview(torch.empty(count, dtype=torch.uint8, device="cpu").numpy())  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ def check_memory(nbytes: int, what: str) -> None:
     """Raise if ``nbytes`` exceed the memory of the machine or container.
 
     Raises:
-        CheckpointError: there is not enough memory; ``what`` begins the message.
+        CheckpointError: there is not enough memory; the message names ``what``.
     """
     limit = _memory_limit()
     if nbytes > limit:
@@ -45,9 +45,9 @@ def check_memory(nbytes: int, what: str) -> None:
 
 def _memory_error(nbytes: int, what: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{what} takes {nbytes:,} bytes of memory.",
+        f"Not enough memory to read {what}: {nbytes:,} bytes of memory are needed.",
         f"{why}.",
-        "if it should not be that large, use another checkpoint; otherwise read it on more ranks, or tensor by tensor.",
+        "if this size is wrong, use another checkpoint; otherwise read it on more ranks, or tensor by tensor.",
     )
 
 

@@ -1,4 +1,4 @@
-"""JSON documents that end with a checksum of their content, so that a truncated one is detected."""
+"""JSON documents that end with a checksum of their content, so that a truncated document is detected."""
 
 from __future__ import annotations
 

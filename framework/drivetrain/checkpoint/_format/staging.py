@@ -32,7 +32,7 @@ class Contents:
         callbacks: tensors by the callback's key and by name, unsharded or sharded.
         state: nested JSON-able values and tensors; only those of rank 0 are stored. None if there is no state.
         rank_state: nested JSON-able values and tensors, stored for each rank. None if there is no such state.
-        digest: digest to store for each file, if any; the value on rank 0 is used.
+        digest: name of the digest to store for each file; None for no digest. The value on rank 0 is used.
     """
 
     weights: Mapping[str, Any]
@@ -86,8 +86,8 @@ class StagedPart:
         ]
         return hashlib.sha256("\n".join([self.stem, self.key, *lines]).encode()).hexdigest()
 
-    def planned(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
-        """Return the files for the tensors (or for ``specs`` instead), with their owners."""
+    def planned_files(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
+        """Return the files for the part's tensors, with their owners. ``specs`` replaces the part's own `specs`."""
         specs = self.specs if specs is None else specs
         if self.role in ("weights", "optimizer", "callback"):
             return plan_files(self.stem, specs, world_size, self.sizes)
@@ -102,10 +102,10 @@ class StagedCheckpoint:
     Attributes:
         parts: this rank's parts.
         metadata: metadata for the manifest.
-        aliases: tied names for the manifest.
+        aliases: maps each tied name to the first name of its tensor.
         sizes: how tensors are split into files.
-        digest: digest to store for each file, if any.
-        problem: why staging failed on this rank; `commit` raises it on all ranks.
+        digest: name of the digest to store for each file; None for no digest.
+        problem: the error of staging on this rank, which `commit` raises on all ranks; None if staging succeeded.
     """
 
     parts: list[StagedPart]
@@ -115,18 +115,18 @@ class StagedCheckpoint:
     digest: str | None = None
     problem: CheckpointError | None = None
 
-    def total(self, world_size: int) -> tuple[int, int]:
-        """Return the bytes and the number of files that all ranks will write, as estimated by rank 0.
+    def estimate_size(self, world_size: int) -> tuple[int, int]:
+        """Return rank 0's estimate of the number of bytes and the number of files that all ranks will write.
 
-        The rank states of the other ranks are assumed to be as large as rank 0's.
+        The rank states of the other ranks are assumed to be as large as the rank state of rank 0.
         """
         nbytes = files = 0
         for part in self.parts:
             ranks = world_size if part.role == "rank" else 1
-            planned = part.planned(0, world_size)
-            nbytes += ranks * sum(spec.nbytes for file in planned for spec in file.specs)
+            files_of_part = part.planned_files(0, world_size)
+            nbytes += ranks * sum(spec.nbytes for file in files_of_part for spec in file.specs)
             nbytes += ranks * len(part.document or b"")
-            files += ranks * (len(planned) + 1)
+            files += ranks * (len(files_of_part) + 1)
         return nbytes, files + 1
 
 
@@ -175,7 +175,7 @@ def _check_storable(part: StagedPart, name: str, value: TensorOrShard) -> None:
     if part.role == "rank":
         raise CheckpointError(
             f"{part.stem}: {name!r} is sharded.",
-            "this part is stored per rank.",
+            "each rank stores its own tensors in this part.",
             "save a local tensor instead.",
         )
 
@@ -226,13 +226,14 @@ def _copy_to_host(parts: list[StagedPart], rank: int, world_size: int) -> None:
     """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
     sources: list[tuple[StagedPart, str, torch.Tensor]] = []
     for part in parts:
-        owned = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
+        owned_files = [file for file in part.planned_files(rank, world_size) if file.owner == rank]
+        owned_names = {spec.name for file in owned_files for spec in file.specs}
         for name, value in part.tensors.items():
             if isinstance(value, ParameterShard):
                 part.tensors[name] = replace(value, gather=None)
                 if contributed_region(value) is not None:
                     sources.append((part, name, value.local))
-            elif name in owned:
+            elif name in owned_names:
                 sources.append((part, name, value))
     on_device = [tensor for _, _, tensor in sources if tensor.device.type == "cuda"]
     pinned = iter(pinned_copies(on_device))

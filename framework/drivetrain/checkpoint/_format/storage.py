@@ -13,40 +13,40 @@ from drivetrain.errors import CheckpointError
 JoinInfo = dict[str, str]
 
 _CHECKPOINT_FILE = re.compile(
-    r"manifest\.json|weights\.safetensors"  # `weights.safetensors` is format 0
+    r"manifest\.json|weights\.safetensors"  # `weights.safetensors` is the file of format 0
     r"|(model|optimizer-\d+|callback-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
 )
 _MISSING_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 class Storage(Protocol):
-    """A checkpoint being written. Rank 0 begins it; the other ranks join with its `join_info`."""
+    """A checkpoint that is being written. Rank 0 begins it, and the other ranks join with rank 0's `join_info`."""
 
     @property
     def join_info(self) -> JoinInfo:
         """What the other ranks need to write to the same storage."""
 
     def file_name(self, name: str) -> str:
-        """Return the name to use for a file; unique if an existing file of that name may be in use."""
+        """Return the name to use for a file, which is unique if an existing file of this name may be in use."""
 
     def open(self, name: str) -> AbstractContextManager[Sink]:
-        """Create a file; it is durable once the context exits without an error."""
+        """Create a file, which is durable once the context exits without an error."""
 
     def size(self, name: str) -> int:
         """Return a file's current size in bytes."""
 
     def keep(self) -> None:
-        """Stop owning the files written so far, because rank 0 may commit them from now on."""
+        """Exclude the files written so far from `abandon`, because rank 0 may commit them from now on."""
 
     def commit(self, manifest: bytes, identifier: str) -> None:
         """Commit the files as the checkpoint, atomically. Rank 0 only.
 
         Args:
             manifest: content of `manifest.json`.
-            identifier: the identifier in it.
+            identifier: the identifier in the manifest.
 
         Raises:
-            Exception: the commit is not confirmed; it may have happened nevertheless.
+            Exception: the storage did not confirm the commit, which may have happened nevertheless.
         """
 
     def abandon(self) -> None:
@@ -80,8 +80,8 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     except (ValueError, ImportError) as error:
         raise CheckpointError(
             f"{path!r} cannot be reached: {error}.",
-            "fsspec opens URLs, and finds the file system by the protocol.",
-            "check the spelling, or install its library: pip install 'drivetrain[s3]' for s3://.",
+            "fsspec opens URLs, and selects the file system by the protocol.",
+            "check the spelling, or install the library of the file system: pip install 'drivetrain[s3]' for s3://.",
         ) from error
     return (None, root) if "file" in protocols_of(filesystem) else (filesystem, root)
 
@@ -93,7 +93,7 @@ def _is_url(path: str) -> bool:
     chained, double_colon, _ = path.partition("::")
     if not double_colon:
         return False
-    from fsspec.registry import known_implementations, registry  # "run::1" is the name of a folder
+    from fsspec.registry import known_implementations, registry  # "run::1" is a folder's name, not a URL
 
     return chained in registry or chained in known_implementations
 
@@ -102,7 +102,7 @@ def path_exists(filesystem: Any, path: str) -> bool:
     """Return whether an object or folder exists. Unlike fsspec's ``exists``, raise on errors.
 
     Raises:
-        Exception: the storage failed; the class depends on its library.
+        Exception: the storage failed; the class of the error depends on the storage's library.
     """
     try:
         filesystem.info(path)

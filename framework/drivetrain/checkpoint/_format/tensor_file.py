@@ -1,7 +1,8 @@
-"""The safetensors format: a header with dtype, shape and byte offsets of each tensor, followed by their bytes.
+"""Reads and writes headers of safetensors files.
 
-https://huggingface.co/docs/safetensors/index#format . The safetensors library needs all tensors in memory; this module
-writes and reads them one at a time.
+A file has a header with the dtype, shape and byte offsets of each tensor, followed by the bytes of all tensors; see
+https://huggingface.co/docs/safetensors/index#format . The safetensors library needs all tensors in memory; with this
+module, tensors are written and read one at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from drivetrain.checkpoint._format.documents import METADATA, parse_json
 from drivetrain.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
-_ALIGNMENT = 64  # bytes; alignment of the first tensor
-_MAX_COUNT = 2**63 - 1  # maximum of dimensions, element counts and byte counts
+_ALIGNMENT = 64  # alignment of the first tensor in bytes
+_MAX_COUNT = 2**63 - 1  # maximum size of a dimension, number of elements and number of bytes
 _MAX_DIMENSIONS = 64
 
 DTYPES: dict[str, torch.dtype] = {
@@ -63,7 +64,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Spec):
-    """A tensor in a file; its bytes are at offsets ``begin`` up to ``end``."""
+    """A tensor in a file. Its bytes are at the offsets from ``begin`` up to ``end`` in the file."""
 
     begin: int
     end: int
@@ -102,8 +103,8 @@ def in_file_order(specs: Iterable[Spec]) -> list[Spec]:
 
 
 def header_of(specs: Sequence[Spec]) -> bytes:
-    """Return the header of a file that holds ``specs`` contiguously, in that order."""
-    # Built from strings: with many tensors, a dict and two lists each would cost more in garbage collection.
+    """Return the header of a file that holds the tensors of ``specs`` contiguously, in the given order."""
+    # The header is built from strings, because a dict and two lists for each tensor would slow down garbage collection.
     items = [f'"{METADATA}":{{"format":"pt"}}']
     begin = 0
     for spec in specs:
@@ -127,7 +128,7 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearr
         read: returns the bytes from one offset up to another.
 
     Raises:
-        CheckpointError: it is not a safetensors file, or its header points outside the file.
+        CheckpointError: the file is not a safetensors file, or its header points outside the file.
     """
     try:
         if size < 8:
@@ -135,7 +136,7 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearr
         length = int.from_bytes(read(0, 8), "little")
         if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header claims to have {length} of {size} bytes")
-        descriptions = parse_json(bytes(read(8, 8 + length)), _without_repeats)
+        descriptions = parse_json(bytes(read(8, 8 + length)), _reject_duplicates)
         if not isinstance(descriptions, dict):
             raise ValueError("its header is not a JSON object")
         _check_metadata(descriptions.pop(METADATA, {}))
@@ -150,7 +151,7 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearr
         ) from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         raise ValueError("its header has a name twice")
@@ -164,18 +165,20 @@ def _check_metadata(metadata: Any) -> None:
 
 def _entry(name: str, description: Any, data: int, size: int) -> Entry:
     if not isinstance(description, dict) or description.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{_brief(name)} is described by {reprlib.repr(description)}")
+        raise ValueError(f"{_shortened(name)} is described by {reprlib.repr(description)}")
     dtype, shape, offsets = description["dtype"], description["shape"], description["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{_brief(name)} has the unknown dtype {reprlib.repr(dtype)}")
+        raise ValueError(f"{_shortened(name)} has the unknown dtype {reprlib.repr(dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
-    # Zero dimensions count as one here, as in torch's computation of strides.
+        raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
+    # A dimension of size 0 counts as 1 here, as in torch's computation of strides.
     if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MAX_COUNT:
-        raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
+        raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
     entry = Entry(name, DTYPES[dtype], tuple(shape), data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
-        raise ValueError(f"{_brief(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}")
+        raise ValueError(
+            f"{_shortened(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}"
+        )
     return entry
 
 
@@ -192,16 +195,19 @@ def _check_contiguous(entries: Iterable[Entry], begin: int, size: int) -> None:
                 if entry.begin < begin
                 else f"leaves a gap of {entry.begin - begin} bytes"
             )
-            raise ValueError(f"{_brief(entry.name)}, which begins at byte {entry.begin}, {problem}")
+            raise ValueError(f"{_shortened(entry.name)}, which begins at byte {entry.begin}, {problem}")
         begin = entry.end
     if begin != size:
         raise ValueError(f"the {size - begin} bytes from {begin} on belong to no tensor")
 
 
-def _brief(name: str) -> str:
+def _shortened(name: str) -> str:
     return reprlib.repr(name)
 
 
 def misaligned(entries: Iterable[Entry]) -> Entry | None:
-    """Return a tensor whose offset is not a multiple of its element size, which readers that map the file reject."""
+    """Return a tensor whose offset is not a multiple of its element size; None if there is none.
+
+    Readers that map a file into memory reject such a tensor.
+    """
     return next((entry for entry in entries if entry.begin % entry.dtype.itemsize), None)

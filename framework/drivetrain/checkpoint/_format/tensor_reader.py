@@ -1,4 +1,4 @@
-"""Reads tensors from files, whole or in part; only the needed blocks are read, and each is verified.
+"""Reads tensors, or regions of tensors, from files. Only the required blocks are read, and each block is verified.
 
 Bytes are read into allocated memory. Mapping the file would save a copy, but truncating a mapped file would kill the
 process (SIGBUS).
@@ -25,14 +25,16 @@ from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_t
 from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
 from drivetrain.errors import CheckpointError
 
-_CACHED_BLOCKS = 4  # blocks cached per file, at least one per reader: adjacent tensors share a block
+# Minimum number of blocks that are cached per file, because adjacent tensors share a block. With more parallel readers,
+# one block per reader is cached.
+_CACHED_BLOCKS = 4
 
 
 class CheckResult(NamedTuple):
     """Result of verifying a whole file.
 
     Attributes:
-        bad_blocks: indices of blocks whose checksum differs or that cannot be read.
+        bad_blocks: indices of the blocks that cannot be read or whose checksum differs.
         digest_differs: whether the digest differs although all checksums match.
         digest_skipped: whether the digest was not computed, because the file has too many sparse zeros.
     """
@@ -43,7 +45,7 @@ class CheckResult(NamedTuple):
 
 
 class ZeroBudget:
-    """Limits how many bytes of sparse zeros are hashed: a huge sparse file takes little space but long to hash."""
+    """Limits how many bytes of sparse zeros are hashed, because hashing a huge sparse file takes a long time."""
 
     def __init__(self, remaining: int) -> None:
         self._remaining = remaining
@@ -63,13 +65,13 @@ class CheckedFile:
     """A file of a checkpoint. Only bytes whose checksum matches are returned.
 
     Args:
-        folder: the folder it is in.
-        name: its name.
-        record: its record in the manifest.
+        folder: the folder that contains the file.
+        name: name of the file.
+        record: the record of the file in the manifest.
         block: block size in bytes.
 
     Raises:
-        CheckpointError: it is missing, or its size differs.
+        CheckpointError: the file is missing, or its size differs from the record.
     """
 
     def __init__(self, folder: Folder, name: str, record: FileRecord, block: int) -> None:
@@ -99,7 +101,7 @@ class CheckedFile:
         return content
 
     def fill(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes starting at ``begin``; blocks that lie fully inside are read without a copy.
+        """Fill ``memory`` with the bytes starting at ``begin``. Blocks inside the range are read without a copy.
 
         Raises:
             CheckpointError: a block is damaged, or cannot be read.
@@ -127,8 +129,8 @@ class CheckedFile:
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
-                if self._source.is_hole(begin, end):  # not stored, so not read
-                    self._compare(number, _sum_of_zeros(end - begin))
+                if self._source.is_hole(begin, end):  # a hole is not stored, so it need not be read
+                    self._compare(number, _checksum_of_zeros(end - begin))
                     if digest is not None:
                         digest = zeros.add_zeros(digest, end - begin)
                         digest_skipped = digest is None
@@ -149,8 +151,10 @@ class CheckedFile:
         with self._lock:
             if self._copy_cached(number, begin, memory):
                 return
-            full = len(self._cached) >= self._max_cached
-            content = self._cached.popitem(last=False)[1] if full else allocate_bytes(min(self._block, self.size))
+            cache_is_full = len(self._cached) >= self._max_cached
+            content = (
+                self._cached.popitem(last=False)[1] if cache_is_full else allocate_bytes(min(self._block, self.size))
+            )
         self._read(number, content[: min(self._block, self.size - number * self._block)])
         with self._lock:
             self._cached[number] = content
@@ -168,7 +172,7 @@ class CheckedFile:
             self._source.fill(number * self._block, memory)
         except (FileNotFoundError, ChangedFileError) as error:
             raise damage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
-        except Exception as error:  # error classes depend on the store's library
+        except Exception as error:  # the error's class depends on the storage's library
             raise _storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         self._compare(number, crc32(memory))
 
@@ -180,7 +184,7 @@ class CheckedFile:
 
 
 @functools.cache
-def _sum_of_zeros(size: int) -> int:
+def _checksum_of_zeros(size: int) -> int:
     return crc32(bytes(size))
 
 
@@ -198,7 +202,7 @@ def _open_source(folder: Folder, name: str) -> Source:
 def _storage_error(path: str, problem: str) -> StorageError:
     return StorageError(
         f"The checkpoint {path!r} cannot be read: {problem}.",
-        "the storage denied access, or does not answer; the checkpoint may be intact.",
+        "the storage denied access or does not answer; the checkpoint itself may be intact.",
         "check the path, its permissions and the network, and try again.",
     )
 
@@ -208,7 +212,7 @@ def damage_error(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint {path!r} is damaged: {problem}.",
         "each block that is read is verified with its checksum.",
-        "use another checkpoint; `python -m drivetrain.checkpoint verify` lists all damage of this one.",
+        "use another checkpoint; `python -m drivetrain.checkpoint verify` lists all damaged files of this one.",
     )
 
 
@@ -217,8 +221,8 @@ class TensorSource:
     """A stored tensor that has not been read.
 
     Attributes:
-        file: the file that holds it.
-        entry: its dtype, shape and offsets in the file.
+        file: the file that holds the tensor.
+        entry: the tensor's dtype, shape and offsets in the file.
     """
 
     file: CheckedFile
@@ -244,7 +248,7 @@ class TensorSource:
         return max(0, numel) * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """Return the tensor, or a region of it, verified, in new CPU memory.
+        """Read and verify the tensor, or a region of it, into new CPU memory, and return the result.
 
         Raises:
             CheckpointError: the stored bytes are damaged, or there is not enough memory.
@@ -272,6 +276,6 @@ class TensorSource:
 
 
 def tensors_in(file: CheckedFile) -> dict[str, TensorSource]:
-    """Return the tensors of a file by name; only its header is read."""
+    """Return the tensors of a file by name; only the header of the file is read."""
     entries = read_header(file.name, file.size, file.read)
     return {name: TensorSource(file, entry) for name, entry in entries.items()}

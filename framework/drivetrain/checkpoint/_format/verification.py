@@ -15,17 +15,18 @@ from drivetrain.checkpoint._format.tensor_file import misaligned
 from drivetrain.checkpoint._format.tensor_reader import ZeroBudget, damage_error, tensors_in
 from drivetrain.errors import CheckpointError
 
-_MAX_ZEROS = 2**34  # bytes; about ten seconds of SHA-256
+_MAX_ZEROS = 2**34  # maximum number of sparse zero bytes to hash, which takes about ten seconds with SHA-256
 
 
 def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]:
-    """Read a whole checkpoint and return its problems, one line per damaged file; empty if it is intact.
+    """Read a whole checkpoint and return its problems, one line per damaged file; an empty list if it is intact.
 
-    Files are compared with their checksums and, if it was written with ``digest="sha256"``, with their digests.
+    Files are compared with their checksums and, if the checkpoint was written with ``digest="sha256"``, with their
+    digests.
 
     Args:
         path: a path or an fsspec URL.
-        digest: "sha256" to require a digest of every file; by default a checkpoint without digests is accepted.
+        digest: "sha256" to require a digest of every file; None to accept a checkpoint without digests.
 
     Raises:
         ConfigurationError: the digest is unknown.
@@ -58,12 +59,12 @@ def _describe_problem(checkpoint: Checkpoint, name: str, zeros: ZeroBudget) -> s
     if result.digest_differs:
         return f"{name} was altered: its checksums match, but its SHA-256 differs"
     if result.digest_skipped:
-        return f"{name} has too many sparse zeros; its SHA-256 was not computed"
+        return f"{name} has too many sparse zeros, so its SHA-256 was not computed"
     return None
 
 
 def _find_contradictions(checkpoint: Checkpoint) -> list[str]:
-    """Return problems of files that are intact but inconsistent, or that a reader would fail on."""
+    """Return the problems of files that match their checksums: contradictions, and content that cannot be read."""
     manifest = checkpoint.manifest
     optimizers = [partial(checkpoint.optimizer_document, index) for index in range(len(manifest.optimizers))]
     state_parts = [manifest.state, *manifest.ranks]
@@ -97,7 +98,7 @@ def _check_tensors(checkpoint: Checkpoint, part: Part) -> Iterator[str]:
         for name in part.tensors:
             entry = misaligned(source.entry for source in tensors_in(checkpoint.file(name)).values())
             if entry is not None:
-                yield f"{name}: {entry.name!r} begins at byte {entry.begin}, not a multiple of its element size"
+                yield f"{name}: {entry.name!r} begins at byte {entry.begin}, which is no multiple of its element size"
         sources = checkpoint.tensors(part)
         if part.index is not None:
             file = checkpoint.file(part.index)

@@ -19,11 +19,11 @@ class WriteRequest:
 
     Attributes:
         path: path of the checkpoint.
-        join_info: from rank 0: what the other ranks need to join its storage.
-        digests: a hash per shared part of what must be equal on all ranks.
-        regions: per shared part, the regions that this rank writes.
-        state: from rank 0: the tensors of its state.
-        digest: from rank 0: the digest to store for each file, if any.
+        join_info: what the other ranks need to join rank 0's storage; None on other ranks.
+        digests: for each shared part, a hash of the descriptions of its tensors, which must be equal on all ranks.
+        regions: for each shared part, the regions that this rank writes.
+        state: the tensors of rank 0's state; empty on other ranks.
+        digest: name of the digest to store for each file; None for no digest. The value on rank 0 is used.
     """
 
     path: str
@@ -58,7 +58,7 @@ class WriteResult:
     """What a rank has written.
 
     Attributes:
-        written: records of its files, by name.
+        written: records of the files that this rank wrote, by name.
         parts: the parts that this rank staged, with their roles.
     """
 

@@ -1,4 +1,4 @@
-"""Assigns tensors to files and files to ranks; every rank computes the same plan without communication."""
+"""Assigns tensors to files and files to ranks. Every rank computes the same plan without communication."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Sizes:
     """Size limits for splitting a checkpoint, in bytes.
 
     Attributes:
-        small: files are not split below this size.
-        large: files are split above this size even on one rank.
+        small: a part is not split into files that are smaller than this size.
+        large: a part that is larger than this size is split into several files even on one rank.
         piece: size of the pieces that ranks exchange, unless a single row is larger.
     """
 
@@ -31,9 +31,9 @@ class PlannedFile:
     """A file of tensors that will be written.
 
     Attributes:
-        name: its name.
+        name: name of the file.
         owner: the rank that writes it.
-        specs: its tensors, in file order.
+        specs: the tensors in the file, in file order.
     """
 
     name: str
@@ -57,7 +57,7 @@ def plan_files(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) 
     contents: list[list[Spec]] = [[] for _ in range(count)]
     begin = 0
     for spec in specs:
-        # A tensor is assigned by its midpoint, so a file's size is off by at most half of its first and last tensor.
+        # A tensor is assigned by its midpoint. A file exceeds its share by at most half of its first and last tensors.
         middle = begin + spec.nbytes // 2
         contents[min(count * middle // max(total, 1), count - 1)].append(spec)
         begin += spec.nbytes
