@@ -67,8 +67,8 @@ def _step(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "What does a step cost in one process?",
         "one-process.md",
-        "The table shows the microseconds, and the Python calls, by which a step exceeds that of a hand-written loop, on "
-        "a network of nine weights. A *bare* step logs nothing. Other steps log one or five values. A *typical* step "
+        "The table shows the microseconds, and the Python calls, by which a step exceeds that of a hand-written loop, "
+        "on a network of nine weights. A *bare* step logs nothing. Other steps log one or five values. A *typical* step "
         "has a progress bar, a CSV logger and a checkpoint callback. Counts of Python calls do not depend on the "
         "machine. Differences of a few microseconds are noise.",
         "![Bars: microseconds that each framework adds to a typical step](images/benchmark-step.svg)",
@@ -155,8 +155,8 @@ def _data(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
         "How long does a shuffled epoch take to start?",
         "reading-data.md",
-        "The table shows the time to the first batch and the growth in memory. Resuming in the middle of an epoch takes "
-        "the same time.",
+        "The table shows the time to the first batch and the growth in memory. Resuming in the middle of an epoch "
+        "takes the same time.",
         _table(["samples", "order", "first batch, ms", "memory, MiB"], lines),
     )
 
@@ -203,7 +203,9 @@ def _checkpoints(folder: Path, pictures: dict[str, str]) -> str:
 
 def _gpu(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
-        "GPU", "gpu.md", "[`make cuda`](cuda.md) measures the overhead on a GPU. The detailed page has the report of the last run."
+        "GPU",
+        "gpu.md",
+        "[`make cuda`](cuda.md) measures the overhead on a GPU. The detailed page has the report of the last run.",
     )
 
 
