@@ -68,8 +68,8 @@ def _step(folder: Path, pictures: dict[str, str]) -> str:
         "What does a step cost in one process?",
         "one-process.md",
         "The table shows the microseconds, and the Python calls, by which a step exceeds that of a hand-written loop, "
-        "on a network of nine weights. A *bare* step logs nothing. Other steps log one or five values. A *typical* step "
-        "has a progress bar, a CSV logger and a checkpoint callback. Counts of Python calls do not depend on the "
+        "on a network of nine weights. A *bare* step logs nothing. Other steps log one or five values. A *typical* "
+        "step has a progress bar, a CSV logger and a checkpoint callback. Counts of Python calls do not depend on the "
         "machine. Differences of a few microseconds are noise.",
         "![Bars: microseconds that each framework adds to a typical step](images/benchmark-step.svg)",
         _table(["us over a loop by hand", *ways, "calls, bare", "calls, typical"], lines),
