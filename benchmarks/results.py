@@ -16,18 +16,20 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 HEAD = """# Benchmarks
 
-The overhead of the engine compared with a hand-written loop. Each question has a picture or a small table here, and
-its own page with every figure, the machine, the versions and the command. `make bench` repeats the measurements.
-`python -m benchmarks.results` generates this page from the detailed tables, and a test checks that it is up to date.
+The benchmarks compare the engine with a hand-written loop. For each question, this page has a picture or a small
+table, and a separate page has every figure, the machine, the versions and the command. `make bench` repeats the
+measurements. `python -m benchmarks.results` generates this page from the detailed tables, and a test checks that this
+page is up to date.
 """
 
 METHOD = """## How it is measured
 
 The speed of a machine varies over time. Loops are therefore interleaved (A B A B) and compared round by round. Each
-loop runs for two numbers of steps, and the slope between them excludes the start-up time. Loops of several processes
-[alternate within one run](decisions/0017-loops-of-a-strategy-take-turns.md). All loops of a table train the same
-network on the same data in the same order, and a run fails unless the final weights are bit-identical.
-Figures are medians. *Processor* is processor time, which excludes waiting on a shared machine.
+loop runs twice, with different numbers of steps; the slope between the two times contains no start-up time. Loops of
+several processes [alternate within one run](decisions/0017-loops-of-a-strategy-take-turns.md). All loops of a table
+train the same network on the same data in the same order. The benchmark fails if the final weights are not
+bit-identical.
+Figures are medians. *Processor time* does not include the time that a loop waits on a shared machine.
 Counts of Python calls, instructions, collectives and bytes are the same in every run.
 """
 
@@ -65,9 +67,10 @@ def _step(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "What does a step cost in one process?",
         "one-process.md",
-        "The time of a step over that of a hand-written loop, in microseconds, on a network of nine weights: bare; "
-        "with one and with five logged values; and with a progress bar, a CSV logger and a checkpoint callback. Counts "
-        "of Python calls do not depend on the machine. Differences of a few microseconds are noise.",
+        "The table shows the microseconds, and the Python calls, by which a step exceeds that of a hand-written loop, "
+        "on a network of nine weights. A *bare* step logs nothing. Other steps log one or five values. A *typical* "
+        "step has a progress bar, a CSV logger and a checkpoint callback. Counts of Python calls do not depend on the "
+        "machine. Differences of a few microseconds are noise.",
         "![Bars: microseconds that each framework adds to a typical step](images/benchmark-step.svg)",
         _table(["us over a loop by hand", *ways, "calls, bare", "calls, typical"], lines),
     )
@@ -83,8 +86,9 @@ def _instructions(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
         "How many instructions does a step take?",
         "instructions.md",
-        "Thousands of instructions over those of a hand-written loop, counted by Valgrind. The second table compares "
-        "a rank's step of a small GPT with the same strategy in a hand-written loop.",
+        "Valgrind counts the instructions. The tables show by how many thousand a step exceeds that of a hand-written "
+        "loop, and the ratio of the two counts. The first table is for the network `linear` in one process. The "
+        "second is for a rank that trains a small GPT, compared with a hand-written loop that uses the same strategy.",
         _table(["a step of `linear`", "over raw", "ratio"], lines),
         _table(["a rank's step", "over by hand", "ratio"], ranks),
     )
@@ -94,7 +98,7 @@ def _profile(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
         "Where does a step spend its time?",
         "where-a-step-goes.md",
-        "The parts of a step, for the hand-written loop, drivetrain and Lightning.",
+        "The picture shows the time of each part of a step, for the hand-written loop, drivetrain and Lightning.",
         "![Bars: where a step of the network linear goes](images/step-linear.svg)",
     )
 
@@ -118,8 +122,9 @@ def _strategies(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "What does a step cost on two processes?",
         "two-processes.md",
-        "A small GPT under each strategy, compared with hand-written loops on `DistributedDataParallel`, "
-        "`fully_shard` and `deepspeed.initialize`.",
+        "A small GPT trains under each strategy and is compared with hand-written loops that use "
+        "`DistributedDataParallel`, `fully_shard` and `deepspeed.initialize`. Collectives and KiB sent are counted "
+        "per step and rank.",
         "![Bars: a step by hand and by the engine, for each strategy](images/benchmark-strategies.svg)",
         _table(["Strategy", "ratio", "in processor time", "collectives", "KiB sent"], lines),
     )
@@ -134,7 +139,7 @@ def _start(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "How long does it take to start?",
         "starting.md",
-        "Milliseconds in a process that has already imported torch.",
+        "Times are in milliseconds, in a process that has already imported torch.",
         "![Bars: import, construction and first step](images/benchmark-start.svg)",
         _table(["", *parts, "modules imported"], lines),
     )
@@ -150,7 +155,8 @@ def _data(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
         "How long does a shuffled epoch take to start?",
         "reading-data.md",
-        "The time to the first batch and the growth in memory. Resuming in the middle of an epoch takes the same time.",
+        "The table shows the time to the first batch and the growth in memory. Resuming in the middle of an epoch "
+        "takes the same time.",
         _table(["samples", "order", "first batch, ms", "memory, MiB"], lines),
     )
 
@@ -163,8 +169,8 @@ def _scale(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
         "What is the overhead on many ranks?",
         "many-ranks.md",
-        "The overhead per step and at the start of a run on one rank of many, compared with hand-written DDP, on "
-        "torch's fake process group.",
+        "The table shows the overhead of one rank among many, per step and at the start of a run, compared with "
+        "hand-written DDP. The other ranks are simulated by torch's fake process group.",
         _table(["ranks", "Python calls a step", "us a step", "ms at the start"], lines),
     )
 
@@ -188,8 +194,8 @@ def _checkpoints(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "How fast are checkpoints?",
         "saving-and-loading.md",
-        "A GPT of 100 million parameters with AdamW. A save that syncs survives a power cut, and a load that checks "
-        "detects a flipped bit.",
+        "Each library saves and loads a GPT of 100 million parameters with the state of AdamW. A save that *syncs* "
+        "survives a power cut, and a load that *checks* detects a flipped bit.",
         "![Bars: saving and loading, for each library](images/benchmark-checkpoints.svg)",
         _table(["", *parts, "memory of a save, MB", "syncs", "checks"], lines),
     )
@@ -197,7 +203,9 @@ def _checkpoints(folder: Path, pictures: dict[str, str]) -> str:
 
 def _gpu(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
-        "GPU", "gpu.md", "[`make cuda`](cuda.md) measures the overhead on a GPU. The page has its last report."
+        "GPU",
+        "gpu.md",
+        "[`make cuda`](cuda.md) measures the overhead on a GPU. The detailed page has the report of the last run.",
     )
 
 
