@@ -106,13 +106,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
         {"config": {"optimizer": ADAMW}},
         {},
         DeepRegression,
-        "optimizer='AdamW', and configure_optimizers returned AdamW",
+        "optimizer='AdamW', but configure_optimizers also returned AdamW",
     ),
     (
         {"config": {"scheduler": WARM_UP}},
         {},
         lambda: _with(_scheduled),
-        "scheduler='WarmupLR', and configure_optimizers",
+        "scheduler='WarmupLR', but configure_optimizers",
     ),
     # E-03
     ({"config": {"gradient_clipping": 1.0}}, {"gradient_clip_val": 0.5}, DeepRegression, "Fit(gradient_clip_val=0.5)"),

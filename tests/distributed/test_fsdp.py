@@ -284,8 +284,8 @@ def test_unsupported_training_is_refused_by_name() -> None:
     expected = [
         "'table' is an Embedding with sparse=True",
         "'table' is an Embedding with max_norm",
-        "shard_size=4, and there are 2 ranks",
-        "replicate_size=2 x shard_size=2 = 4, and there are 2 ranks",
+        "shard_size=4, but there are only 2 ranks",
+        "replicate_size=2 x shard_size=2 = 4, but there are 2 ranks",
         "shard_size=1 with sharding='full' on 2 ranks",
         "tensor_parallel=3 on 2 ranks",
         "tensor_parallel=2, and no layer of DeepRegression is split",

@@ -68,7 +68,7 @@ def _raise_if_compilation_failed(error: Exception) -> None:
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
             "DeepSpeed's optimizers and its NVMe access are compiled at their first use.",
-            "install g++, ninja, and libaio with its headers (libaio-dev), or offload to 'cpu'."
+            "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to 'cpu'."
             if is_for_drive
             else "install g++ and ninja, or use torch's optimizers; in a config, set 'torch_adam': true in the "
             "optimizer's params.",
