@@ -288,7 +288,7 @@ def test_unsupported_training_is_refused_by_name() -> None:
         "replicate_size=2 x shard_size=2 = 4, but there are 2 ranks",
         "shard_size=1 with sharding='full' on 2 ranks",
         "tensor_parallel=3 on 2 ranks",
-        "tensor_parallel=2, and no layer of DeepRegression is split",
+        "tensor_parallel=2, but no layer of DeepRegression is split",
         "reshard_after_forward=3",
         "no module of class Conv2d",
         "holds a parameter of shape (2, 2) that is not the module's",

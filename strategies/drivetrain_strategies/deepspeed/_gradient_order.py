@@ -50,9 +50,7 @@ class GradientOrder:
         order, expected = map(self._named, self._differing)
         first = next(number for number, (name, other) in enumerate(zip(order, expected, strict=True)) if name != other)
         raise ConfigurationError(
-            f"Gradients became ready in two orders: {order[first]!r} was ready at the position of {expected[first]!r} "
-            "in the "
-            "first window.",
+            f"Gradients became ready in two orders: {order[first]!r} took the position of {expected[first]!r}.",
             "ZeRO 2 exchanges gradients during backward, and ranks with different orders would add up gradients of "
             "different parameters. The order differs if the forward depends on a rank's samples. BatchNorm, for "
             "example, computes differently for a single sample.",

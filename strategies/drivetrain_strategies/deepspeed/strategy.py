@@ -95,8 +95,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         communication_data_type: dtype in which gradients are exchanged, "fp32", "bf16" or "fp16".
         leaf_modules: classes of modules that stage 3 gathers and exchanges as a whole, such as blocks of experts.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
-        activation_policy: "full" recomputes all operators, "save_matmuls" and "save_attention" save the results of
-            these operators, and a function decides for each operator.
+        activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
+            those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
         find_unused_parameters: None refuses parameters that become used or unused after the first accumulation window.
             True allows such parameters, and makes stage 2 exchange gradients after backward. False does not check.
         save_native: write DeepSpeed's own checkpoint next to each checkpoint, for DeepSpeed's tools.

@@ -88,8 +88,8 @@ class FSDPStrategy(DistributedStrategy):
         shard_size: number of ranks per copy under "hybrid". The default is the number of ranks of a node.
         cpu_offload: keep shards, gradients and optimizer state in host memory. Takes a bool or an `OffloadPolicy`.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
-        activation_policy: "full" recomputes all operators, "save_matmuls" and "save_attention" save the results of
-            these operators, and a function decides for each operator.
+        activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
+            those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
         mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision.
         ignored: names of parameters (``*`` as a wildcard) and classes of modules to replicate on every rank.
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
