@@ -12,8 +12,7 @@ GATHERED = (
 )
 PARTITIONED = (
     "the weights are partitioned, so the update changed empty tensors, but not the partitions.",
-    "update the weights within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use strategy='fsdp' or "
-    "'ddp'.",
+    "update the weights within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use 'fsdp' or 'ddp'.",
 )
 ROUNDED = (
     "the update changed half-precision copies, but not the float32 weights, which checkpoints save.",

@@ -104,8 +104,7 @@ def record_on_meta() -> Iterator[Recording]:
             raise
         raise ConfigurationError(
             f"configure_model failed on the meta device: {error}",
-            "configure_model runs on the meta device, so that no rank holds the whole module, and tensors there have "
-            "no values.",
+            "to save memory, configure_model runs on the meta device, where tensors have no values.",
             "do not read tensor values in configure_model, or pass meta=False to the strategy.",
         ) from error
     finally:
@@ -172,8 +171,7 @@ class _OperationRecorder(TorchDispatchMode):
         elif random:
             raise ConfigurationError(
                 f"configure_model drew random numbers for a tensor that has storage ({func}).",
-                "modules built in configure_model are initialised later, so the numbers would differ from an ordinary "
-                "build.",
+                "modules are initialised only after configure_model, so these numbers would be drawn in another order.",
                 "draw these numbers in __init__, or pass meta=False to the strategy.",
             )
         return result

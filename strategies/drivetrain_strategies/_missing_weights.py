@@ -71,8 +71,7 @@ def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bo
     logger.log(
         logging.WARNING if warn else logging.DEBUG,
         "The parameters take %.1f GiB, which is more than gather_limit, so the module stays sharded. To get whole "
-        "weights, "
-        "raise %s(gather_limit=...), or call save_checkpoint within the run.",
+        "weights, raise %s(gather_limit=...), or call save_checkpoint within the run.",
         nbytes / 2**30,
         strategy,
     )

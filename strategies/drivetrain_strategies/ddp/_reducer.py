@@ -101,16 +101,14 @@ def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
         raise ConfigurationError(
             "The graph of training_step changed under static_graph=True.",
             "with a static graph, every step must use the same parameters, in the same order and equally often, since "
-            "DDP "
-            f"plans its communication in the first step. {torch_message}",
+            f"DDP plans its communication in the first step. {torch_message}",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         ) from error
     if "mark a variable ready only once" in text:
         raise ConfigurationError(
             "A parameter's gradient became ready twice in one backward.",
             "DDP expects each gradient once per backward. Re-entrant activation checkpointing (use_reentrant=True), "
-            "with "
-            f"find_unused_parameters=True or around a module used twice, delivers it twice. {torch_message}",
+            f"with find_unused_parameters=True or around a module used twice, delivers it twice. {torch_message}",
             "checkpoint with use_reentrant=False, or use static_graph=True without find_unused_parameters.",
         ) from error
 
@@ -124,8 +122,7 @@ def _unused_parameters_error(names: list[str], static_graph: bool) -> Configurat
     if static_graph:
         return ConfigurationError(
             f"The graph of training_step changed under static_graph=True. {summary}",
-            "these parameters had a gradient in this rank's first step, so DDP waits for one in every step and would "
-            "hang.",
+            "DDP waits in every step for all gradients of this rank's first step, so the ranks would hang.",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         )
     return ConfigurationError(

@@ -110,8 +110,7 @@ class DDPStrategy(DistributedStrategy):
         if manual and self.static_graph:
             raise ConfigurationError(
                 "static_graph=True together with manual optimization.",
-                "in manual optimization, each optimizer's backward may use other parameters, so the graph is not "
-                "static.",
+                "in manual optimization, each backward may use other parameters, so the graph is not static.",
                 "use strategy='ddp'.",
             )
         param_dtype, reduce_dtype = self.precision.param_dtype, self.precision.reduce_dtype

@@ -25,8 +25,7 @@ _ELEMENTWISE_OPTIMIZERS = {
 _REFUSAL_REASONS: dict[type, str] = {
     torch.optim.LBFGS: "its step re-evaluates the loss, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
-        "it uses a parameter's rows and columns, but ZeRO flattens parameters, which halved the updates in a "
-        "measurement"
+        "it uses a parameter's rows and columns, but ZeRO flattens parameters, which halved measured updates"
     ),
     torch.optim.Muon: "it uses a parameter as a matrix, but ZeRO flattens parameters",
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
@@ -184,8 +183,7 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
             raise ConfigurationError(
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
                 "DeepSpeed's engine flattened the parameters that were trainable at the start. The engine never trains "
-                "other "
-                "parameters, and weight decay still acts on parameters that were frozen later.",
+                "other parameters, and weight decay still acts on parameters that were frozen later.",
                 _FIX_FOR_PHASES,
             )
 

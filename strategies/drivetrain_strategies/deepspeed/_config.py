@@ -186,8 +186,7 @@ def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyAr
         raise ConfigurationError(
             "config: zero_optimization.round_robin_gradients=True.",
             "DeepSpeed then assigns parameters to ranks in an order that it does not report, so optimizer state would "
-            "be "
-            "saved under wrong names.",
+            "be saved under wrong names.",
             "remove this setting.",
         )
 

@@ -310,8 +310,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"{type(optimizer).__name__} steps with a closure under DeepSpeed.",
                 "DeepSpeed's engine runs the backward and the step, and cannot evaluate a closure within the step.",
                 "use strategy='fsdp' or 'ddp'. If the optimizer evaluates the closure only once, at the start of the "
-                "step, "
-                "you can also evaluate the closure yourself and call step() without it.",
+                "step, you can also evaluate the closure yourself and call step() without it.",
             )
         max_norm, self._max_norm = self._max_norm, None
         return self._active_run.step(max_norm)
@@ -377,8 +376,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"{path!r} holds no checkpoint of DeepSpeed's.",
                 "DeepSpeed would silently start from scratch.",
                 "pass the folder that DeepSpeed wrote. With save_native=True, this is the checkpoint's path followed "
-                "by "
-                f"{NATIVE!r}.",
+                f"by {NATIVE!r}.",
             )
 
     # Weights and optimizer state of a checkpoint

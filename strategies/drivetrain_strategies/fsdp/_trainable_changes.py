@@ -34,8 +34,7 @@ def adapt_to_trainable(module: nn.Module, sharded: Sharded, gradients: Gradients
         raise ConfigurationError(
             f"A layer was created within a run, under FSDP: {listed(created)}.",
             "parameters are sharded before the first step. Gradients of new parameters would not be exchanged, and "
-            "every "
-            "rank would train its own copy.",
+            "every rank would train its own copy.",
             "build the layer in configure_model and freeze it until it is needed, or use strategy='ddp'.",
         )
     try:
