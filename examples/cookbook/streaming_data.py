@@ -1,7 +1,7 @@
 """Streaming data: an iterable dataset that is sharded across ranks and workers and resumes where a run was stopped.
 
-Common mistakes: every rank and every worker has its own copy of an iterable, and reads everything unless the iterable
-is sharded explicitly. Also, a resumed run must read and discard everything before its position, which takes hours for a
+Common mistake: not sharding the iterable. Every rank and every worker has its own copy of an iterable and would read
+everything. Also, a resumed run must read and discard everything before its position, which takes hours for a
 large corpus. An iterable with `state_dict` and `load_state_dict` is instead restored to the first piece that was not
 *trained on*. Pieces that had been read ahead are read again.
 """

@@ -1,4 +1,4 @@
-"""Records how ``configure_model`` builds a module on the meta device, and replays it one tensor at a time.
+"""Records how ``configure_model`` builds a module on the meta device, and replays the build one tensor at a time.
 
 The replay runs every recorded tensor operation on the CPU, in the same order and from the same generator state. Each
 value therefore equals the value of an ordinary build bit for bit, regardless of whether constructors,

@@ -19,7 +19,7 @@ class OpaqueOutput:
 
 
 class StepModule(nn.Module):
-    """Runs the step that its forward receives, so that gradients synchronize for every kind of step.
+    """Runs the step that is passed to ``forward``, so that gradients synchronize for every kind of step.
 
     If the step returns a dict, forward returns the loss and an `OpaqueOutput` of the dict. A wrapper such as DDP finds
     the used parameters from the tensors in the output. In a subclass of dict (a Hugging Face ``ModelOutput``), DDP

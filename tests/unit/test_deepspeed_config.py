@@ -182,7 +182,7 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
     ("options", "part"),
     [
         ({"stage": 4}, "stage=4"),
-        ({"stage": 0}, "without any it is plain DDP"),
+        ({"stage": 0}, "Stage 0 would be plain DDP"),
         ({"offload_optimizer": "gpu"}, "offload_optimizer='gpu'"),
         ({"offload_optimizer": "nvme", "stage": 3}, "without nvme_path"),
         ({"offload_optimizer": "nvme", "nvme_path": "/tmp"}, "offload_optimizer='nvme' at stage 2"),

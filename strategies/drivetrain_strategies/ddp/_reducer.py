@@ -108,7 +108,7 @@ def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
         raise ConfigurationError(
             "A parameter's gradient became ready twice in one backward.",
             "DDP expects each gradient once per backward. Re-entrant activation checkpointing (use_reentrant=True), "
-            f"with find_unused_parameters=True or around a module used twice, delivers it twice. {torch_message}",
+            f"with find_unused_parameters=True or around a module used twice, delivers one twice. {torch_message}",
             "checkpoint with use_reentrant=False, or use static_graph=True without find_unused_parameters.",
         ) from error
 

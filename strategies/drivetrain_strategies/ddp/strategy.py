@@ -118,7 +118,7 @@ class DDPStrategy(DistributedStrategy):
             raise ConfigurationError(
                 f"precision={self.precision.name!r} reduces gradients in {reduce_dtype} and keeps parameters in "
                 f"{param_dtype}.",
-                "DDP reduces gradients in the dtype of their parameters.",
+                "DDP reduces gradients in the dtype of the parameters.",
                 f"use strategy='fsdp', DDPStrategy(comm_hook=...), or {type(self.precision).__name__}.reduce_dtype = "
                 f"{param_dtype}.",
             )
@@ -139,7 +139,8 @@ class DDPStrategy(DistributedStrategy):
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
         if not self._wrap(module, init_sync=True):
-            self._broadcast([*module.parameters(), *module.buffers()])  # DDP would have broadcast them
+            # Without trainable parameters, there is no DDP wrapper that broadcasts the values.
+            self._broadcast([*module.parameters(), *module.buffers()])
         if self._manual_optimization:
             return self._manual_runner()  # here, `backward` prepares DDP, not DDP's forward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
@@ -213,7 +214,7 @@ class DDPStrategy(DistributedStrategy):
         return True
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Do nothing, since DistributedDataParallel broadcasts the weights when it wraps the module."""
+        """Do nothing, since DistributedDataParallel broadcasts the weights when wrapping the module."""
 
     def trainable_changed(self, module: nn.Module) -> None:
         known_ids = {id(parameter) for parameter in self._replicated}

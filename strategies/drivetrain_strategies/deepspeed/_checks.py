@@ -128,8 +128,8 @@ def check_optimizers(
         if scheduler is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise ConfigurationError(
                 f"config: scheduler={scheduler.get('type')!r}, but configure_optimizers also returned a scheduler.",
-                "both would set the learning rate.",
-                "keep one of them.",
+                "both schedulers would set the learning rate.",
+                "keep only one scheduler.",
             )
         _check_kind(optimizer, allowed=bool(config.get("zero_allow_untested_optimizer")))
         for number, group in enumerate(optimizer.param_groups):

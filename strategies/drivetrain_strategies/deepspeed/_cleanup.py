@@ -32,7 +32,7 @@ _HOOK_ATTRIBUTES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""The attributes of a module that hold its hooks."""
+"""The attributes in which a module keeps hooks."""
 
 _LATE_ATTRIBUTES = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
 """Attributes that DeepSpeed adds only in the first steps. It then also adds attributes that begin with ``ds_``."""
@@ -111,7 +111,7 @@ class DeepSpeedWorld:
 
 
 class ModuleSnapshot:
-    """Records a module's attributes and hooks, so that those that DeepSpeed adds can be removed.
+    """Records a module's attributes and hooks, so that additions by DeepSpeed can be removed.
 
     Args:
         module: the module before DeepSpeed's engine is built.

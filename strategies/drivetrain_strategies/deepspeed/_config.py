@@ -125,7 +125,9 @@ def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
     stage = arguments.stage if arguments.stage is not None else 2 if configured == "auto" else configured
     if stage not in (1, 2, 3):
         raise ConfigurationError(
-            f"stage={stage!r}.", "ZeRO has the stages 1, 2 and 3; without any it is plain DDP.", "use one, or 'ddp'."
+            f"stage={stage!r}.",
+            "ZeRO has the stages 1, 2 and 3. Stage 0 would be plain DDP.",
+            "use stage 1, 2 or 3, or strategy='ddp'.",
         )
     return int(stage)
 

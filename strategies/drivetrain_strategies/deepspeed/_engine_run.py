@@ -242,10 +242,8 @@ class DeepSpeedRun:
         call = partial(step, *args)
         if torch.is_autocast_enabled():  # DeepSpeed's engine would disable CUDA's autocast
             call = partial(self._under_autocast, call)
-        gather_order, self._gather_order = (
-            self._gather_order,
-            None,
-        )  # the ranks compare their orders only in the first step
+        # The ranks compare their gather orders only in the first step.
+        gather_order, self._gather_order = self._gather_order, None
         self._within_forward = True
         try:
             if gather_order is None:

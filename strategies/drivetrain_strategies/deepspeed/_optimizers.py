@@ -1,4 +1,4 @@
-"""Restores a user's optimizer after a run, in which DeepSpeed replaces its parameters by flat master weights."""
+"""AdoptedOptimizer: restores a user's optimizer whose parameters DeepSpeed replaced during a run."""
 
 from __future__ import annotations
 

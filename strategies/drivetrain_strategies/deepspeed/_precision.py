@@ -22,7 +22,7 @@ from drivetrain.strategies import MemoryAdvice
 _HALF_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _KNOWN_CLASSES = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
-"""The precision classes for which DeepSpeed has a mode, and those for whose refusal a specific reason is given."""
+"""The precision classes that DeepSpeed supports, or that are refused with a specific reason."""
 
 _REFUSAL_REASONS = {
     "64-true": "DeepSpeed's optimizers keep float32 master weights",

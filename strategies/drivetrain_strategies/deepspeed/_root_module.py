@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Root(nn.Module):
-    """Runs the call that its forward receives.
+    """Runs the call that is passed to ``forward``.
 
     DeepSpeed's hooks traverse inputs and outputs, replace tensors, and fail for types that they do not know (a float, a
     dataclass, None). The hooks of this module see only a call, the loss and an `OpaqueOutput`.
@@ -20,7 +20,7 @@ class Root(nn.Module):
         super().__init__()
         self.module = module
 
-    # DeepSpeed writes the names that these methods return into its checkpoints, so they are the user's module's names.
+    # These methods return names of the user's module, since DeepSpeed writes the returned names into its checkpoints.
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **options)

@@ -277,7 +277,7 @@ def _elementwise_keys(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str,
     """Return the keys whose values have one entry per element instead of one per parameter.
 
     A key is elementwise if a value has the shape of its parameter. For scalar parameters, the other parameters of the
-    flat tensor decide. If all of its parameters are scalars, every key except ``step`` is elementwise.
+    flat tensor decide. If all of these are scalars, too, every key except ``step`` is elementwise.
     """
     keys: set[str] = set()
     for name, shape in shapes.items():
