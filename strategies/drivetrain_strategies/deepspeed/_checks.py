@@ -23,11 +23,11 @@ _ELEMENTWISE_OPTIMIZERS = {
 """Optimizers whose update is elementwise, each as its package and class name."""
 
 _REFUSAL_REASONS: dict[type, str] = {
-    torch.optim.LBFGS: "its step re-evaluates the loss, which DeepSpeed's engine does not support",
+    torch.optim.LBFGS: "LBFGS re-evaluates the loss in each step, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
-        "it uses a parameter's rows and columns, but ZeRO flattens parameters, which halved measured updates"
+        "Adafactor uses a parameter's rows and columns, but ZeRO flattens parameters, which halved measured updates"
     ),
-    torch.optim.Muon: "it uses a parameter as a matrix, but ZeRO flattens parameters",
+    torch.optim.Muon: "Muon uses a parameter as a matrix, but ZeRO flattens parameters",
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
     torch.optim.Adagrad: "DeepSpeed replaces it by its own Adagrad, which ignores learning rate schedulers",
 }

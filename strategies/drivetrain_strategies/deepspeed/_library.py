@@ -56,7 +56,7 @@ def import_library() -> Any:
 
 
 class RedirectedLogging(logging.Filter):
-    """Redirects DeepSpeed's log to the logger "drivetrain.deepspeed". Messages below errors get the level DEBUG."""
+    """Redirects DeepSpeed's log to "drivetrain.deepspeed" within this context. Messages below ERROR become DEBUG."""
 
     def __init__(self) -> None:
         super().__init__()

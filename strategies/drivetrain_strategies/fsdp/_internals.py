@@ -53,7 +53,7 @@ class _WatchedGroup(FSDPParamGroup):
     """A parameter group whose `Sharded` object fills missing gradients with zeros before the exchange.
 
     If a rank lacked a gradient that other ranks exchange, the collective would hang or add up gradients of different
-    parameters. Only torch 2.13 and later fill missing gradients themselves.
+    parameters. torch itself fills missing gradients only since version 2.13.
     """
 
     watcher: Sharded

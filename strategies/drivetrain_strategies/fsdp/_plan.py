@@ -16,8 +16,8 @@ from drivetrain.errors import ConfigurationError, nearest
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """How units are chosen.
 
-None chooses repeated blocks, a sequence of classes chooses the modules of these classes, and a function ``wrap(name,
-module)`` returns whether a module is a unit.
+None chooses repeated blocks, a sequence of classes chooses the modules of these classes, and a function
+``wrap(name, module)`` returns whether a module is a unit.
 """
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

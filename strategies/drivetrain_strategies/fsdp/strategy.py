@@ -432,9 +432,8 @@ class FSDPStrategy(DistributedStrategy):
         module = self._resharded_module()
         state = sharded_optimizer_state(state, dict(module.named_parameters()))
         load_named_optimizer_state(module, self.optimizers[index], state)
-        self._customize_step(
-            self.optimizers[index]
-        )  # loading also adds the parameter groups that the saved optimizer had gained
+        # Loading also adds the parameter groups that the saved optimizer had gained.
+        self._customize_step(self.optimizers[index])
 
     shard_of = staticmethod(shard_of)
 
