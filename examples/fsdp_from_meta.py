@@ -1,4 +1,4 @@
-"""A transformer that no rank ever holds completely: built on the meta device, sharded, and initialized per shard.
+"""A transformer that no rank ever holds completely. It is built on the meta device, sharded and then initialized.
 
 python examples/fsdp_from_meta.py [--devices 4] [--width 512]
 """
@@ -96,7 +96,7 @@ def main() -> None:
     texts = torch.tensor(list(source[: 48 * (LENGTH + 1)])).view(-1, LENGTH + 1)
     train_loader = DataLoader(texts[:-16], batch_size=8 // options.devices, shuffle=True)
     val_loader = DataLoader(texts[-16:], batch_size=16 // options.devices)
-    strategy = FSDPStrategy(gather_limit=0)  # do not gather the weights after the run either
+    strategy = FSDPStrategy(gather_limit=0)  # keeps the weights sharded after the run, too
     fit = Fit(
         strategy=strategy, devices=options.devices, accelerator="cpu", max_epochs=2, seed=0, callbacks=MemoryReport()
     )

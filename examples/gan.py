@@ -58,7 +58,7 @@ def layers(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def loss_against(logits: Tensor, target: float) -> Tensor:
-    """Return the loss for the same target, between 0 (fake) and 1 (real), for all images."""
+    """Return the mean loss if all images have the same target, from 0 (fake) to 1 (real)."""
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
 
 

@@ -23,7 +23,7 @@ from drivetrain.callbacks import LearningRateMonitor, ThroughputMonitor
 from drivetrain.loggers import CSVLogger
 
 LENGTH = 128  # bytes that the model sees at once
-PAD = 0  # a byte that no source file contains; starts every text and pads the shorter ones of a batch
+PAD = 0  # a byte that no source file contains; it starts every text and pads the shorter texts of a batch
 
 
 class GPT(TrainModule):
@@ -60,7 +60,7 @@ class GPT(TrainModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        steps = self.trainer.estimated_stepping_batches  # warm-up for a tenth of them, then cosine decay
+        steps = self.trainer.estimated_stepping_batches  # warm-up for a tenth of the steps, then cosine decay
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

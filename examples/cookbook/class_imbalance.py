@@ -1,9 +1,9 @@
 """Class imbalance: one image in fifty shows an 8, so a detector that never reports one has 98% accuracy.
 
-Common mistake: `cross_entropy(weight=...)` with gradient accumulation, or on several devices. It divides by the sum of
-the class weights in its own micro-batch, and the mean of these means is not the weighted mean over the batch:
-micro-batches without an 8 count as much as those with one. `batch_weight` returns the divisor of each
-micro-batch, so that the engine can weight them exactly.
+Common mistake: `cross_entropy(weight=...)` with gradient accumulation, or on several devices. The loss is divided by
+the sum of the class weights in the micro-batch. The mean over micro-batches is then not the weighted mean over the
+batch, because micro-batches without an 8 count as much as micro-batches with one. `batch_weight` returns the divisor of
+each micro-batch, so that the engine can weight the micro-batches exactly.
 """
 
 import torch
@@ -26,7 +26,7 @@ class Detector(TrainModule):
         return F.cross_entropy(self.net(images), labels, self.class_weights.to(images))
 
     def batch_weight(self, batch):
-        return self.class_weights[batch[1]].sum()  # what cross_entropy divides by
+        return self.class_weights[batch[1]].sum()  # the divisor that cross_entropy uses
 
     def predict_step(self, batch):
         return self.net(batch[0]).argmax(-1)

@@ -3,8 +3,8 @@
 Common mistake: watching only the loss. For two equal inputs the square root is taken at 0, where its slope is infinite.
 `torch.where` masks the result too late: the gradient is NaN although the loss is finite. After that step all weights
 are NaN, but the mask turns the NaN distances into 0, so the loss stays finite. First find the step with
-`NonFiniteGuard(check_gradients=True)`, which is cheap, then the operation with `Fit(detect_anomaly=True)`, which is
-slow.
+`NonFiniteGuard(check_gradients=True)`, which is cheap. Then find the operation with `Fit(detect_anomaly=True)`, which
+is slow.
 """
 
 import torch

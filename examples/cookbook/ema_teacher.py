@@ -1,9 +1,9 @@
 """An EMA teacher: 40% of the labels are random, so the student also learns from a moving average of itself.
 
-Common mistake: updating the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
-once per micro-batch, so the average changes faster than intended; `optimizer_step` runs once per step. A teacher
-that requires gradients is trained as well, and one with dropout gives noisy targets: freeze it and set it to eval
-mode when it is built.
+Common mistake: updating the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation, these hooks
+run once per micro-batch, so the average changes faster than intended. `optimizer_step` runs once per optimizer step.
+Also, a teacher that requires gradients is trained as well, and a teacher with dropout gives noisy targets. Freeze the
+teacher and set it to eval mode when it is built.
 """
 
 import copy
@@ -32,7 +32,7 @@ class MeanTeacher(TrainModule):
 
     def optimizer_step(self, *args, **options):
         super().optimizer_step(*args, **options)
-        # Update in place, but not through .data: the engine raises an error if a strategy would lose the update.
+        # Update in place, not through .data, so that the engine raises an error if a strategy would lose the update.
         with torch.no_grad():
             for average, weight in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 average.lerp_(weight, 1 - self.hparams.decay)

@@ -2,8 +2,8 @@
 
 Common mistake: returning both optimizers and one loss. In automatic optimization all optimizers use the gradients of
 the same loss, which suits Muon and AdamW together, but here both networks would minimize the same objective. Use manual
-optimization, toggle the optimizers, so that the generator's loss leaves no gradients in the critic, and detach the
-generated images for the critic.
+optimization. Toggle the optimizers, so that the generator's loss leaves no gradients in the critic, and detach the
+generated images in the critic's loss.
 """
 
 import torch

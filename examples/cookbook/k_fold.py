@@ -1,7 +1,8 @@
 """k-fold cross-validation: every sample is predicted once, by a module that was not trained on it.
 
-Common mistake: one module, callback or fitted scaler for all folds. The held-out part of the second fold was training
-data of the first, so the score wrongly rises from fold to fold. Build everything within the loop, from the same seed.
+Common mistake: sharing one module, callback or fitted scaler among the folds. The held-out part of the second fold was
+training data of the first fold, so the score wrongly rises from fold to fold. Build everything within the loop, from
+the same seed.
 """
 
 import torch
@@ -38,7 +39,7 @@ def main() -> None:
     scores = []
     for train, held_out in StratifiedKFold(5, shuffle=True, random_state=0).split(x, y):
         seed_everything(0)  # the same initial weights in each fold
-        module = Classifier(x[train].mean(0), x[train].std(0))  # of this fold's training data only
+        module = Classifier(x[train].mean(0), x[train].std(0))  # statistics of this fold's training data only
         fit = Fit(max_epochs=15, seed=0)
         fit.fit(module, DataLoader(TensorDataset(x[train], y[train]), batch_size=16, shuffle=True))
         loader = DataLoader(TensorDataset(x[held_out], y[held_out]), batch_size=64)

@@ -1,8 +1,8 @@
 """Logging images: the model's output for a few samples in TensorBoard, once per epoch.
 
-Common mistake: logging in every step. Images are copied from the device, which stalls it. Keep the samples of one
-validation batch and log them at the end of the epoch, but not in the sanity check, before any training.
-You need not check the rank: loggers of ranks above 0 write nothing.
+Common mistake: logging in every step. Images are copied from the device, which must wait for the copy. Keep the samples
+of one validation batch and log them at the end of the epoch, but not in the sanity check, which runs before any
+training. You need not check the rank, because loggers of ranks above 0 write nothing.
 """
 
 import torch

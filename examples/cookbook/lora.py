@@ -1,9 +1,9 @@
 """LoRA on a Hugging Face model: train an adapter with 1% of the weights, and save it without the base model.
 
-Common mistake: an adapter can be loaded into any model of the same shape. With another base model than it was trained
-on (another revision, a quantized copy) there is no error, but the output is useless. `Checkpoint(trainable_only=True)`
-stores checksums of the base model, and loading compares them. Also, `from_pretrained` returns the model in eval
-mode: without `train()` there is no dropout.
+Common mistake: loading an adapter into another base model than the one it was trained on (another revision, a quantized
+copy). Any model of the same shape accepts the adapter without an error, but the output is useless.
+`Checkpoint(trainable_only=True)` stores checksums of the base model, and loading compares them. Also, `from_pretrained`
+returns the model in eval mode, in which there is no dropout, so call `train()`.
 """
 
 import tempfile

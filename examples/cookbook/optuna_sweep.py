@@ -1,10 +1,10 @@
 """A sweep with Optuna, in which unpromising trials are pruned.
 
-Common mistakes: raising `TrialPruned` within a run records a failed run, and other ranks fail with another error.
-Request a stop instead, which all ranks follow after the same step, and raise after the run. Do not report the sanity
-check, which evaluates an untrained model. And seed the sampler: with `Fit(devices=2)` each rank runs this script and
-would draw a different learning rate. With the same seed, and the same reduced metric reported, all ranks draw the
-same one.
+Common mistake: raising `TrialPruned` within a run. The run is then recorded as failed, and other ranks fail with
+another error. Request a stop instead, which takes effect after the same step on all ranks, and raise the exception
+after the run. Do not report metrics of the sanity check, which evaluates an untrained model. Also, seed the sampler:
+with `Fit(devices=2)`, each rank runs this script and would draw a different learning rate. With the same seed and the
+same reported metric, all ranks draw the same learning rate.
 """
 
 import optuna

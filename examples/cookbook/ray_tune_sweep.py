@@ -1,8 +1,9 @@
-"""A sweep with Ray Tune: each trial runs in its own process, and as many run at once as there are CPUs.
+"""A sweep with Ray Tune: each trial runs in its own process, and as many trials run at once as there are CPUs.
 
-Common mistakes: a trial has one CPU unless it requests more, but torch uses as many threads as the machine has; a trial
-has its own working directory, so relative paths point elsewhere; and the trainable is pickled for the workers, so
-pass data once with `tune.with_parameters` instead of a global variable. A trial has one device.
+Common mistake: letting torch use all CPUs. A trial has one CPU unless it requests more, but torch starts as many
+threads as the machine has CPUs. Also, a trial has its own working directory, so relative paths point elsewhere. The
+trainable is pickled for the workers, so pass data with `tune.with_parameters` instead of a global variable. In this
+recipe, a trial has one device.
 """
 
 from pathlib import Path

@@ -1,8 +1,9 @@
-"""Several optimizers: Muon for the matrices and AdamW for the rest, with one backward pass, each with its schedule.
+"""Several optimizers: Muon for matrices and AdamW for the rest, each with its own schedule, after one backward pass.
 
-Common mistake: separate rules for the parameters of each optimizer. Parameters that match neither are never trained (a
-warning names them), so give the second optimizer all that the first does not have. Also, a schedule steps once per
-epoch unless `"interval": "step"` is set: a cosine over 280 steps would barely have changed after 10 epochs.
+Common mistake: separate rules for the parameters of each optimizer. Parameters that match neither rule are never
+trained (a warning names them), so give the second optimizer all parameters that the first does not have. Also, a
+schedule steps once per epoch unless `"interval": "step"` is set, so a cosine schedule over 280 steps would barely
+change the learning rate in 10 epochs.
 """
 
 import torch
@@ -32,7 +33,7 @@ class Classifier(TrainModule):
         self.log("accuracy", (self(images).argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self):
-        matrices = [p for p in self.body.parameters() if p.ndim == 2]  # AdamW is better for the head
+        matrices = [p for p in self.body.parameters() if p.ndim == 2]  # without the head, for which AdamW is better
         matrix_ids = {id(p) for p in matrices}
         rest = [p for p in self.parameters() if id(p) not in matrix_ids]
         optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]

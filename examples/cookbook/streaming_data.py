@@ -1,9 +1,9 @@
 """Streaming data: an iterable dataset that is sharded across ranks and workers and resumes where a run was stopped.
 
-Common mistakes: every rank and every worker has its own copy of an iterable, and reads all of it unless it is sharded
-explicitly. And a resumed run has to read and discard everything before its position, which takes hours for a large
-corpus. An iterable with `state_dict` and `load_state_dict` is instead restored to the first piece that was not
-*trained on*; pieces that had been read ahead are read again.
+Common mistake: not sharding the iterable. Every rank and every worker has its own copy of an iterable and would read
+everything. Also, a resumed run must read and discard everything before its position, which takes hours for a
+large corpus. An iterable with `state_dict` and `load_state_dict` is instead restored to the first piece that was not
+*trained on*. Pieces that had been read ahead are read again.
 """
 
 import sysconfig
@@ -25,13 +25,13 @@ class Pieces(IterableDataset):
 
     def __init__(self, files: list[Path]):
         self.files = files
-        self.file = self.piece = 0  # the next piece to read
+        self.file = self.piece = 0  # indices of the next file and of the next piece in it
         self.pieces_read = 0
 
     def __iter__(self):
-        own = list(split_by_rank(self.files))
-        while self.file < len(own):
-            text = own[self.file].read_bytes()
+        own_files = list(split_by_rank(self.files))
+        while self.file < len(own_files):
+            text = own_files[self.file].read_bytes()
             while (self.piece + 1) * LENGTH <= len(text):
                 start = self.piece * LENGTH
                 self.piece += 1

@@ -1,10 +1,11 @@
-"""Testing a module with pytest: it runs, can learn, gives the same result on two ranks, and can be resumed.
+"""Testing a module with pytest: the module runs, can learn, gives the same result on two ranks, and can be resumed.
 
     pytest examples/cookbook/test_a_module.py
 
-Common mistake: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is per rank: two
-ranks with 8 make the same steps as one process with 16. Also, ranks are separate processes, which import the function
-that they run: define it at the top level of a file, with arguments and results that can be pickled.
+Common mistake: comparing a run on two ranks with a single-process run of the same `batch_size`. A loader's batch size
+is per rank, so two ranks with 8 make the same steps as one process with 16. Also, ranks are separate processes, which
+import the function that they run. Define the function at the top level of a file, with arguments and results that can
+be pickled.
 """
 
 import pytest
@@ -37,7 +38,9 @@ class Classifier(TrainModule):  # in your project: from your_package import Clas
 
 
 def loader(batch_size: int) -> DataLoader:
-    x = torch.randn(52, 8, generator=torch.Generator().manual_seed(0))  # not a multiple of any batch size below
+    x = torch.randn(
+        52, 8, generator=torch.Generator().manual_seed(0)
+    )  # 52 samples, not a multiple of any batch size below
     return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size, shuffle=True)
 
 

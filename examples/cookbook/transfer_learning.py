@@ -1,9 +1,9 @@
 """Transfer learning: a network that was trained on a large dataset learns a new task from a few samples.
 
 Common mistake: training the whole network from the first step. The head is random, and its gradients damage the
-pretrained features. Also, the running statistics of a frozen backbone's batch normalization still change with the
-new data. `BackboneFinetuning(train_bn=False)` freezes both, and trains the backbone later, at a tenth of the head's
-learning rate.
+pretrained features. Also, the running statistics of a frozen backbone's batch normalization still change with the new
+data. `BackboneFinetuning(train_bn=False)` freezes the backbone and these statistics, and later trains the backbone at a
+tenth of the head's learning rate.
 """
 
 import torch
@@ -35,7 +35,7 @@ class Classifier(TrainModule):
         self.log("accuracy", (self(images).argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self):
-        # Only the trainable parameters: the callback adds the backbone later as a new group.
+        # Pass only the trainable parameters, since the callback adds the backbone later as a new group.
         return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=self.hparams.lr)
 
 

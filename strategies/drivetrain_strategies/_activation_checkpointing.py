@@ -1,4 +1,4 @@
-"""Replaces forwards on module instances, for activation checkpointing and compilation, and keeps parameter names."""
+"""Replaces forwards of module instances, for activation checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ POLICIES: dict[str, tuple[Any, ...] | None] = {
     "save_matmuls": (*_MATRIX_PRODUCTS, *_ATTENTION),
     "save_attention": _ATTENTION,
 }
-"""The operators whose results each policy saves. Results of other operators are recomputed.
+"""The operators whose results each policy saves. Results of other operators are recomputed in backward.
 
-A policy with None saves only the block's inputs.
+The policy "full" (None) saves only the block's inputs.
 """
 
 Policy = str | Callable[..., CheckpointPolicy]
 
 
 class ForwardSwap:
-    """Replaces ``forward`` on module instances, which changes neither classes nor parameter names.
+    """Replaces ``forward`` of module instances. Classes and parameter names stay the same.
 
     A module's hooks, such as FSDP's gathering, run around the replacement.
     """
@@ -81,7 +81,7 @@ class Checkpointing:
         if isinstance(policy, str) and policy not in POLICIES:
             raise ConfigurationError(
                 f"activation_policy={policy!r}.{nearest(policy, POLICIES)}",
-                "it names what is saved for backward.",
+                "the policy selects which results are saved for backward.",
                 f"use one of {', '.join(POLICIES)}, or a function (context, operator, *args) -> CheckpointPolicy.",
             )
         self._policy = policy
@@ -108,8 +108,8 @@ class Checkpointing:
 def _without_cast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` to run without autocast's cast cache, as selective checkpointing requires.
 
-    A policy matches the operators of forward and recomputation by position. With the cache, a weight that was used
-    before (tied, or in a block that runs twice) would be cast in the recomputation but not in the forward.
+    A policy matches the operators of forward and recomputation by position. With the cache, a weight that had been used
+    before (a tied weight, or a block that runs twice) would be cast in the recomputation but not in the forward.
     """
 
     def run_uncached(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def _without_cast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:
-    """Yield every module of one of ``classes``. Of nested modules, only the outermost is yielded.
+    """Yield every module whose class is in ``classes``. Of nested modules, yield only the outermost.
 
     Raises:
         ConfigurationError: ``module`` contains no instance of a class. The error lists the classes in ``module``.
@@ -137,8 +137,8 @@ def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> 
             raise ConfigurationError(
                 f"activation_checkpointing: no module of class {wanted.__name__} is in {type(module).__name__}."
                 f"{nearest(wanted.__name__, class_names)}",
-                f"the classes in it are {', '.join(sorted(class_names))}.",
-                "name one of these.",
+                f"the module has only these classes: {', '.join(sorted(class_names))}.",
+                "name one of these classes.",
             )
     chosen: list[str] = []
     for name, child in module.named_modules():
@@ -150,7 +150,7 @@ def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> 
 
 
 def checkpointing_advice(strategy: type) -> MemoryAdvice:
-    """Return the advice to checkpoint activations, for a strategy with the argument ``activation_checkpointing``."""
+    """Return the advice to set ``activation_checkpointing``, for a strategy that has this argument."""
     return MemoryAdvice(
         "activations", f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"
     )

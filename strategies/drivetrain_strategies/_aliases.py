@@ -1,4 +1,4 @@
-"""The names under which `Fit(strategy=...)` finds our strategies, registered as entry points in ``pyproject.toml``."""
+"""The entry points of ``Fit(strategy=...)`` for the strategies that do not shard, registered in ``pyproject.toml``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restores a module's device after a run."""
+"""Moves a module back to its original device after a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class OriginalDevice:
-    """Remembers a module's device and moves the module back to it after a run.
+    """Records a module's device, to move the module back to this device after a run.
 
     A module with tensors on several devices, or with none, is not moved.
     """
@@ -18,6 +18,6 @@ class OriginalDevice:
         self._device = devices.pop() if len(devices) == 1 else None
 
     def restore(self) -> None:
-        """Move the module back."""
+        """Move the module back to the recorded device."""
         if self._device is not None and self._device != torch.device("meta"):
             self._module.to(self._device)

@@ -13,11 +13,11 @@ from drivetrain.strategies import ControlPlane
 
 
 class GatherOrder:
-    """Compares over the control plane which unit each rank is about to gather, since different units would hang.
+    """Compares which unit each rank is about to gather, since ranks that gather different units would hang.
 
     Args:
         units: the modules that are gathered as a whole, by name.
-        control: the control plane.
+        control: exchanges small values between the ranks.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], control: ControlPlane) -> None:
@@ -29,7 +29,7 @@ class GatherOrder:
         """Compare the ranks before every unit's forward within this context.
 
         Raises:
-            DistributedError: ranks reached different units. Raised on every rank, with the unit of each rank.
+            DistributedError: ranks reached different units. Every rank raises the error, which names each rank's unit.
         """
         handles = [
             unit.register_forward_pre_hook(self._comparison_hook(name), prepend=True)

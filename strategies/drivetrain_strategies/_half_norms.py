@@ -1,4 +1,4 @@
-"""Runs half-precision normalization layers with float32 copies of their parameters, if kernels require it."""
+"""Runs normalization layers with float32 copies of half-precision parameters, if the kernels require it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 def half_precision_norms(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers in ``module`` whose kernels may refuse weights in half precision.
 
-    BatchNorm and InstanceNorm refuse half-precision weights if the layers keep statistics. LayerNorm and GroupNorm
-    refuse half-precision weights on a CPU with float32 inputs.
+    BatchNorm and InstanceNorm refuse half-precision weights if they keep running statistics. LayerNorm and GroupNorm
+    refuse half-precision weights for float32 inputs on the CPU.
     """
     for child in module.modules():
         if isinstance(child, (_NormBase, nn.LayerNorm, nn.GroupNorm)) and child.weight is not None:
@@ -23,7 +23,7 @@ def half_precision_norms(module: nn.Module) -> Iterator[nn.Module]:
 def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` to run with the weights of ``layer`` cast to float32, as under plain autocast.
 
-    For LayerNorm and GroupNorm, nothing is cast if input and weights already have the same dtype.
+    For LayerNorm and GroupNorm, the weights are not cast if the input already has their dtype.
     """
     keeps_statistics = isinstance(layer, _NormBase)
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from drivetrain.errors import ConfigurationError, listed
 
 GATHERED = (
-    "the update went to gathered copies, which are dropped after the forward; the shards are unchanged.",
-    "update them in on_train_batch_end, where the module holds the shards.",
+    "the update changed gathered copies, which are dropped after the forward, but not the shards.",
+    "update the weights in on_train_batch_end, where the module holds the shards.",
 )
 PARTITIONED = (
-    "the weights are partitioned, so the update went to empty tensors; the partitions are unchanged.",
-    "update them within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use strategy='fsdp' or 'ddp'.",
+    "the weights are partitioned, so the update changed empty tensors, but not the partitions.",
+    "update the weights within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use 'fsdp' or 'ddp'.",
 )
 ROUNDED = (
-    "the update went to half-precision copies; the float32 weights, which checkpoints save, are unchanged.",
-    "use precision='32-true', or strategy='fsdp' or 'ddp'; EMAWeightAveraging averages trainable weights.",
+    "the update changed half-precision copies, but not the float32 weights, which checkpoints save.",
+    "use precision='32-true', or strategy='fsdp' or 'ddp'. To average trainable weights, use EMAWeightAveraging.",
 )
 
 
 def manual_update_error(names: Sequence[str], strategy: str, lost: tuple[str, str]) -> ConfigurationError:
-    """Return the error for frozen weights that were updated by user code although the update is lost.
+    """Return the error for an update of frozen weights by user code that would be lost.
 
     Args:
         names: names of the weights.

@@ -1,17 +1,16 @@
-"""Records how ``configure_model`` builds a module on the meta device, and replays it one tensor at a time.
+"""Records how ``configure_model`` builds a module on the meta device, and replays the build one tensor at a time.
 
-The replay runs every recorded tensor operation on the CPU, in the same order and from the same generator state, so each
-value equals bit for bit that of an ordinary build, regardless of whether constructors,
-``reset_parameters`` or a loop over all parameters initialises it. A tensor has storage only from the first operation
-that writes the tensor to the last operation that reads or writes it. The caller then receives the tensor's final value
-and cuts a shard from the value, and the storage is freed. Code that needs values
-(``.item()``, a branch on a value) fails on the meta device, and random numbers drawn for tensors with storage are
-refused.
+The replay runs every recorded tensor operation on the CPU, in the same order and from the same generator state. Each
+value therefore equals the value of an ordinary build bit for bit, regardless of whether constructors,
+``reset_parameters`` or a loop over all parameters initialises the tensor. A tensor has storage only from the first
+operation that writes the tensor to the last operation that reads or writes it. The caller then receives the final
+value and cuts a shard from it, and the storage is freed. Code that needs values (``.item()``, a branch on a value)
+fails on the meta device, and drawing random numbers for tensors with storage raises an error.
 
-`_OperationRecorder` records operations. `_FunctionRecorder` records what a dispatch mode does not see: tensors made of
-Python numbers, and the functions of ``torch.nn.init`` that return at once for a meta tensor (``trunc_normal_``,
+`_OperationRecorder` records operations. `_FunctionRecorder` records what a dispatch mode does not see: tensors created
+from Python numbers, and the functions of ``torch.nn.init`` that return at once for a meta tensor (``trunc_normal_``,
 ``orthogonal_``, ``dirac_``, ``sparse_``). It recognises such a function by the frame that reads ``tensor.is_meta``. If
-these functions were not recorded, the weights that they initialise, and all later random numbers, would silently differ
+these functions were not recorded, the weights that they initialise and all later random numbers would silently differ
 from an ordinary build.
 """
 
@@ -38,14 +37,15 @@ _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exp
 """In-place operations that overwrite all values without reading them."""
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+"""The getter of ``tensor.is_meta``, which a `TorchFunctionMode` receives when code reads the attribute."""
 
 _INITIALISERS = {
     unwrap(function).__code__: function for function in vars(nn.init).values() if isinstance(function, FunctionType)
 }
-"""The functions of ``torch.nn.init``, whose first argument is the tensor, by the code object that runs."""
+"""The functions of ``torch.nn.init``, by their code object. The first argument of each is the tensor."""
 
 _CONSTANT_FUNCTIONS = (torch.tensor, torch.as_tensor, torch.asarray)
-"""The functions that make a tensor of Python numbers."""
+"""The functions that create a tensor from Python numbers."""
 
 _GeneratorOrigin = None | int | torch.Tensor
 """The generator state from which a random call draws.
@@ -57,7 +57,7 @@ state when the recording began), and a tensor is the state itself.
 
 @dataclass(slots=True)
 class _Call:
-    """A recorded operator, a ``torch.nn.init`` function, or a constant of Python numbers (``operation`` is None)."""
+    """A recorded call of an operator or a ``torch.nn.init`` function, or a constant (``operation`` is None)."""
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -75,12 +75,12 @@ class Recording:
     Attributes:
         generator: state of torch's CPU generator when the recording began.
         calls: the recorded calls, in order.
-        final: state of the generator after the last call.
+        final_origin: generator state after the last call, as a `_GeneratorOrigin`.
     """
 
     generator: torch.Tensor
     calls: list[_Call] = field(default_factory=list)
-    final: _GeneratorOrigin = None
+    final_origin: _GeneratorOrigin = None
 
     def storages(self) -> set[int]:
         """Return the keys of all storages created during the recording."""
@@ -98,14 +98,14 @@ def record_on_meta() -> Iterator[Recording]:
     try:
         with torch.device("meta"), _OperationRecorder(recording) as recorder, _FunctionRecorder(recorder):
             yield recording
-        recording.final = recorder.origin()
+        recording.final_origin = recorder.origin()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise
         raise ConfigurationError(
             f"configure_model failed on the meta device: {error}",
-            "modules are built without storage, so that no rank holds the whole module; code there cannot read values.",
-            "do not read tensor values in configure_model, or build with storage: the strategy's meta=False.",
+            "to save memory, configure_model runs on the meta device, where tensors have no values.",
+            "do not read tensor values in configure_model, or pass meta=False to the strategy.",
         ) from error
     finally:
         torch.set_rng_state(recording.generator)
@@ -125,7 +125,7 @@ class RecordedBuild:
         self._recording = recording
 
     def take(self) -> Recording | None:
-        """Return the recording and drop this object's reference, since a recording keeps tensors alive."""
+        """Return the recording and drop the reference to it, since a recording keeps tensors alive."""
         recording, self._recording = self._recording, None
         return recording
 
@@ -137,13 +137,13 @@ class _OperationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         # Random operators draw nothing for meta tensors. Instead, one number is drawn after each random call, and the
-        # resulting generator state identifies the call. A state other than the expected one was set after the call, by
-        # a seed or `torch.random.fork_rng`.
+        # resulting generator state identifies the call. If the state is not the one expected, it was set in
+        # between, by seeding or by `torch.random.fork_rng`.
         self._expected_state = recording.generator.numpy().tobytes()
         self._call_by_state = {self._expected_state: -1}
 
     def origin(self) -> _GeneratorOrigin:
-        """Return the generator state from which the next random numbers come."""
+        """Return the generator state from which the next random numbers are drawn."""
         state = torch.get_rng_state()
         key = state.numpy().tobytes()
         return None if key == self._expected_state else self._call_by_state.get(key, state)
@@ -171,19 +171,19 @@ class _OperationRecorder(TorchDispatchMode):
         elif random:
             raise ConfigurationError(
                 f"configure_model drew random numbers for a tensor that has storage ({func}).",
-                "modules built there are initialised later, so the generator would return other numbers now.",
-                "draw them in __init__, or build with storage: the strategy's meta=False.",
+                "modules are initialised only after configure_model, so these numbers would be drawn in another order.",
+                "draw these numbers in __init__, or pass meta=False to the strategy.",
             )
         return result
 
 
 def _detached_meta(values: Any) -> Any:
-    """Replace meta tensors by aliases, since a precision that casts a parameter replaces the parameter's tensor."""
+    """Replace meta tensors by aliases, since a precision that casts a parameter replaces the parameter's data."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach() if tensor.is_meta else tensor, values)
 
 
 class _FunctionRecorder(TorchFunctionMode):
-    """Records tensors made of Python numbers, and initialisers that return at once for a meta tensor."""
+    """Records tensors created from Python numbers, and initialisers that return at once for a meta tensor."""
 
     def __init__(self, recorder: _OperationRecorder) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def replay(
         empty = torch.empty(0, dtype=meta.dtype)
         return empty.set_(storages[key], meta.storage_offset(), meta.size(), meta.stride())
 
-    origins = [*(call.origin for call in recording.calls), recording.final]
+    origins = [*(call.origin for call in recording.calls), recording.final_origin]
     returned_to = {origin for origin in origins if isinstance(origin, int)}
     states = {-1: torch.get_rng_state()}
 
@@ -273,7 +273,7 @@ def replay(
                 storages.pop(key, None)
             elif overwritten[remaining[0]] == key:
                 storages.pop(key, None)
-    restore_generator(recording.final)
+    restore_generator(recording.final_origin)
 
 
 def _run(
@@ -300,7 +300,7 @@ def _run(
 
 
 def _touched_storages(call: _Call) -> list[int]:
-    """Return the storages that a call reads or writes. Views and allocations without values read and write none."""
+    """Return the keys of the storages that a call reads or writes. Views and empty allocations do neither."""
     if call.operation is None:
         return [_storage_key(call.outputs[0])]
     if isinstance(call.operation, FunctionType):
@@ -316,7 +316,7 @@ def _touched_storages(call: _Call) -> list[int]:
 
 
 def _overwritten_storage(call: _Call) -> int | None:
-    """Return the storage that a call overwrites in full without reading, or None."""
+    """Return the key of the storage that a call overwrites completely without reading it, or None."""
     if call.operation is None:
         return _storage_key(call.outputs[0])
     initialises = isinstance(call.operation, FunctionType)
@@ -366,13 +366,16 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
                     continue
                 assign = None if store_name == "parameter" else _assigner(store, key)
                 meta_tensors.append(MetaTensor(f"{prefix}.{key}" if prefix else key, value, assign))
-    known = set() if recording is None or not meta_tensors else recording.storages()
-    unknown = [meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known]
-    if unknown:
+    known_keys = set() if recording is None or not meta_tensors else recording.storages()
+    unknown_names = [
+        meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known_keys
+    ]
+    if unknown_names:
         raise ConfigurationError(
-            f"{len(unknown)} tensor(s) have no storage and no known initialisation: {', '.join(unknown[:10])}.",
-            "only what configure_model builds on the meta device is recorded.",
-            "build them in configure_model.",
+            f"{len(unknown_names)} tensor(s) have no storage and no known initialisation: "
+            f"{', '.join(unknown_names[:10])}.",
+            "initialisation is recorded only for modules that configure_model builds.",
+            "build these modules in configure_model.",
         )
     return meta_tensors
 

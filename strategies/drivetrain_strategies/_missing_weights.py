@@ -1,4 +1,4 @@
-"""Tracks modules whose weights a run left as shards on several ranks. Imports only cheap modules."""
+"""Tracks modules whose weights a run left as shards on several ranks. This file imports only cheap modules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from drivetrain.strategies import Span
 logger = logging.getLogger("drivetrain")
 
 GATHER_LIMIT = 8 * 2**30
-"""Default of ``gather_limit``: bytes of parameters up to which a module is gathered after a run."""
+"""Default of ``gather_limit``, the size in bytes up to which a module's parameters are gathered after a run."""
 
 
 @dataclass(slots=True)
 class LeftShard:
-    """One rank's shard of a parameter that a run left.
+    """One rank's shard of a parameter, which a run left sharded.
 
-    The version and the address show whether weights were loaded into the parameter since.
+    The version and the address show whether weights have been loaded into the parameter since then.
 
     Attributes:
         name: the parameter's name.
@@ -46,7 +46,7 @@ class LeftShard:
 
 
 LEFT_SHARDS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[LeftShard]]] = weakref.WeakKeyDictionary()
-"""The sizes of the mesh and this rank's left shards, by module."""
+"""For each module that a run left sharded: the sizes of the mesh, and this rank's shards."""
 
 
 def exceeds_limit(module: nn.Module, limit: int) -> bool:
@@ -64,14 +64,14 @@ def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bo
         nbytes: size of all sharded parameters.
         limit: the strategy's ``gather_limit``.
         strategy: name of the strategy's class.
-        warn: log as a warning, not at debug level.
+        warn: whether to log at level WARNING instead of DEBUG.
     """
     if nbytes <= limit:
         return True
     logger.log(
         logging.WARNING if warn else logging.DEBUG,
-        "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise %s(gather_limit=...), "
-        "or call save_checkpoint within the run, to get whole weights.",
+        "The parameters take %.1f GiB, which is more than gather_limit, so the module stays sharded. To get whole "
+        "weights, raise %s(gather_limit=...), or call save_checkpoint within the run.",
         nbytes / 2**30,
         strategy,
     )
@@ -84,17 +84,17 @@ def keep_left_shards(
     """Keep this rank's shards for a later run, and log that the weights are sharded. Does not communicate.
 
     Args:
-        module: the module, whose parameters hold no values from now on.
+        module: the module, whose parameters have lost their values.
         sizes: sizes of the mesh over which the parameters are sharded.
         parts: this rank's shards.
         strategy: name of the strategy that can continue from the shards.
-        warn: log as a warning, not at debug level.
+        warn: whether to log at level WARNING instead of DEBUG.
     """
     LEFT_SHARDS[module] = sizes, parts
     logger.log(
         logging.WARNING if warn else logging.DEBUG,
         "The weights of %s are left as shards over %s ranks. Another run under %s on as many ranks continues from "
-        "them; for anything else, load weights first.",
+        "these shards. Before any other use of the module, load weights.",
         type(module).__name__,
         _format_sizes(sizes),
         strategy,
@@ -110,10 +110,10 @@ def left_shards_for(module: nn.Module, sizes: tuple[int, ...]) -> list[LeftShard
     left_sizes, parts = find_left_shards(module)
     if parts and left_sizes != sizes:
         raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as shards over {_format_sizes(left_sizes)} ranks, and "
-            f"this run has {_format_sizes(sizes)}.",
+            f"The weights of {type(module).__name__} were left as shards over {_format_sizes(left_sizes)} ranks, but "
+            f"this run has {_format_sizes(sizes)} ranks.",
             "an earlier run failed, or the parameters are above gather_limit, so each rank holds only its shard.",
-            "use as many ranks and the same sharding again, or load weights (load_state_dict) before.",
+            "use as many ranks and the same sharding again, or load weights (load_state_dict) before the run.",
         )
     return parts
 
@@ -122,14 +122,14 @@ def refuse_missing_weights(module: nn.Module) -> None:
     """Refuse a module whose weights are NaN because an earlier run left them as shards on several ranks.
 
     Raises:
-        ConfigurationError: says how to restore the weights.
+        ConfigurationError: the weights are missing. The error says how to restore them.
     """
     sizes, parts = find_left_shards(module)
     if parts:
         raise ConfigurationError(
             f"The weights of {type(module).__name__} were left as shards over {_format_sizes(sizes)} ranks.",
-            "an earlier run under FSDP or DeepSpeed failed, or the parameters are above its gather_limit.",
-            "fit it under the same strategy on as many ranks, or load weights (load_state_dict) before.",
+            "an earlier run under FSDP or DeepSpeed failed, or the parameters are above gather_limit.",
+            "run the same strategy on as many ranks, or load weights (load_state_dict) before the run.",
         )
 
 
@@ -140,7 +140,7 @@ def was_left_by_deepspeed(module: nn.Module) -> bool:
 
 
 def find_left_shards(module: nn.Module) -> tuple[tuple[int, ...], list[LeftShard]]:
-    """Return the mesh's sizes and this rank's left shards. Both are empty if weights were loaded since."""
+    """Return the mesh's sizes and this rank's shards. Both are empty if weights have been loaded since the run."""
     sizes, parts = LEFT_SHARDS.get(module, ((), []))
     parameters = dict(module.named_parameters())
     untouched = all(

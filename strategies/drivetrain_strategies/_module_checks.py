@@ -21,8 +21,8 @@ def refuse_device_map(module: nn.Module) -> None:
         if getattr(child, "hf_device_map", None):
             raise ConfigurationError(
                 f"{name or type(child).__name__!r} was loaded with a device_map: {child.hf_device_map}.",
-                "its layers are pinned to devices by hooks that a strategy cannot undo.",
-                "load it without device_map; the strategy places it.",
+                "hooks pin the layers to devices, and a strategy cannot undo these hooks.",
+                "load the module without device_map, and leave placement to the strategy.",
             )
     name_by_device: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
@@ -34,8 +34,8 @@ def refuse_device_map(module: nn.Module) -> None:
         examples = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
         raise ConfigurationError(
             f"The module is on {len(name_by_device)} devices: {examples}.",
-            "a strategy needs the whole module on one device before it places it.",
-            "move it to one device (module.to('cpu')) and leave placement to the strategy.",
+            "a strategy needs the whole module on one device before placing it.",
+            "move the module to one device (module.to('cpu')) and leave placement to the strategy.",
         )
 
 
@@ -65,8 +65,8 @@ def refuse_meta(module: nn.Module) -> None:
         raise ConfigurationError(
             f"{len(names)} parameter(s) are on the meta device: {', '.join(map(repr, names[:10]))}"
             f"{', ...' if len(names) > 10 else ''}.",
-            "they have no values, and this strategy does not initialise them.",
-            "build the layers in configure_model without torch.device('meta'), or call module.to_empty and initialise.",
+            "meta parameters have no values, and this strategy does not initialise them.",
+            "build the layers without torch.device('meta'), or call module.to_empty and initialise the parameters.",
         )
 
 
@@ -74,7 +74,7 @@ def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.devic
     """Refuse layers that were created during a run on a device other than the run's.
 
     Raises:
-        ConfigurationError: names the first layer's parameter.
+        ConfigurationError: names the first such parameter.
     """
     for name, parameter in created.items():
         if parameter.device.type != device.type:

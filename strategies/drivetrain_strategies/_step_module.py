@@ -1,4 +1,4 @@
-"""The module that a strategy wraps. Its forward runs a step, so that the wrapper sees every path through the module."""
+"""StepModule: the module that a strategy wraps. The forward of StepModule runs a step of the user's module."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class OpaqueOutput:
 
 
 class StepModule(nn.Module):
-    """Runs the step that its forward receives, so that gradients synchronize for every kind of step.
+    """Runs the step that is passed to ``forward``, so that gradients synchronize for every kind of step.
 
     If the step returns a dict, forward returns the loss and an `OpaqueOutput` of the dict. A wrapper such as DDP finds
-    the used parameters from the outputs. In a dict of another class (a Hugging Face ``ModelOutput``) it finds no
-    tensors, and the replicas would silently diverge. Only the loss has a backward, so parameters used only by other
-    outputs count as unused.
+    the used parameters from the tensors in the output. In a subclass of dict (a Hugging Face ``ModelOutput``), DDP
+    would find no tensors, and the replicas would silently diverge. Backward starts at the loss, so parameters that only
+    other outputs use count as unused.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -43,7 +43,7 @@ class SingleDeviceStrategy(Strategy):
         if placement.world_size != 1:
             raise ConfigurationError(
                 f"strategy='single_device' cannot run on {placement.world_size} processes.",
-                "every process would train a model of its own.",
+                "every process would train a separate model.",
                 "use strategy='ddp', or start one process.",
             )
         super().bind(placement, self._requested_device or device, precision)

@@ -77,7 +77,7 @@ class Look(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy
-        flats = {fragment.number: fragment.flat.numel() for fragment in strategy._run.zero.fragments()}
+        flats = {fragment.flat_index: fragment.flat.numel() for fragment in strategy._run.zero.fragments()}
         self.report["in memory"] = [one.ds_tensor.numel() for one in module.parameters()], list(flats.values())
         self.report["weights"] = {name: _whole(value) for name, value in strategy.model_state().items()}
         self.report["moments"] = {

@@ -106,13 +106,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
         {"config": {"optimizer": ADAMW}},
         {},
         DeepRegression,
-        "optimizer='AdamW', and configure_optimizers returned AdamW",
+        "optimizer='AdamW', but configure_optimizers also returned AdamW",
     ),
     (
         {"config": {"scheduler": WARM_UP}},
         {},
         lambda: _with(_scheduled),
-        "scheduler='WarmupLR', and configure_optimizers",
+        "scheduler='WarmupLR', but configure_optimizers",
     ),
     # E-03
     ({"config": {"gradient_clipping": 1.0}}, {"gradient_clip_val": 0.5}, DeepRegression, "Fit(gradient_clip_val=0.5)"),
@@ -128,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
     # E-06, E-11, api.md
     ({}, {"precision": "64-true"}, DeepRegression, "precision='64-true' under DeepSpeed"),
     ({}, {"precision": "bf16-true"}, DeepRegression, "precision='bf16-true' under DeepSpeed"),
-    ({}, {}, lambda: DeepRegression().bfloat16(), "precision='32-true' and parameters of other dtypes"),
+    ({}, {}, lambda: DeepRegression().bfloat16(), "precision='32-true', but some parameters have other dtypes"),
     ({}, {}, lambda: _with(_frozen_group), "Parameter group 1 of AdamW has nothing to train: ['net.head.weight'"),
     # B-20
     ({}, {}, lambda: Sparse(sparse=True), "'table' is an Embedding with sparse=True"),

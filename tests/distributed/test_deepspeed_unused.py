@@ -206,7 +206,7 @@ def test_gradients_in_another_order_are_not_mixed() -> None:
     """D-11: stage 2 silently added one parameter's gradient to the other's."""
     for text in chain(*on_ranks(each, 2, _reordering_fails, (1,), (2,))):
         assert "Gradients became ready in two orders" in text
-        assert "'net.factor' at the position of 'net.bias'" in text
+        assert "'net.factor' took the position of 'net.bias'" in text
         assert "find_unused_parameters=True" in text
     with pytest.raises(
         RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients became ready in two orders"

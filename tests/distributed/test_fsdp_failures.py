@@ -213,6 +213,6 @@ def _stalled(options: dict[str, Any]) -> Any:
 def test_a_torch_that_lacks_what_fsdp_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06
     monkeypatch.delattr(FSDPParamGroup, "post_backward")
     with pytest.raises(
-        ConfigurationError, match=r"(?s)cannot run on torch .* no 'FSDPParamGroup\.post_backward'.*2\.11"
+        ConfigurationError, match=r"(?s)cannot run on torch .* needs 'FSDPParamGroup\.post_backward'.*2\.11"
     ):
         FSDPStrategy()

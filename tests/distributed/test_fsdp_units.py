@@ -143,13 +143,13 @@ def _refusals() -> list[str]:
 def test_refusals_state_the_reason_and_a_fix() -> None:
     # C-06, G-06
     expected = [
-        ("'net.head' was loaded with a device_map", "load it without device_map"),
+        ("'net.head' was loaded with a device_map", "load the module without device_map"),
         ("each rank would still normalise over its own samples", "use strategy='ddp', or normalise with GroupNorm"),
         (
             "AdamW holds a shard of shape (8, 4) that does not belong to the module",
-            "build a new optimizer in each configure_optimizers",
+            "build a new optimizer in every call of configure_optimizers",
         ),
-        ("without a process group", "let Fit drive the strategy"),
+        ("without a process group", "use the strategy through Fit"),
     ]
     for texts in on_ranks(_refusals, 2):
         for text, parts in zip(texts, expected, strict=True):

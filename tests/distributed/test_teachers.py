@@ -128,12 +128,12 @@ def test_a_teacher_updated_by_hand_is_exact(strategy: str, world: int, where: st
 @pytest.mark.parametrize(
     ("strategy", "where", "precision", "said"),
     [
-        ("fsdp, kept whole", "step", "32-true", "update them in on_train_batch_end"),
-        ("fsdp, kept whole", "step", "bf16-mixed", "update them in on_train_batch_end"),
+        ("fsdp, kept whole", "step", "32-true", "update the weights in on_train_batch_end"),
+        ("fsdp, kept whole", "step", "bf16-mixed", "update the weights in on_train_batch_end"),
         ("zero 3", "hook", "32-true", "GatheredParameters"),
-        ("zero 3", "gathered", "bf16-mixed", "the update went to half-precision copies"),
-        ("zero 1", "hook", "bf16-mixed", "the update went to half-precision copies"),
-        ("zero 2", "step", "bf16-mixed", "the update went to half-precision copies"),
+        ("zero 3", "gathered", "bf16-mixed", "the update changed half-precision copies"),
+        ("zero 1", "hook", "bf16-mixed", "the update changed half-precision copies"),
+        ("zero 2", "step", "bf16-mixed", "the update changed half-precision copies"),
     ],
 )
 def test_an_update_that_would_be_lost_is_refused_by_name(

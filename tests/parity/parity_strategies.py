@@ -68,8 +68,8 @@ BY_ZERO = {
     "GAN": "2 optimizers (AdamW, AdamW) that take turns (manual optimization) under DeepSpeed",
 }
 PRECISIONS_BY_ZERO = {
-    "64-true": "its optimizers keep float32 masters",
-    "bf16-true": "without float32 masters",
+    "64-true": "DeepSpeed's optimizers keep float32 master weights",
+    "bf16-true": "without float32 master weights",
 }
 if not FP16 and parity_device.DEVICE == "cpu":
     PRECISIONS_BY_ZERO["16-mixed"] = "which this device does not support"

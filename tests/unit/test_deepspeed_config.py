@@ -182,7 +182,7 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
     ("options", "part"),
     [
         ({"stage": 4}, "stage=4"),
-        ({"stage": 0}, "without any it is plain DDP"),
+        ({"stage": 0}, "Stage 0 would be plain DDP"),
         ({"offload_optimizer": "gpu"}, "offload_optimizer='gpu'"),
         ({"offload_optimizer": "nvme", "stage": 3}, "without nvme_path"),
         ({"offload_optimizer": "nvme", "nvme_path": "/tmp"}, "offload_optimizer='nvme' at stage 2"),
@@ -190,7 +190,7 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
         ({"config": {"zero_optimization": {"round_robin_gradients": True}}}, "round_robin_gradients"),
         ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
         ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
-        ({"config": ["stage"]}, "is a dict, or the path of a JSON file"),
+        ({"config": ["stage"]}, "must be a dict or the path of a JSON file"),
         ({"config": {"zero_optimization": True}}, "zero_optimization=True"),
         ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, "zero_optimization.offload_param='cpu'"),
     ],

@@ -1,4 +1,4 @@
-"""Whole replicas that average their gradients: `DDPStrategy`."""
+"""DDPStrategy: every rank holds a whole replica, and gradients are averaged."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from drivetrain.errors import ConfigurationError, nearest
 
 CommHook = str | Callable[..., Any] | tuple[Any, Callable[..., Any]]
 
-NAMES = ("fp16", "bf16", "powersgd")
+HOOK_NAMES = ("fp16", "bf16", "powersgd")
 
 
 def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> None:
-    """Register ``hook``, which is a name, a hook, or a pair of a state and a hook, on ``ddp``.
+    """Register ``hook``, which is a name, a hook or a tuple (state, hook), on ``ddp``.
 
     Raises:
         ConfigurationError: the name is unknown, or the backend cannot run the hook.
@@ -28,19 +28,19 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
     elif isinstance(hook, tuple):
         ddp.register_comm_hook(*hook)
     else:
-        state, function = _by_name(hook)
+        state, function = _hook_by_name(hook)
         try:
             ddp.register_comm_hook(state, function)
-        except TypeError as error:  # torch refuses bf16 without NCCL
+        except TypeError as error:  # torch refuses bf16 if it was built without NCCL
             raise ConfigurationError(
                 f"comm_hook={hook!r} on the backend {dist.get_backend()!r}.",
                 f"torch says: {str(error).splitlines()[0]}",
-                "use comm_hook='fp16', or none.",
+                "use comm_hook='fp16', or leave comm_hook out.",
             ) from error
 
 
 def refuse_user_state(hook: CommHook | None) -> None:
-    """Refuse to rebuild DDP with a hook that has the user's state, which belongs to the previous buckets.
+    """Refuse to rebuild DDP with a hook that has a state from the user. The state belongs to the previous buckets.
 
     Raises:
         ConfigurationError: names the state's class.
@@ -49,12 +49,12 @@ def refuse_user_state(hook: CommHook | None) -> None:
         raise ConfigurationError(
             f"The set of trainable parameters changed within a run, with a comm_hook that has a "
             f"{type(hook[0]).__name__}.",
-            "such state belongs to DDP's gradient buckets, and these have changed.",
-            "pass the hook's name (comm_hook='powersgd'), which starts with fresh state, or a hook without state.",
+            "this state belongs to DDP's gradient buckets, which have changed.",
+            "pass a name (comm_hook='powersgd'), for which new state is created, or a hook without state.",
         )
 
 
-def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
+def _hook_by_name(name: str) -> tuple[Any, Callable[..., Any]]:
     # Imported here, since hooks are rarely used and their modules cost start-up time.
     if name == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -67,7 +67,7 @@ def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
     if name == "bf16":
         return None, default_hooks.bf16_compress_hook
     raise ConfigurationError(
-        f"Unknown comm_hook {name!r}.{nearest(name, NAMES)}",
+        f"Unknown comm_hook {name!r}.{nearest(name, HOOK_NAMES)}",
         "a str must be the name of a known communication hook.",
-        f"use one of {', '.join(NAMES)}, a hook, or a pair of a state and a hook.",
+        f"use one of {', '.join(HOOK_NAMES)}, a hook, or a tuple (state, hook).",
     )

@@ -26,7 +26,7 @@ def reduction_check(ddp: DistributedDataParallel) -> Callable[[], None]:
 
 
 def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Prepare for a backward without a DDP forward, since manual optimization may run several backwards per forward.
+    """Prepare DDP for a backward without a DDP forward. Manual optimization may run several backwards per step.
 
     ``ddp`` was built with ``find_unused_parameters=True``, so that DDP does not wait for parameters that ``loss`` does
     not reach.
@@ -38,9 +38,9 @@ def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
 def consume_unused_parameters_warning(ddp: DistributedDataParallel) -> None:
     """Trigger and suppress torch's once-per-process warning about ``find_unused_parameters=True``.
 
-    torch advises against the option if a backward reaches every parameter. In manual optimization the strategy sets the
-    option, not the user. torch prints the warning to stderr on every rank, but within a backward torch raises a Python
-    warning, which can be filtered.
+    torch advises against the option if a backward reaches every parameter. In manual optimization, the strategy sets
+    the option, so the warning would mislead the user. torch writes it to stderr on every rank. Within a backward,
+    however, torch issues a Python warning, which can be filtered.
     """
     global _warning_consumed
     if _warning_consumed:
@@ -61,11 +61,11 @@ _warning_consumed = False
 
 
 def enable_static_graph(ddp: DistributedDataParallel) -> None:
-    """Switch DDP to a static graph, which DDP plans in the next backward.
+    """Switch DDP to a static graph. DDP records the graph in the next backward.
 
-    DDP built with ``static_graph=True`` would plan from all backwards up to the first synchronizing backward, including
-    backwards under ``no_sync``. Switching just before the first synchronizing backward lets DDP accumulate gradients as
-    usual until then.
+    If DDP were built with ``static_graph=True``, it would record all backwards up to the first synchronizing one,
+    including backwards under ``no_sync``. Switching just before the first synchronizing backward lets DDP accumulate
+    gradients as usual until then.
     """
     ddp._set_static_graph()  # type: ignore[no-untyped-call]
 
@@ -96,24 +96,24 @@ def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
     text = str(error)
     torch_message = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
     if "Expected to have finished reduction in the prior iteration" in text:
-        raise _unused(_names_in(text, ddp), bool(ddp.static_graph)) from error
+        raise _unused_parameters_error(_parameter_names_in(text, ddp), bool(ddp.static_graph)) from error
     if "Your training graph has changed" in text:
         raise ConfigurationError(
             "The graph of training_step changed under static_graph=True.",
-            "a static graph uses the same parameters, in the same order and equally often, in every step; DDP planned "
-            f"its communication in the first one. {torch_message}",
+            "with a static graph, every step must use the same parameters, in the same order and equally often, since "
+            f"DDP plans its communication in the first step. {torch_message}",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         ) from error
     if "mark a variable ready only once" in text:
         raise ConfigurationError(
             "A parameter's gradient became ready twice in one backward.",
-            "DDP counts each parameter once per backward; re-entrant activation checkpointing (use_reentrant=True) "
-            f"with find_unused_parameters=True or around a module used twice, breaks that count. {torch_message}",
+            "DDP expects each gradient once per backward. Re-entrant activation checkpointing (use_reentrant=True), "
+            f"with find_unused_parameters=True or around a module used twice, delivers one twice. {torch_message}",
             "checkpoint with use_reentrant=False, or use static_graph=True without find_unused_parameters.",
         ) from error
 
 
-def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
+def _unused_parameters_error(names: list[str], static_graph: bool) -> ConfigurationError:
     """Return the error for parameters without a gradient, by their names in the unwrapped module."""
     summary = (
         f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
@@ -122,19 +122,19 @@ def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
     if static_graph:
         return ConfigurationError(
             f"The graph of training_step changed under static_graph=True. {summary}",
-            "they had one in this rank's first step, so DDP waits for them in every step: the ranks would hang.",
+            "DDP waits in every step for all gradients of this rank's first step, so the ranks would hang.",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         )
     return ConfigurationError(
         summary,
         "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
-        "use DDPStrategy(static_graph=True) if it is always the same ones, "
+        "use DDPStrategy(static_graph=True) if the unused parameters are always the same, "
         "DDPStrategy(find_unused_parameters=True) if they vary, or freeze them with requires_grad_(False).",
     )
 
 
-def _names_in(text: str, ddp: DistributedDataParallel) -> list[str]:
-    """Return the parameter names for the reducer's message, which contains indices into the initial trainable names."""
+def _parameter_names_in(text: str, ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the parameters that the reducer's message lists as indices into ``trainable_names``."""
     trainable_names: list[str] = ddp.module.trainable_names
     match = _UNUSED_INDICES_PATTERN.search(text)
     return [trainable_names[int(index)] for index in match[1].split()] if match else ["one that torch does not name"]

@@ -10,7 +10,7 @@ class SyncBatchNormSwap:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # A layer may be registered under several names; torch replaces only the first.
+        # A layer may be registered under several names, and torch replaces only the first registration.
         before = dict(module.named_modules(remove_duplicate=False))
         nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         successors = {
@@ -23,7 +23,7 @@ class SyncBatchNormSwap:
             self._assign(name, successors[id(original)])
 
     def undo(self) -> None:
-        """Put the original layers back, with the parameters and buffers of their replacements."""
+        """Put the original layers back, with the current parameters and buffers of the SyncBatchNorm layers."""
         for name, original in self._replaced.items():
             successor = self._module.get_submodule(name)
             original._parameters.update(successor._parameters)

@@ -1,4 +1,4 @@
-"""DDPStrategy: every rank holds a replica, and gradients are averaged during backward."""
+"""DDPStrategy: every rank holds a whole replica, and gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class DDPStrategy(DistributedStrategy):
         bucket_cap_mb: size of a gradient bucket in MiB; None uses torch's default.
         broadcast_buffers: broadcast rank 0's buffers before each ``training_step``; None uses torch's default (True).
         gradient_as_bucket_view: make gradients views of the communication buckets.
-        comm_hook: how gradients are communicated. Takes "fp16", "bf16", "powersgd", a hook, or a state and a hook.
-        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        comm_hook: how gradients are communicated. Takes "fp16", "bf16", "powersgd", a hook, or a tuple (state, hook).
+        process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
         sync_batchnorm: replace BatchNorm by SyncBatchNorm during the run, as ``Fit(sync_batchnorm=True)`` does.
@@ -89,16 +89,16 @@ class DDPStrategy(DistributedStrategy):
         if broadcast_buffers is not None:
             self._options["broadcast_buffers"] = broadcast_buffers
         self._original_device: OriginalDevice | None = None
-        self._swap: SyncBatchNormSwap | None = None
+        self._batchnorm_swap: SyncBatchNormSwap | None = None
         self._ddp: DistributedDataParallel | None = None
-        self._manual = False
+        self._manual_optimization = False
         self._check_reduction: Callable[[], None] | None = None
         self._replicated: tuple[nn.Parameter, ...] = ()
         self._trainable: list[nn.Parameter] = []
 
     @property
     def ddp_module(self) -> DistributedDataParallel | None:
-        """The run's DDP wrapper. None outside a run, and if nothing is trainable."""
+        """The run's DDP wrapper. None outside a run, and if no parameter is trainable."""
         return self._ddp
 
     def check(self, module: nn.Module) -> None:
@@ -110,7 +110,7 @@ class DDPStrategy(DistributedStrategy):
         if manual and self.static_graph:
             raise ConfigurationError(
                 "static_graph=True together with manual optimization.",
-                "optimizers that take turns use different parameters in each backward, so the graph is not static.",
+                "in manual optimization, each backward may use other parameters, so the graph is not static.",
                 "use strategy='ddp'.",
             )
         param_dtype, reduce_dtype = self.precision.param_dtype, self.precision.reduce_dtype
@@ -118,7 +118,7 @@ class DDPStrategy(DistributedStrategy):
             raise ConfigurationError(
                 f"precision={self.precision.name!r} reduces gradients in {reduce_dtype} and keeps parameters in "
                 f"{param_dtype}.",
-                "DDP reduces gradients in the dtype of their parameters.",
+                "DDP reduces gradients in the dtype of the parameters.",
                 f"use strategy='fsdp', DDPStrategy(comm_hook=...), or {type(self.precision).__name__}.reduce_dtype = "
                 f"{param_dtype}.",
             )
@@ -133,18 +133,19 @@ class DDPStrategy(DistributedStrategy):
         self.module = module
         self._original_device = OriginalDevice(module)
         if self.sync_batchnorm:
-            self._swap = SyncBatchNormSwap(module)
+            self._batchnorm_swap = SyncBatchNormSwap(module)
         self.precision.convert_module(module)
         module.to(self.device)
-        self._manual = not getattr(module, "automatic_optimization", True)
+        self._manual_optimization = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
         if not self._wrap(module, init_sync=True):
-            self._broadcast([*module.parameters(), *module.buffers()])  # nothing is trainable, so DDP broadcast nothing
-        if self._manual:
-            return self._manual_runner()  # `backward` prepares DDP for each backward
+            # Without trainable parameters, there is no DDP wrapper that broadcasts the values.
+            self._broadcast([*module.parameters(), *module.buffers()])
+        if self._manual_optimization:
+            return self._manual_runner()  # here, `backward` prepares DDP, not DDP's forward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
-            # There is nothing to exchange. After a None loss, which has no backward, DDP would report all parameters as
-            # unused.
+            # There is nothing to exchange, so DDP's forward is skipped. After a None loss, which has no backward, it
+            # would report all parameters as unused.
             return operator.call
 
         static = self.static_graph
@@ -152,7 +153,7 @@ class DDPStrategy(DistributedStrategy):
         def run(step: Callable[..., Any], *args: Any) -> Any:
             ddp = self._ddp
             if ddp is None or not torch.is_grad_enabled():
-                return step(*args)  # there are no gradients; the engine broadcast the buffers before evaluation
+                return step(*args)  # evaluation has no gradients, and the engine has broadcast the buffers
             if static and not ddp.static_graph and ddp.require_backward_grad_sync:
                 reducer.enable_static_graph(ddp)
             try:
@@ -165,9 +166,9 @@ class DDPStrategy(DistributedStrategy):
         return run
 
     def _manual_runner(self) -> StepRunner:
-        """Return the step runner of manual optimization, whose steps do not go through DDP's forward.
+        """Return the step runner of manual optimization, in which DDP's forward does not run.
 
-        The step runner therefore broadcasts rank 0's buffers before each step.
+        The step runner therefore broadcasts rank 0's buffers before each step, as DDP's forward would.
         """
         if self._options.get("broadcast_buffers") is False:
             return operator.call
@@ -201,19 +202,19 @@ class DDPStrategy(DistributedStrategy):
             options["init_sync"] = False
         ddp = DistributedDataParallel(
             StepModule(module),
-            find_unused_parameters=self.find_unused_parameters or self._manual,
+            find_unused_parameters=self.find_unused_parameters or self._manual_optimization,
             **options,
         )
         register_comm_hook(ddp, self.comm_hook)
-        if self._manual and not self.find_unused_parameters:
+        if self._manual_optimization and not self.find_unused_parameters:
             reducer.consume_unused_parameters_warning(ddp)
         self._ddp = ddp
-        if not (self.find_unused_parameters or self._manual):
+        if not (self.find_unused_parameters or self._manual_optimization):
             self._check_reduction = reducer.reduction_check(ddp)
         return True
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Do nothing, since DistributedDataParallel broadcasts the weights when it wraps the module."""
+        """Do nothing, since DistributedDataParallel broadcasts the weights when wrapping the module."""
 
     def trainable_changed(self, module: nn.Module) -> None:
         known_ids = {id(parameter) for parameter in self._replicated}
@@ -241,7 +242,7 @@ class DDPStrategy(DistributedStrategy):
         if ddp is None:
             self.precision.backward(loss)
             return
-        if self._manual:
+        if self._manual_optimization:
             reducer.expect_backward(ddp, loss)
         try:
             self.precision.backward(loss)
@@ -256,14 +257,14 @@ class DDPStrategy(DistributedStrategy):
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
-        if self._swap is not None:
-            self._swap.undo()
+        if self._batchnorm_swap is not None:
+            self._batchnorm_swap.undo()
         if self._original_device is not None:
             self._original_device.restore()
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)
         self._ddp = self._check_reduction = None
         self._original_device = None
-        self._swap = None
+        self._batchnorm_swap = None
         self._replicated, self._trainable = (), []
         super().teardown()

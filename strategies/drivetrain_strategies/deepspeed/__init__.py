@@ -1,4 +1,4 @@
-"""`DeepSpeedStrategy`: trains with ZeRO, on DeepSpeed's engine."""
+"""DeepSpeedStrategy: trains with ZeRO, on DeepSpeed's engine."""
 
 from __future__ import annotations
 

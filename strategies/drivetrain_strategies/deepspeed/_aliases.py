@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's stages, registered as entry points in ``pyproject.toml``. Does not import deepspeed."""
+"""The entry points of DeepSpeed's stages, registered in ``pyproject.toml``. This module does not import deepspeed."""
 
 from __future__ import annotations
 

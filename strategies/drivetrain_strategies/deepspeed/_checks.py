@@ -1,4 +1,4 @@
-"""Checks that refuse modules and optimizers that DeepSpeed cannot train or would silently train wrongly."""
+"""Checks that refuse modules and optimizers that DeepSpeed cannot train, or would train incorrectly."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ELEMENTWISE_OPTIMIZERS = {
     *(f"torch.optim.{name}" for name in _TORCH_OPTIMIZERS),
     *("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedLion", "deepspeed.DeepSpeedCPULion"),
 }
-"""Optimizers whose update is elementwise, as package and class name."""
+"""Optimizers whose update is elementwise, each as its package and class name."""
 
 _REFUSAL_REASONS: dict[type, str] = {
-    torch.optim.LBFGS: "its step re-evaluates the loss, which DeepSpeed's engine does not support",
+    torch.optim.LBFGS: "LBFGS re-evaluates the loss in each step, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
-        "it uses a parameter's rows and columns, and ZeRO flattens parameters: measured updates were half as large"
+        "Adafactor uses a parameter's rows and columns, but ZeRO flattens parameters, which halved measured updates"
     ),
-    torch.optim.Muon: "it uses a parameter as a matrix, and ZeRO flattens parameters",
+    torch.optim.Muon: "Muon uses a parameter as a matrix, but ZeRO flattens parameters",
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
-    torch.optim.Adagrad: "DeepSpeed replaces it by its own, which learning rate schedulers do not affect",
+    torch.optim.Adagrad: "DeepSpeed replaces it by its own Adagrad, which ignores learning rate schedulers",
 }
 """Why ZeRO cannot step an optimizer, by the optimizer's class."""
 
@@ -49,15 +49,15 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             raise ConfigurationError(
-                f"{name!r} has dtype {parameter.dtype}.", "ZeRO keeps float32 masters.", "use strategy='ddp'."
+                f"{name!r} has dtype {parameter.dtype}.", "ZeRO keeps float32 master weights.", "use strategy='ddp'."
             )
         dtypes.setdefault(parameter.dtype, name)
     if not mixed and set(dtypes) - {torch.float32}:
         examples = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"precision='32-true' and parameters of other dtypes: {examples}.",
-            "ZeRO would silently convert them to float32, or compute in half precision.",
-            "use precision='bf16-mixed', or module.float().",
+            f"precision='32-true', but some parameters have other dtypes: {examples}.",
+            "ZeRO would silently convert these parameters to float32, or compute in half precision.",
+            "use precision='bf16-mixed', or convert the module with module.float().",
         )
     if run.gradient_clip_val and run.gradient_clip_algorithm != "norm":
         raise clip_by_value_error()
@@ -74,15 +74,15 @@ def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
             class_names = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
             raise ConfigurationError(
                 f"leaf_modules: no module of class {wanted.__name__} is in {type(module).__name__}.",
-                f"the classes in it are {', '.join(class_names)}.",
-                "name one of these.",
+                f"the module has only these classes: {', '.join(class_names)}.",
+                "name one of these classes.",
             )
 
 
 def clip_by_value_error() -> ConfigurationError:
     return ConfigurationError(
         "gradient_clip_algorithm='value' under DeepSpeed.",
-        "its engine owns the gradients and clips only by norm.",
+        "DeepSpeed's engine clips the gradients, and only by norm.",
         "use gradient_clip_algorithm='norm', or strategy='fsdp'.",
     )
 
@@ -105,31 +105,31 @@ def check_optimizers(
     if run.stage == "fit" and not optimizers and stage == 3 and "optimizer" not in config:
         raise ConfigurationError(
             "configure_optimizers returned None, at stage 3.",
-            "its parameters are partitioned, and a backward needs DeepSpeed's optimizer to receive the gradients.",
-            "return an optimizer, set one in the config, or use stage 2; validate and predict need none.",
+            "stage 3 partitions parameters, and a backward needs DeepSpeed's optimizer to receive the gradients.",
+            "return an optimizer, set one in the config, or use stage 2; validate and predict need no optimizer.",
         )
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if len(optimizers) > 1:
         suffix = "" if run.automatic_optimization else " that take turns (manual optimization)"
         raise ConfigurationError(
             f"{len(optimizers)} optimizers ({kinds}){suffix} under DeepSpeed.",
-            "its engine owns the backward and the step of one optimizer over all parameters.",
-            "use one with several parameter groups, or strategy='fsdp' or 'ddp'.",
+            "DeepSpeed's engine steps one optimizer, which holds all parameters.",
+            "use one optimizer with several parameter groups, or strategy='fsdp' or 'ddp'.",
         )
     section = config.get("optimizer")
     if optimizers and section is not None:
         raise ConfigurationError(
-            f"config: optimizer={section.get('type')!r}, and configure_optimizers returned {kinds}.",
-            "only one of them can step.",
+            f"config: optimizer={section.get('type')!r}, but configure_optimizers also returned {kinds}.",
+            "DeepSpeed's engine steps only one optimizer.",
             "return None from configure_optimizers, or remove the section from the config.",
         )
     for optimizer in optimizers:
         scheduler = config.get("scheduler")
         if scheduler is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise ConfigurationError(
-                f"config: scheduler={scheduler.get('type')!r}, and configure_optimizers returned a scheduler.",
-                "both would set the learning rate.",
-                "keep one of them.",
+                f"config: scheduler={scheduler.get('type')!r}, but configure_optimizers also returned a scheduler.",
+                "both schedulers would set the learning rate.",
+                "keep only one scheduler.",
             )
         _check_kind(optimizer, allowed=bool(config.get("zero_allow_untested_optimizer")))
         for number, group in enumerate(optimizer.param_groups):
@@ -143,8 +143,8 @@ def check_optimizers(
 
 
 _FIX_FOR_PHASES = (
-    "freeze in __init__, configure_model or configure_optimizers and train each phase in a fit of its own, or use "
-    "strategy='fsdp' or 'ddp', which support such changes."
+    "freeze parameters in __init__, configure_model or configure_optimizers, and call fit once per training phase; or "
+    "use strategy='fsdp' or 'ddp', which support such changes."
 )
 
 
@@ -153,7 +153,7 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
 
     Args:
         module: the module.
-        recorded: each parameter when the engine was built, and whether it was trainable, by name.
+        recorded: the parameters when the engine was built, by name, each with whether the parameter was trainable.
 
     Raises:
         ConfigurationError: names the parameters.
@@ -166,8 +166,8 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under DeepSpeed: {listed(created)}.",
-            "its engine has flattened the trainable parameters into its own tensors and would not train the layer.",
-            "build it in configure_model, or use strategy='ddp'.",
+            "DeepSpeed's engine has flattened the trainable parameters into new tensors and would not train the layer.",
+            "build the layer in configure_model, or use strategy='ddp'.",
         )
     for verb, names in (
         (
@@ -182,8 +182,8 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
         if names:
             raise ConfigurationError(
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
-                "its engine flattened the parameters that were trainable at the start: it never trains others, and "
-                "weight decay still acts on frozen ones.",
+                "DeepSpeed's engine flattened the parameters that were trainable at the start. The engine never trains "
+                "other parameters, and weight decay still acts on parameters that were frozen later.",
                 _FIX_FOR_PHASES,
             )
 
@@ -192,7 +192,7 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
     """Return the error for ``add_param_group`` within a run."""
     return ConfigurationError(
         f"add_param_group on {type(optimizer).__name__} within a run, under DeepSpeed.",
-        "its engine has flattened the existing groups and would not step another one.",
+        "DeepSpeed's engine has flattened the existing groups and would not step another group.",
         f"return all groups from configure_optimizers; {_FIX_FOR_PHASES}",
     )
 
@@ -215,5 +215,5 @@ def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
         raise ConfigurationError(
             f"{kind.__module__}.{kind.__name__} under DeepSpeed.",
             "ZeRO flattens parameters, so only elementwise optimizers step correctly.",
-            "if it is elementwise, set config={'zero_allow_untested_optimizer': True}.",
+            "if the optimizer is elementwise, set config={'zero_allow_untested_optimizer': True}.",
         )

@@ -1,4 +1,4 @@
-"""Removes what DeepSpeed leaves behind in the process and on the module (E-12)."""
+"""Removes what DeepSpeed leaves behind in the process and on the module."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _HOOK_ATTRIBUTES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""The attributes of a module that hold its hooks."""
+"""The attributes in which a module keeps hooks."""
 
 _LATE_ATTRIBUTES = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
-"""Attributes that DeepSpeed adds only in the first steps. Attributes that begin with ``ds_`` are added then too."""
+"""Attributes that DeepSpeed adds only in the first steps. It then also adds attributes that begin with ``ds_``."""
 
 
 class DeepSpeedWorld:
-    """Initializes DeepSpeed's communication on the default process group, and restores the process on `close`.
+    """Initializes DeepSpeed's communication on the default process group. `close` restores the process's state.
 
     Args:
         deepspeed: the package `deepspeed`.
@@ -54,15 +54,15 @@ class DeepSpeedWorld:
 
         self._comm, self._groups, self._ops = comm, groups, deepspeed.ops
         self._accelerator = deepspeed.accelerator.real_accelerator
-        self._backend = comm.cdb
+        self._backend_before = comm.cdb
         self._accelerator_before = self._accelerator.ds_accelerator
         self._groups_before = {name: getattr(groups, name) for name in _GROUP_ATTRIBUTES}
-        self._linear = nn.functional.linear
-        # DeepSpeed's shared-memory collectives would have to be compiled, so gloo's collectives are used (E-10).
-        self._compatible = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
+        self._linear_before = nn.functional.linear
+        # DeepSpeed's shared-memory collectives would have to be compiled, so they are disabled and gloo's are used.
+        self._shm_compatible_before = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
-        self._local_rank = os.environ.get("LOCAL_RANK")
+        self._local_rank_before = os.environ.get("LOCAL_RANK")
         index: int | None = device.index
         if index is not None:
             os.environ["LOCAL_RANK"] = str(index)
@@ -70,7 +70,7 @@ class DeepSpeedWorld:
             os.environ.setdefault("LOCAL_RANK", str(local_rank))
         self._choose_accelerator(device)
         deepspeed.init_distributed()
-        if self._backend is None:  # the older names emit a deprecation warning
+        if self._backend_before is None:  # the functions' older names emit a deprecation warning
             for attribute, name in _RENAMED_FUNCTIONS.items():
                 setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
 
@@ -78,7 +78,8 @@ class DeepSpeedWorld:
         chosen = self._accelerator.get_accelerator().device_name()
         if chosen == device.type:
             return
-        # DeepSpeed chooses its accelerator once per process, but a process forked later may see other devices.
+        # DeepSpeed chooses its accelerator once per process. A process forked later keeps this choice, but may see
+        # other devices.
         if device.type == "cpu":
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
         elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
@@ -87,7 +88,7 @@ class DeepSpeedWorld:
             raise ConfigurationError(
                 f"DeepSpeed uses the accelerator {chosen!r}, but the run uses {device}.",
                 "DeepSpeed detects its accelerator, or reads it from DS_ACCELERATOR.",
-                f"set DS_ACCELERATOR={device.type}, or Fit(accelerator=...) to match.",
+                f"set DS_ACCELERATOR={device.type}, or choose a matching Fit(accelerator=...).",
             )
         self._accelerator.ds_accelerator = Accelerator()
 
@@ -99,19 +100,19 @@ class DeepSpeedWorld:
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
                 setattr(self._groups, name, before)
-        self._comm.cdb = self._backend
+        self._comm.cdb = self._backend_before
         self._accelerator.ds_accelerator = self._accelerator_before
-        if self._compatible is not None:
-            self._ops.__compatible_ops__["deepspeed_shm_comm"] = self._compatible
-        nn.functional.linear = self._linear
-        if self._local_rank is None:
+        if self._shm_compatible_before is not None:
+            self._ops.__compatible_ops__["deepspeed_shm_comm"] = self._shm_compatible_before
+        nn.functional.linear = self._linear_before
+        if self._local_rank_before is None:
             os.environ.pop("LOCAL_RANK", None)
         else:
-            os.environ["LOCAL_RANK"] = self._local_rank
+            os.environ["LOCAL_RANK"] = self._local_rank_before
 
 
 class ModuleSnapshot:
-    """Remembers a module's attributes and hooks, to remove the attributes and hooks that DeepSpeed adds.
+    """Records a module's attributes and hooks, so that additions by DeepSpeed can be removed.
 
     Args:
         module: the module before DeepSpeed's engine is built.
@@ -126,7 +127,7 @@ class ModuleSnapshot:
         self._added_hooks: list[tuple[nn.Module, str, Any]] = []
 
     def record_additions(self) -> None:
-        """Record the attributes and hooks added so far as DeepSpeed's. Later additions are the user's."""
+        """Record the attributes and hooks added so far as DeepSpeed's. Later additions are assumed to be the user's."""
         self._recorded = True
         for child, before, hooks in self._children:
             self._added.append((child, [name for name in child.__dict__ if name not in before]))
@@ -156,7 +157,10 @@ class ModuleSnapshot:
 
 
 def forget_root(root: nn.Module) -> None:
-    """Remove a module and its submodules from the stack of running forwards and the cache where stage 3 leaves them."""
+    """Remove a module and its submodules from the two places of DeepSpeed's where stage 3 leaves them.
+
+    One is the stack of running forwards, the other the cache of a method.
+    """
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     stack = parameter_offload.FWD_MODULE_STACK

@@ -1,4 +1,4 @@
-"""Resolves DeepSpeed's configuration from the user's config, the strategy's arguments and `Fit`."""
+"""Builds DeepSpeed's configuration from the user's config, the strategy's arguments and the settings of `Fit`."""
 
 from __future__ import annotations
 
@@ -31,18 +31,27 @@ TOP_LEVEL_KEYS = {
 }
 """The top-level keys that DeepSpeed reads. DeepSpeed would silently accept any other key."""
 
-HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""DeepSpeed's section for each mixed precision, by the precision's canonical name."""
+PRECISION_SECTIONS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""The section of DeepSpeed's configuration that enables a mixed precision, by the precision's canonical name."""
 
-LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
-"""Settings under which the loss scale changes as in ``GradScaler``.
+LOSS_SCALE_SETTINGS = {"hysteresis": 1, "loss_scale_window": 2000}
+"""Settings with which DeepSpeed changes the loss scale as torch's ``GradScaler`` does.
 
 The scale halves at each overflow and doubles after 2,000 steps without an overflow. With DeepSpeed's defaults, the
 first overflow does not change the scale, and the scale doubles after 1,000 steps.
 """
 
-SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
-"""The sections that this module reads, which must be dicts."""
+SECTION_KEYS = (
+    "zero_optimization",
+    "optimizer",
+    "scheduler",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "torch_autocast",
+    "data_types",
+)
+"""The top-level keys whose values this module reads as dicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,12 @@ class StrategyArguments:
     Attributes:
         stage: ZeRO stage; None uses the config's stage, or 2.
         zero: settings of the section ``zero_optimization``.
-        top: settings at the top level of the configuration.
+        top_level: settings at the top level of the configuration.
     """
 
     stage: int | None = None
     zero: Mapping[str, Any] = field(default_factory=dict)
-    top: Mapping[str, Any] = field(default_factory=dict)
+    top_level: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_config(source: Config) -> dict[str, Any]:
@@ -72,9 +81,9 @@ def read_config(source: Config) -> dict[str, Any]:
         config = copy.deepcopy(dict(source))
     elif not isinstance(source, str | os.PathLike):
         raise ConfigurationError(
-            f"config={source!r}.",
-            "DeepSpeed's configuration is a dict, or the path of a JSON file.",
-            "pass one of them.",
+            f"config={source!r}, a {type(source).__name__}.",
+            "DeepSpeed's configuration must be a dict or the path of a JSON file.",
+            "pass a dict or a path.",
         )
     else:
         path = Path(source)
@@ -83,23 +92,23 @@ def read_config(source: Config) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"config={os.fspath(source)!r} cannot be read: {error}",
-                "it must be the path of a JSON file in DeepSpeed's format.",
+                "config must be the path of a JSON file in DeepSpeed's format.",
                 "check the path, or pass a dict.",
             ) from error
         if not isinstance(config, dict):
             raise ConfigurationError(
                 f"config={os.fspath(source)!r} holds a {type(config).__name__}.",
-                "DeepSpeed's configuration is a JSON object.",
-                "put {...} around the file's content.",
+                "DeepSpeed's configuration must be a JSON object.",
+                "write the settings as a JSON object, {...}.",
             )
     for key, value in config.items():
-        if key in SECTIONS and not isinstance(value, Mapping):
+        if key in SECTION_KEYS and not isinstance(value, Mapping):
             raise _not_a_section(key, value)
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(
                 f"config: DeepSpeed has no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
-                "DeepSpeed would silently ignore it.",
-                "correct it, or remove it.",
+                "DeepSpeed would silently ignore this key.",
+                "correct the key, or remove it.",
             )
     return config
 
@@ -108,7 +117,7 @@ def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
     """Return the ZeRO stage.
 
     Raises:
-        ConfigurationError: argument and config contradict each other, or the stage does not exist.
+        ConfigurationError: the argument and the config contradict each other, or the stage does not exist.
     """
     configured = config.get("zero_optimization", {}).get("stage", "auto")
     if configured != "auto" and arguments.stage is not None and configured != arguments.stage:
@@ -116,7 +125,9 @@ def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
     stage = arguments.stage if arguments.stage is not None else 2 if configured == "auto" else configured
     if stage not in (1, 2, 3):
         raise ConfigurationError(
-            f"stage={stage!r}.", "ZeRO has the stages 1, 2 and 3; without any it is plain DDP.", "use one, or 'ddp'."
+            f"stage={stage!r}.",
+            "ZeRO has the stages 1, 2 and 3. Stage 0 would be plain DDP.",
+            "use stage 1, 2 or 3, or strategy='ddp'.",
         )
     return int(stage)
 
@@ -132,12 +143,12 @@ def offload(target: str | None, argument: str, nvme_path: str | None) -> dict[st
     if target not in ("cpu", "nvme"):
         raise ConfigurationError(
             f"{argument}={target!r}.{nearest(str(target), ('cpu', 'nvme'))}",
-            "it is the offload target.",
+            "the argument must name an offload target.",
             "use 'cpu' or 'nvme'.",
         )
     if target == "nvme" and nvme_path is None:
         raise ConfigurationError(
-            f"{argument}='nvme' without nvme_path.", "it needs a folder on the drive.", "give nvme_path='/...'."
+            f"{argument}='nvme' without nvme_path.", "DeepSpeed needs a folder on the drive.", "set nvme_path='/...'."
         )
     return {"device": target} if target == "cpu" else {"device": target, "nvme_path": nvme_path}
 
@@ -163,22 +174,22 @@ def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyAr
     if stage < 3 and optimizer.get("device") == "nvme":
         raise ConfigurationError(
             f"offload_optimizer='nvme' at stage {stage}.",
-            "DeepSpeed supports it at stage 3 only.",
+            "DeepSpeed supports offloading to NVMe at stage 3 only.",
             "use stage=3, or 'cpu'.",
         )
-    dtype = arguments.top.get("communication_data_type", "fp32")
+    dtype = arguments.top_level.get("communication_data_type", "fp32")
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ConfigurationError(
             f"communication_data_type={dtype!r}.",
-            "it is the dtype in which gradients are exchanged.",
+            "the argument must name the dtype in which gradients are exchanged.",
             "use 'fp32', 'bf16' or 'fp16'.",
         )
     if zero.get("round_robin_gradients"):
         raise ConfigurationError(
             "config: zero_optimization.round_robin_gradients=True.",
-            "DeepSpeed then assigns parameters to ranks in an order that it does not report, so state by name would be "
-            "wrong.",
-            "remove it.",
+            "DeepSpeed then assigns parameters to ranks in an order that it does not report, so optimizer state would "
+            "be saved under wrong names.",
+            "remove this setting.",
         )
 
 
@@ -187,7 +198,7 @@ def resolve(
 ) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
-    `Fit` manages averaging, accumulation and batch sizes. DeepSpeed's own accumulation is fixed at one micro-batch.
+    `Fit` manages averaging, accumulation and batch sizes, so DeepSpeed's own accumulation is set to one micro-batch.
 
     Args:
         config: the user's config, as `read_config` returned it. This function does not modify it.
@@ -210,21 +221,21 @@ def resolve(
         "gradient_clipping": _clipping(resolved, run),
     }
     resolved.setdefault("steps_per_print", None)
-    # `check_optimizers` decides which optimizers are allowed, so DeepSpeed's own check is turned off. Optimizers of
-    # torch may step offloaded state.
+    # `check_optimizers` decides which optimizers are allowed, so DeepSpeed's own check is turned off. torch's
+    # optimizers may step offloaded state.
     resolved["zero_allow_untested_optimizer"] = True
     resolved.setdefault("zero_force_ds_cpu_optimizer", False)
-    _merge(resolved, arguments.top, "")
+    _merge(resolved, arguments.top_level, "")
     zero = {key: value for key, value in resolved.get("zero_optimization", {}).items() if value != "auto"}
     zero["stage"] = stage_of(config, arguments)
     _merge(zero, arguments.zero, "zero_optimization.")
     resolved["zero_optimization"] = zero
     _set_precision(resolved, precision)
-    for path in _autos(resolved):
+    for path in _auto_keys(resolved):
         raise ConfigurationError(
             f"config: {path} is 'auto'.",
-            "no setting of Fit determines it.",
-            "set a value, or remove it to use DeepSpeed's default.",
+            "no setting of Fit determines this value.",
+            "set a value, or remove the key to use DeepSpeed's default.",
         )
     return resolved
 
@@ -275,26 +286,26 @@ def _set_precision(config: dict[str, Any], precision: str) -> None:
         raise _contradiction(
             "torch_autocast.enabled", True, f"Fit(precision={precision!r}), which runs autocast itself"
         )
-    half = HALVES.get(precision)
+    enabled_section = PRECISION_SECTIONS.get(precision)
     for section in ("bf16", "fp16"):
         configured = config.get(section, {}).get("enabled", "auto")
-        if configured != "auto" and bool(configured) != (section == half):
+        if configured != "auto" and bool(configured) != (section == enabled_section):
             raise _contradiction(f"{section}.enabled", configured, f"Fit(precision={precision!r})")
-        if section == half:
-            defaults = LOSS_SCALE if section == "fp16" else {}
+        if section == enabled_section:
+            defaults = LOSS_SCALE_SETTINGS if section == "fp16" else {}
             config[section] = {**defaults, **config.get(section, {}), "enabled": True}
         elif section in config:
             config[section] = {**config[section], "enabled": False}
-    if half is not None:
-        # A gradient is rounded to half precision when it is computed, but not when it is accumulated or exchanged.
+    if enabled_section is not None:
+        # Gradients are computed in half precision, but accumulated and exchanged in float32.
         config["data_types"] = {"grad_accum_dtype": "fp32", **config.get("data_types", {})}
         config.setdefault("communication_data_type", "fp32")
 
 
-def _autos(value: Any, path: str = "") -> Iterator[str]:
+def _auto_keys(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, child in value.items():
-            yield from _autos(child, f"{path}.{key}" if path else str(key))
+            yield from _auto_keys(child, f"{path}.{key}" if path else str(key))
     elif value == "auto":
         yield path
 
@@ -303,9 +314,11 @@ def _contradiction(key: str, configured: Any, other: str) -> ConfigurationError:
     return ConfigurationError(
         f"config: {key}={configured!r} contradicts {other}.",
         "only one of them can apply.",
-        "make them agree, or remove the key from the config: missing keys are set from Fit.",
+        "give both the same value, or remove the key from the config, since missing keys are set from Fit.",
     )
 
 
 def _not_a_section(key: str, value: Any) -> ConfigurationError:
-    return ConfigurationError(f"config: {key}={value!r}.", "it is a section of settings.", "write it as a dict, {...}.")
+    return ConfigurationError(
+        f"config: {key}={value!r}.", f"{key} must be a section of settings.", "write the section as a dict, {...}."
+    )

@@ -1,4 +1,4 @@
-"""One run under DeepSpeed's engine, from its start until the module is restored."""
+"""DeepSpeedRun: one run under DeepSpeed's engine, from the engine's start until the module is restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies._missing_weights import check_gather_limit
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
-from drivetrain_strategies.deepspeed._error_messages import ordering_errors_explained, start_explained
+from drivetrain_strategies.deepspeed._error_messages import explain_ordering_errors, explain_start_errors
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
@@ -45,10 +45,10 @@ class RunOptions:
         stage: ZeRO stage.
         device: device of this rank.
         precision: the run's precision.
-        control: the control plane.
-        gather_limit: bytes of parameters up to which the module is gathered after the run.
+        control: exchanges small values between the ranks.
+        gather_limit: size in bytes up to which the parameters are gathered after the run.
         leaf_modules: classes of modules that stage 3 gathers as a whole.
-        find_unused_parameters: the strategy's argument, which `UnusedParameters` implements.
+        find_unused_parameters: the strategy's argument. `UnusedParameters` implements it.
     """
 
     stage: int
@@ -61,7 +61,7 @@ class RunOptions:
 
 
 class DeepSpeedRun:
-    """A module that DeepSpeed's engine trains or evaluates.
+    """A run in which DeepSpeed's engine trains or evaluates a module.
 
     Args:
         deepspeed: the package `deepspeed`.
@@ -119,8 +119,8 @@ class DeepSpeedRun:
                 if needs_engine:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
-        self._state = State(module, self._unrounded, self._zero, self._publish)
-        self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half is not None)
+        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
+        self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
         if self._adopted is not None:
             self._adopted.load_into_masters(self._state)
 
@@ -131,24 +131,25 @@ class DeepSpeedRun:
         weight at a time.
 
         Args:
-            needs_engine: whether an engine will be started. The engine computes with weights in half precision.
+            needs_engine: whether an engine will be started. If so, the weights are rounded to the run's half precision,
+                if it has one.
         """
         module, options = self._module, self._options
-        half = options.precision.half
+        half_dtype = options.precision.half_dtype
         for parameter in module.parameters():
             unrounded = parameter.data = parameter.data.to(options.device)
             dist.broadcast(unrounded, 0)
-            if half is not None and parameter.dtype != half:
+            if half_dtype is not None and parameter.dtype != half_dtype:
                 if needs_engine:
-                    parameter.data = unrounded.to(half)
+                    parameter.data = unrounded.to(half_dtype)
                     unrounded = unrounded.cpu()
                 self._unrounded[id(parameter)] = StoredParameter(unrounded, tuple(parameter.shape), None)
-        module.to(options.device)  # moves the buffers, since the parameters are on the device already
+        module.to(options.device)  # the parameters are on the device already, so only buffers are moved
 
     def _partition(self, recording: Recording | None) -> None:
         module, options = self._module, self._options
-        with start_explained():
-            partitioner = Partitioner(self._config, options.precision.half, options.device)
+        with explain_start_errors():
+            partitioner = Partitioner(self._config, options.precision.half_dtype, options.device)
         self._unrounded = partitioner.unrounded
         materialize(module, recording, partitioner.partition, options.device, options.control)
         partitioner.partition_all(module)
@@ -183,7 +184,7 @@ class DeepSpeedRun:
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
-        with start_explained(), without_broadcast():
+        with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
                 optimizer=optimizers[0] if optimizers else None,
@@ -197,8 +198,8 @@ class DeepSpeedRun:
             return
         self._zero = Zero(engine)
         if self._options.precision.name == "16-mixed":
-            keeps_floor = "min_loss_scale" in self._config["fp16"]
-            self._options.precision.take_scaler(engine.optimizer.loss_scaler, keeps_floor)
+            sets_minimum_scale = "min_loss_scale" in self._config["fp16"]
+            self._options.precision.take_scaler(engine.optimizer.loss_scaler, sets_minimum_scale)
         optimizer = self._zero.base_optimizer
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
@@ -214,10 +215,10 @@ class DeepSpeedRun:
 
     @torch.no_grad()
     def _restore_masters(self) -> None:
-        """Write the unrounded weights into the masters, which DeepSpeed built from rounded weights (E-11)."""
-        for number, fragments in groupby(self.zero.fragments(), lambda fragment: fragment.number):
+        """Write the unrounded weights into the master weights, which DeepSpeed built from rounded weights."""
+        for number, fragments in groupby(self.zero.fragments(), lambda fragment: fragment.flat_index):
             stored_weights = [(fragment, self._unrounded.pop(id(fragment.parameter), None)) for fragment in fragments]
-            if self._options.precision.half is None:
+            if self._options.precision.half_dtype is None:
                 continue
             with self.zero.swapped_in(number, write=True):
                 for fragment, stored in stored_weights:
@@ -229,7 +230,7 @@ class DeepSpeedRun:
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load weights by name; see `State.load_weights`."""
         self.state.load_weights(state, strict)
-        self._frozen.accept()
+        self._frozen.accept_current_values()
 
     # During a step: forward, backward, optimizer step and gradients
 
@@ -239,14 +240,15 @@ class DeepSpeedRun:
         if self._frozen.has_weights:
             self._frozen.check()
         call = partial(step, *args)
-        if torch.is_autocast_enabled():  # CUDA's autocast, which DeepSpeed's engine would disable
+        if torch.is_autocast_enabled():  # DeepSpeed's engine would disable CUDA's autocast
             call = partial(self._under_autocast, call)
-        gather_order, self._gather_order = self._gather_order, None  # orders are compared only in the first step
+        # The ranks compare their gather orders only in the first step.
+        gather_order, self._gather_order = self._gather_order, None
         self._within_forward = True
         try:
             if gather_order is None:
                 return unwrap_output(self._engine(call))
-            with ordering_errors_explained(self), gather_order.compared():
+            with explain_ordering_errors(self), gather_order.compared():
                 return unwrap_output(self._engine(call))
         finally:
             self._within_forward = False
@@ -264,7 +266,7 @@ class DeepSpeedRun:
         self._unused.before_backward(loss)
         if self._unused.in_order:
             self._close_gradient_order()
-        with ordering_errors_explained(self):
+        with explain_ordering_errors(self):
             self._zero.backward(loss, self._unused.in_order, within_forward=self._within_forward)
         self._unused.after_backward(loss)
         if self._gradient_order is not None:
@@ -272,7 +274,7 @@ class DeepSpeedRun:
 
     def step(self, max_norm: float | None) -> bool:
         self._has_gradients = False
-        with ordering_errors_explained(self):
+        with explain_ordering_errors(self):
             stepped = self.zero.step(max_norm)
         assert self._unused is not None
         self._unused.after_step()
@@ -307,7 +309,7 @@ class DeepSpeedRun:
         if self._has_gradients:
             self.forget()
 
-    # Whole parameters within a run, and updates of the compute weights
+    # Whole parameters within a run, and updates of the weights that the module computes with
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
@@ -315,7 +317,7 @@ class DeepSpeedRun:
 
         Args:
             parameters: the parameters.
-            write: keep rank 0's changes, on all ranks.
+            write: whether rank 0's changes are kept, on all ranks.
         """
         wanted = {id(parameter): parameter for parameter in parameters}
         data_before = {key: parameter.data for key, parameter in wanted.items()}
@@ -333,11 +335,11 @@ class DeepSpeedRun:
             for key, parameter in wanted.items():
                 parameter.data = data_before[key]
         if write:
-            self._publish()
+            self._update_compute_weights()
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Update the compute weights from the stored unrounded weights and masters. Collective."""
+    def _update_compute_weights(self) -> None:
+        """Copy unrounded weights and master weights into the weights that the module computes with. Collective."""
         parameter: Any
         for parameter in self._module.parameters():
             unrounded = self._unrounded.get(id(parameter))
@@ -348,7 +350,7 @@ class DeepSpeedRun:
             else:
                 write_part(parameter, unrounded.local, unrounded.span)
         if self._zero is not None:
-            self._zero.publish()
+            self._zero.update_compute_weights()
 
     # DeepSpeed's own checkpoints
 
@@ -364,14 +366,14 @@ class DeepSpeedRun:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Turn the module back into a plain module, with whole parameters in the masters' dtypes. Collective."""
+        """Turn the module back into a plain module, with whole parameters in the master weights' dtypes. Collective."""
         options = self._options
         nbytes, warn = self.state.sharded_nbytes(), options.control.rank == 0
         if options.stage == 3 and not check_gather_limit(nbytes, options.gather_limit, "DeepSpeedStrategy", warn):
             return
         weights = self.state.weights()
         lost_update = self._frozen.lost_update()
-        if lost_update is not None:  # `FrozenWeights.check` runs in each forward and misses a later update
+        if lost_update is not None:  # an update after the last forward, where `FrozenWeights.check` ran
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
         whole_weights = {name: whole_of(weights[name]) for name in parameters}
@@ -386,7 +388,7 @@ class DeepSpeedRun:
     def end(self) -> None:
         """Release everything that this run acquired, also after a failure. Does not communicate."""
         if self._snapshot is not None and not self._restored:
-            self._leave()
+            self._leave_weights()
         self._undo()
         if self._adopted is not None:
             self._adopted.restore()
@@ -395,7 +397,7 @@ class DeepSpeedRun:
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()
-    def _leave(self) -> None:
+    def _leave_weights(self) -> None:
         """Leave this rank's weights in the module after a failure, when ranks cannot communicate."""
         module, options = self._module, self._options
         stored_parameters = self._unrounded.items() if self._state is None else self._state.stored_parameters()
@@ -411,7 +413,8 @@ class DeepSpeedRun:
             leave_parts(module, parts, options.gather_limit, options.control.world_size, options.control.rank == 0)
             return
         for name, parameter in module.named_parameters():
-            # Trained weights stay rounded. Copies are assigned, so that no parameter is a view of DeepSpeed's buffers.
+            # Trained weights stay rounded, since each rank has only its part of the master weights. Copies are
+            # assigned, so that no parameter is a view of DeepSpeed's buffers.
             value = values.get(name)
             if isinstance(value, torch.Tensor):
                 parameter.data = value.to(parameter.device)

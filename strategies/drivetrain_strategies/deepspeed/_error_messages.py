@@ -21,14 +21,14 @@ _COMPILATION_ERROR_WORDS = (
 )
 
 _DIFFERENT_PARAMETERS = (
-    "ZeRO exchanges parameters and gradients in one order on all ranks, and these ranks used different parameters.",
-    "at stage 3 name the block around them, DeepSpeedStrategy(leaf_modules=[Experts]); at stage 2 set "
-    "find_unused_parameters=True; stage 1 and FSDP allow this.",
+    "ZeRO exchanges parameters and gradients in one order on all ranks, but these ranks used different parameters.",
+    "at stage 3, name the block that contains the parameters, as in DeepSpeedStrategy(leaf_modules=[Experts]); at "
+    "stage 2, set find_unused_parameters=True; stage 1 and FSDP support such models.",
 )
 
 
 @contextmanager
-def start_explained() -> Iterator[None]:
+def explain_start_errors() -> Iterator[None]:
     """Translate errors of DeepSpeed's start within this context.
 
     Raises:
@@ -39,16 +39,16 @@ def start_explained() -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
-        _explain_compiling(error)
+        _raise_if_compilation_failed(error)
         raise ConfigurationError(
             f"DeepSpeed refused to start: {type(error).__name__}: {error}",
-            "every rank gave it the same configuration.",
-            "compare strategy.resolved_config, which was passed to it, with DeepSpeed's documentation of settings.",
+            "DeepSpeed does not support the configuration, which is the same on all ranks.",
+            "compare strategy.resolved_config, which was passed to DeepSpeed, with DeepSpeed's documentation.",
         ) from error
 
 
 @contextmanager
-def compiling_explained() -> Iterator[None]:
+def explain_compilation_errors() -> Iterator[None]:
     """Translate errors of compiling one of DeepSpeed's extensions within this context.
 
     Raises:
@@ -57,18 +57,18 @@ def compiling_explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _explain_compiling(error)
+        _raise_if_compilation_failed(error)
         raise
 
 
-def _explain_compiling(error: Exception) -> None:
+def _raise_if_compilation_failed(error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
     if any(word in text for word in _COMPILATION_ERROR_WORDS):
         is_for_drive = "async_io" in text
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
-            "its own optimizers and its NVMe access are compiled at their first use.",
-            "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to the 'cpu'."
+            "DeepSpeed's optimizers and its NVMe access are compiled at their first use.",
+            "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to 'cpu'."
             if is_for_drive
             else "install g++ and ninja, or use torch's optimizers; in a config, set 'torch_adam': true in the "
             "optimizer's params.",
@@ -97,26 +97,26 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
     uses_adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
     if trains and uses_adam and not optimizer.get("params", {}).get("torch_adam"):
         builders.append("FusedAdamBuilder" if offload_devices["offload_optimizer"] == "none" else "CPUAdamBuilder")
-    with compiling_explained(), redirected_prints():
+    with explain_compilation_errors(), redirected_prints():
         for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 def check_by_deepspeed(config: dict[str, Any]) -> None:
-    """Let DeepSpeed parse the configuration before anything is set up.
+    """Let DeepSpeed parse the configuration, before anything else is set up.
 
     Raises:
         ConfigurationError: DeepSpeed refuses the configuration.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    with start_explained():
+    with explain_start_errors():
         DeepSpeedConfig(copy.deepcopy(config))
 
 
 @contextmanager
-def ordering_errors_explained(run: Any) -> Iterator[None]:
-    """Translate errors within this context that result from ranks using different parameters.
+def explain_ordering_errors(run: Any) -> Iterator[None]:
+    """Translate errors within this context that occur because ranks used different parameters.
 
     Raises:
         ConfigurationError: this rank detected that ranks used different parameters.

@@ -15,14 +15,14 @@ _PARTITION_VERSION = attrgetter("ds_tensor._version")
 
 
 class FrozenWeights:
-    """Compares the version counters of frozen weights, which count in-place operations, with earlier values.
+    """Detects in-place updates of frozen weights from the tensors' version counters.
 
-    Writes through ``.data`` are not detected.
+    Writes through ``.data`` do not change the counters and are not detected.
 
     Args:
         module: the user's module after DeepSpeed's setup.
         stage: ZeRO stage.
-        rounded: whether the module computes with half-precision copies.
+        rounded: whether the module computes with half-precision copies of the weights.
     """
 
     def __init__(self, module: nn.Module, stage: int, rounded: bool) -> None:
@@ -31,14 +31,14 @@ class FrozenWeights:
         self._strategy = f"DeepSpeedStrategy(stage={stage})"
         self._rounded = rounded
         if not rounded and stage < 3:
-            self._names, self._weights = [], []  # the module's weights are saved, so no update is lost
+            self._names, self._weights = [], []  # checkpoints save the module's own weights, so no update is lost
         self.has_weights = bool(self._weights)
         """Whether updates of any frozen weight could be lost."""
         self._partitions = self._weights if stage == 3 and not rounded else []
-        self.accept()
+        self.accept_current_values()
 
-    def accept(self) -> None:
-        """Accept the current values, after a load for example."""
+    def accept_current_values(self) -> None:
+        """Treat the current values as unmodified, for example after a load."""
         self._versions = tuple(map(_VERSION, self._weights))
         self._partition_versions = tuple(map(_PARTITION_VERSION, self._partitions))
 
@@ -53,7 +53,7 @@ class FrozenWeights:
             raise lost_update
 
     def lost_update(self) -> ConfigurationError | None:
-        """Return the error for updates since the last call that would be lost, or None without such updates."""
+        """Return the error for updates since the last call that would be lost. None if there are no such updates."""
         versions = tuple(map(_VERSION, self._weights))
         if versions == self._versions:
             return None
@@ -62,11 +62,11 @@ class FrozenWeights:
             for number, (version, earlier) in enumerate(zip(versions, self._versions, strict=True))
             if version != earlier
         ]
-        if self._partitions:  # updates within GatheredParameters went to the partitions
+        if self._partitions:  # an update within GatheredParameters was written to the partition and is kept
             partition_versions = tuple(map(_PARTITION_VERSION, self._partitions))
             updated = [number for number in updated if partition_versions[number] == self._partition_versions[number]]
         if updated:
             names = [self._names[number] for number in updated]
             return manual_update_error(names, self._strategy, ROUNDED if self._rounded else PARTITIONED)
-        self.accept()
+        self.accept_current_values()
         return None

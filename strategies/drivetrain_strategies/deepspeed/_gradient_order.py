@@ -12,21 +12,21 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import ControlPlane
 
 Order = list[Any]
-"""A bucket's parameters as DeepSpeed lists them: (group, index in the group, id)."""
+"""The parameters of a bucket in order, each as DeepSpeed's tuple (group, index in the group, id)."""
 
 
 class GradientOrder:
-    """Compares the order of gradients in each bucket with the first window, before the bucket is reduced.
+    """Compares the order of gradients in each bucket with the first accumulation window, before the bucket is reduced.
 
-    A rank's forward may depend on the values or the number of its samples. BatchNorm, for example, differs for a single
-    sample. Gradients then become ready in another order, and DeepSpeed would add up gradients of different parameters.
-    In the first window the ranks compare their orders, in a small CPU collective per bucket. Afterwards each rank
-    compares an order with the orders of the first window and does not communicate.
+    A rank's forward may depend on the values or the number of its samples. BatchNorm, for example, computes differently
+    for a single sample. Gradients then become ready in another order, and DeepSpeed would add up gradients of different
+    parameters. In the first window the ranks compare their orders, in a small CPU collective per bucket. Afterwards,
+    each rank compares its orders with those of the first window and does not communicate.
 
     Args:
         optimizer: DeepSpeed's optimizer of stage 2.
         names: names of the trainable parameters.
-        control: the control plane.
+        control: exchanges small values between the ranks.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[nn.Parameter, str], control: ControlPlane) -> None:
@@ -50,11 +50,10 @@ class GradientOrder:
         order, expected = map(self._named, self._differing)
         first = next(number for number, (name, other) in enumerate(zip(order, expected, strict=True)) if name != other)
         raise ConfigurationError(
-            f"Gradients became ready in two orders, in the first window or since: {order[first]!r} at the position of "
-            f"{expected[first]!r}.",
-            "ZeRO 2 exchanges them during backward, and ranks with different orders would add up gradients of "
-            "different parameters. The order differs if the forward depends on a rank's samples; BatchNorm, for "
-            "example, differs for a single one.",
+            f"Gradients became ready in two orders: {order[first]!r} took the position of {expected[first]!r}.",
+            "ZeRO 2 exchanges gradients during backward, and ranks with different orders would add up gradients of "
+            "different parameters. The order differs if the forward depends on a rank's samples. BatchNorm, for "
+            "example, computes differently for a single sample.",
             "set DeepSpeedStrategy(find_unused_parameters=True), which exchanges gradients in the parameters' order, "
             "or use stage 1, stage 3 or strategy='fsdp'.",
         )

@@ -1,7 +1,8 @@
 """All uses of private names of DeepSpeed's engine.
 
 `Zero` wraps three optimizer classes of DeepSpeed: ZeRO 1 and 2, the bf16 optimizer of stage 1, and ZeRO 3. Each keeps
-float32 masters of this rank's part of every parameter in flat tensors, which the torch optimizer steps.
+float32 master weights in flat tensors, which the torch optimizer steps. A rank has the master weights of its part of
+every parameter.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from drivetrain.strategies import Span
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """This rank's master of a parameter.
+    """This rank's part of a parameter's master weights.
 
     Attributes:
         parameter: the parameter.
-        number: index of the flat tensor that contains the master.
-        flat: the flat tensor, which the optimizer steps. It is empty while swapped out to a drive; see
+        flat_index: index of the flat tensor that contains the master weights.
+        flat: the flat tensor, which the optimizer steps. While swapped out to a drive, the tensor is empty; see
             `Zero.swapped_in`.
-        offset: offset of the master in the flat tensor.
-        span: the elements of the parameter that the master holds.
+        offset: offset of the master weights in the flat tensor.
+        span: the elements of the parameter that the master weights hold.
     """
 
     parameter: nn.Parameter
-    number: int
+    flat_index: int
     flat: torch.Tensor
     offset: int
     span: Span
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's part of a tensor with the flat tensor's shape."""
+        """Return the parameter's elements of ``flat``, a tensor with the flat tensor's shape."""
         return flat.detach().narrow(0, self.offset, self.span.stop - self.span.start)
 
     @property
@@ -109,8 +110,8 @@ class Zero:
     def _divide_in_communication_dtype(self) -> None:
         """Divide gradients by the number of ranks in the communication dtype.
 
-        Stage 2 divides gradients earlier, in half precision. Unless the number of ranks is a power of two, that
-        division rounds once more.
+        By default, stage 2 divides gradients earlier, in half precision. Unless the number of ranks is a power of two,
+        that division adds a rounding error.
         """
         optimizer, exchange = self.optimizer, self.optimizer.allreduce_bucket
         optimizer.gradient_average = False  # stage 2 then does not divide before the exchange
@@ -137,22 +138,22 @@ class Zero:
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         return optimizer
 
-    # Masters of this rank, and the parameters that DeepSpeed computes from them
+    # Master weights of this rank, and the parameters that DeepSpeed computes from them
 
-    def flats(self) -> list[torch.Tensor]:
+    def flat_tensors(self) -> list[torch.Tensor]:
         """Return the flat tensors that the optimizer steps."""
         optimizer = self.optimizer
         if self.stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
         return list(optimizer.fp32_groups_flat_partition if self._bf16 else optimizer.single_partition_of_fp32_groups)
 
-    def group_of_flat(self, number: int) -> int:
+    def group_of_flat_tensor(self, number: int) -> int:
         """Return the index of the optimizer's parameter group that a flat tensor belongs to."""
         return int(self.optimizer.sub_group_to_group_id[number]) if self.stage == 3 else number
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's master of every trainable parameter; the master is empty if the rank holds no part."""
-        optimizer, flats = self.optimizer, self.flats()
+        """Yield a `Fragment` for every trainable parameter. The fragment is empty if this rank holds no part."""
+        optimizer, flats = self.optimizer, self.flat_tensors()
         if self.stage == 3:
             for group in optimizer.fp16_groups:
                 for parameter in group:
@@ -176,7 +177,7 @@ class Zero:
         return groups
 
     def is_swapped(self, number: int) -> bool:
-        """Return whether a flat tensor is swapped out to a drive between steps."""
+        """Return whether the flat tensor with this index is swapped out to a drive between steps."""
         return self.stage == 3 and bool(self.optimizer._swappable_optimizer_subgroup(number))
 
     @contextmanager
@@ -187,10 +188,10 @@ class Zero:
 
         Args:
             number: index of the flat tensor.
-            write: write changes back to the drive.
+            write: whether changes are written back to the drive.
         """
         optimizer = self.optimizer
-        if not self.is_swapped(number) or self.flats()[number].numel():
+        if not self.is_swapped(number) or self.flat_tensors()[number].numel():
             yield
             return
         optimizer._optimizer_states_and_gradient_swap_in(number)
@@ -202,8 +203,8 @@ class Zero:
             else:
                 optimizer._release_swap_buffers(number)
 
-    def publish(self) -> None:
-        """Update the parameters on all ranks from the masters. Collective."""
+    def update_compute_weights(self) -> None:
+        """Update the parameters that the module computes with, on all ranks, from the master weights. Collective."""
         optimizer = self.optimizer
         if self.stage < 3:
             optimizer.update_lp_params()
@@ -212,9 +213,9 @@ class Zero:
         for number in range(len(optimizer.fp16_groups)):
             with self.swapped_in(number):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        self.gather_small()
+        self.gather_small_parameters()
 
-    def gather_small(self) -> None:
+    def gather_small_parameters(self) -> None:
         """Gather the small parameters that stage 3 keeps whole between steps. Collective."""
         small = self.optimizer.persistent_parameters
         if small:
@@ -232,13 +233,13 @@ class Zero:
         return self.engine(call)
 
     def backward(self, loss: torch.Tensor, in_order: bool = False, within_forward: bool = False) -> None:
-        """Back-propagate. At stages 2 and 3, the gradients are also exchanged and accumulated. Collective.
+        """Run backward. At stages 2 and 3, the gradients are also exchanged and accumulated. Collective.
 
         Args:
             loss: scalar of shape ().
-            in_order: at stage 2, exchange gradients after backward, in the parameters' order, with zeros for missing
-                gradients.
-            within_forward: whether the engine's forward is still running, so that the engine has not prepared for a
+            in_order: whether stage 2 exchanges gradients after backward, in the parameters' order, with zeros for
+                missing gradients.
+            within_forward: whether the engine's forward is still running. The engine is then not yet prepared for a
                 backward.
         """
         if within_forward:
@@ -300,7 +301,7 @@ class Zero:
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
 
     def step(self, max_norm: float | None) -> bool:
-        """Clip, step and start a new window. Return False if DeepSpeed skipped the step. Collective.
+        """Clip gradients, step, and start a new window. Return False if DeepSpeed skipped the step. Collective.
 
         Args:
             max_norm: clipping threshold; None uses the config's threshold.
@@ -379,7 +380,7 @@ class Zero:
             self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.offloads:
             self.optimizer.reset_cpu_buffers()
-            for flat in self.flats():
+            for flat in self.flat_tensors():
                 if flat.grad is not None:
                     flat.grad.zero_()
 
@@ -400,7 +401,7 @@ def _keep_unaligned_in_memory(swapper: Any) -> None:
 
 
 def _fill_missing_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
-    """Set a gradient of zeros if a parameter has no gradient on this rank, since other ranks may exchange one."""
+    """Give a parameter without a gradient on this rank a gradient of zeros, since other ranks may exchange one."""
     if optimizer.get_gradient_for_reduction(parameter) is not None:
         return
     zeros = torch.zeros_like(parameter, dtype=optimizer._gradient_reduction_buffer_dtype())

@@ -1,4 +1,7 @@
-"""Leaves a module sharded after a stage 3 run (NaN weights, shards kept) and gathers it in the next run."""
+"""Leaves a module sharded after a stage 3 run, and gathers the module in the next run.
+
+In between, the module's weights are NaN and each rank keeps its shards.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def leave_parts(module: nn.Module, parts: Mapping[str, ParameterShard], limit: i
     Args:
         module: the module, whose parameters are empty.
         parts: float32 shards by parameter name.
-        limit: bytes up to which the parameters get storage, into which weights can be loaded.
+        limit: size in bytes up to which the parameters get storage, into which weights can be loaded.
         ranks: number of ranks over which the parameters are sharded.
         warn: log as a warning, not at debug level.
     """

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed when a run needs it, refuses a missing or old version, and redirects its output."""
+"""Imports DeepSpeed when a run needs it, refuses a missing or old DeepSpeed, and redirects DeepSpeed's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain.errors import ConfigurationError
 
-OLDEST = "0.19.8"
+OLDEST_VERSION = "0.19.8"
 """The first version that has all names of `_required_internals.py`."""
 
 _VARIABLE_SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -36,11 +36,11 @@ def check_library() -> None:
     # Imported here, since lightning_utilities imports unittest.mock, which imports asyncio and ssl.
     from lightning_utilities.core.imports import RequirementCache
 
-    if not RequirementCache(f"deepspeed>={OLDEST}"):
+    if not RequirementCache(f"deepspeed>={OLDEST_VERSION}"):
         raise ConfigurationError(
-            f"deepspeed {version('deepspeed')} is installed, but {OLDEST} or newer is required.",
-            "older engines lack names that the strategy uses.",
-            f"pip install 'deepspeed>={OLDEST}'.",
+            f"deepspeed {version('deepspeed')} is installed, but {OLDEST_VERSION} or newer is required.",
+            "older versions lack names that the strategy uses.",
+            f"pip install 'deepspeed>={OLDEST_VERSION}'.",
         )
 
 
@@ -56,7 +56,7 @@ def import_library() -> Any:
 
 
 class RedirectedLogging(logging.Filter):
-    """Redirects DeepSpeed's log to "drivetrain.deepspeed" within its context, at debug level except for errors."""
+    """Redirects DeepSpeed's log to "drivetrain.deepspeed" within this context. Messages below ERROR become DEBUG."""
 
     def __init__(self) -> None:
         super().__init__()

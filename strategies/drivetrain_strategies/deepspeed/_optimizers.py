@@ -1,4 +1,4 @@
-"""Hands a user's optimizer to DeepSpeed, which replaces its parameters by flat masters, and restores it."""
+"""AdoptedOptimizer: restores a user's optimizer whose parameters DeepSpeed replaced during a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain_strategies.deepspeed._state import State, whole_of
 
 
 class AdoptedOptimizer:
-    """Remembers an optimizer's parameters and state.
+    """Keeps an optimizer's parameters and state for the time after the run.
 
     State is gathered after the run only for an optimizer that is an attribute of the module. The state of other
     optimizers is discarded.
@@ -31,13 +31,13 @@ class AdoptedOptimizer:
         optimizer.state.clear()
 
     def load_into_masters(self, state: State) -> None:
-        """Load the optimizer's earlier state for DeepSpeed's flat masters. Collective."""
+        """Load the state that the optimizer had before the run, for the flat master weights. Collective."""
         if self._state is not None:
             state.load_optimizer(self._state)
             self._state = None
 
     def gather(self, state: State) -> None:
-        """Gather the state of an optimizer that outlives the run. Collective."""
+        """Gather the optimizer's state if the optimizer is an attribute of the module. Collective."""
         if self._outlives_run:
             sharded = state.optimizer()
             named = {

@@ -1,4 +1,4 @@
-"""Partitions a module's parameters for stage 3, one at a time: each is broadcast, partitioned and freed."""
+"""Broadcasts and partitions a module's parameters for stage 3, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from drivetrain_strategies.deepspeed._state import StoredParameter
 class Partitioner:
     """Partitions a module's parameters with DeepSpeed's `zero.Init`, and keeps this rank's part unrounded.
 
-    DeepSpeed would build its masters from parameters that are already rounded to half precision (E-11).
+    Without the unrounded parts, the master weights would be built from parameters that are rounded to half precision.
 
     Args:
         config: the resolved configuration.
-        half: dtype of the compute weights. None keeps the parameters' dtype.
+        half_dtype: half-precision dtype to which parameters are rounded. None keeps the parameters' dtype.
         device: the device that the run computes on.
     """
 
-    def __init__(self, config: dict[str, Any], half: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, config: dict[str, Any], half_dtype: torch.dtype | None, device: torch.device) -> None:
         from deepspeed.runtime.zero.partition_parameters import Init
 
-        self._init = Init(config_dict_or_path=config)  # Init ignores a dtype on devices without fp16
+        # No dtype is passed, since Init ignores it on devices without fp16.
+        self._init = Init(config_dict_or_path=config)
         if config["zero_optimization"].get("memory_efficient_linear", True):
             self._init._enable_mem_efficient_linear()
-        self._half = half
+        self._half_dtype = half_dtype
         self._device = device
         self.unrounded: dict[int, StoredParameter] = {}
         """This rank's unrounded parts, by ``id`` of the parameter."""
@@ -43,7 +44,7 @@ class Partitioner:
         data = parameter.data.to(self._device)
         dist.broadcast(data, 0)
         shape, numel = tuple(data.shape), data.numel()
-        parameter.data = data if self._half is None else data.to(self._half)
+        parameter.data = data if self._half_dtype is None else data.to(self._half_dtype)
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()  # type: ignore[attr-defined]
         partition = parameter.ds_tensor  # type: ignore[attr-defined]
@@ -96,10 +97,10 @@ def materialize(
 
     recurrent_layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     for layer in recurrent_layers:
-        layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors; torch's `_apply` does the same
+        layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors
     replay(recording, list({id(tensor): tensor for _, tensor in built}.values()), on_final)
     for layer in recurrent_layers:
         layer._init_flat_weights()
     if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
-        # The replay used rank 0's generator state, or the generator was seeded since the recording.
+        # The replay used rank 0's generator state, or the generator has been seeded since the recording.
         torch.set_rng_state(state_before)

@@ -22,12 +22,12 @@ from drivetrain.strategies import MemoryAdvice
 _HALF_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _KNOWN_CLASSES = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
-"""The precision classes that have a mode of DeepSpeed, and the classes whose refusal has a specific reason."""
+"""The precision classes that DeepSpeed supports, or that are refused with a specific reason."""
 
 _REFUSAL_REASONS = {
-    "64-true": "its optimizers keep float32 masters",
-    "bf16-true": "without float32 masters it needs an offloaded optimizer of its own, compiled for this machine",
-    "16-true": "without float32 masters it needs an offloaded optimizer of its own, compiled for this machine",
+    "64-true": "DeepSpeed's optimizers keep float32 master weights",
+    "bf16-true": "without float32 master weights, DeepSpeed needs its own offloaded optimizer, which must be compiled",
+    "16-true": "without float32 master weights, DeepSpeed needs its own offloaded optimizer, which must be compiled",
 }
 """Why DeepSpeed refuses a precision, by the precision's name."""
 
@@ -35,7 +35,8 @@ _REFUSAL_REASONS = {
 class DeepSpeedPrecision(Precision):
     """A precision whose master weights, loss scale and skipped steps are managed by DeepSpeed.
 
-    Mixed precisions keep parameters in half precision with float32 masters, and run the forward under autocast.
+    A mixed precision keeps parameters in half precision and float32 master weights, and runs the forward under
+    autocast.
 
     Args:
         name: "32-true", "bf16-mixed" or "16-mixed".
@@ -53,14 +54,14 @@ class DeepSpeedPrecision(Precision):
                 "use '32-true', 'bf16-mixed' or '16-mixed'.",
             )
         self.name = name
-        self.half = _HALF_DTYPES.get(name)
-        """The dtype of the compute weights. None if the masters have the same dtype."""
+        self.half_dtype = _HALF_DTYPES.get(name)
+        """The dtype of the weights that the module computes with. None if the master weights have the same dtype."""
         self.loss_scaler: Any = None
         """DeepSpeed's loss scaler. None outside a run, and in a run without loss scaling."""
         self._device_type = device.type
-        self.has_forward_context = self.half is not None
-        if self.half is not None:
-            self.compute_dtype = self.output_dtype = self.half
+        self.has_forward_context = self.half_dtype is not None
+        if self.half_dtype is not None:
+            self.compute_dtype = self.output_dtype = self.half_dtype
 
     @classmethod
     def equivalent_to(cls, precision: Precision, device: torch.device) -> Self:
@@ -72,27 +73,28 @@ class DeepSpeedPrecision(Precision):
         if type(precision) not in _KNOWN_CLASSES:
             raise ConfigurationError(
                 f"precision={precision.name!r}, a {type(precision).__name__}, under DeepSpeed.",
-                "its engine manages masters, loss scale and steps itself and would not call this precision's methods.",
+                "DeepSpeed's engine manages master weights, loss scale and steps, and would not call this precision's "
+                "methods.",
                 "use '32-true', 'bf16-mixed' or '16-mixed', or another strategy, such as 'fsdp'.",
             )
         return cls(precision.name, device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast(self._device_type, self.half)
+        return nullcontext() if self.half_dtype is None else torch.autocast(self._device_type, self.half_dtype)
 
     def outside_forward(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast(self._device_type, enabled=False)
+        return nullcontext() if self.half_dtype is None else torch.autocast(self._device_type, enabled=False)
 
-    def take_scaler(self, loss_scaler: Any, keeps_floor: bool) -> None:
+    def take_scaler(self, loss_scaler: Any, sets_minimum_scale: bool) -> None:
         """Store DeepSpeed's loss scaler for the run.
 
         Args:
             loss_scaler: the scaler, with a fixed or a dynamic scale.
-            keeps_floor: whether the user's config sets the minimum scale, at which DeepSpeed raises. If False, the
-                minimum is `LOSS_SCALE_FLOOR`, at which a run continues, as under the other strategies.
+            sets_minimum_scale: whether the user's config sets the minimum scale, at which DeepSpeed raises an error.
+                If False, the minimum is `LOSS_SCALE_FLOOR`, at which a run continues, as under other strategies.
         """
         self.loss_scaler = loss_scaler
-        if loss_scaler.dynamic and not keeps_floor:
+        if loss_scaler.dynamic and not sets_minimum_scale:
             loss_scaler.min_scale = LOSS_SCALE_FLOOR
             loss_scaler.raise_error_at_min_scale = False
 
@@ -103,8 +105,8 @@ class DeepSpeedPrecision(Precision):
             self.at_floor(float(scaler.cur_scale))
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
-        """Return no advice for a mixed precision, since precisions without float32 masters are refused."""
-        return [] if self.half is not None else super().memory_advice()
+        """Return no advice for a mixed precision, since DeepSpeed supports none that needs less memory."""
+        return [] if self.half_dtype is not None else super().memory_advice()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale under the names of torch's `GradScaler`."""

@@ -1,6 +1,6 @@
-"""The private names of DeepSpeed that a run requires, checked before anything is wrapped.
+"""The private names of DeepSpeed that a run requires. They are checked before anything is wrapped.
 
-Private names change between releases. `docs/versions.md` also lists the names that exist only once an engine is built.
+Private names change between releases. Names that exist only once an engine is built are listed in `docs/versions.md`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import importlib
 from importlib.metadata import version
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain_strategies.deepspeed._library import OLDEST
+from drivetrain_strategies.deepspeed._library import OLDEST_VERSION
 
-NEEDED = {
+REQUIRED_NAMES = {
     "deepspeed.runtime.engine.DeepSpeedEngine": (
         *("_backward_prologue", "_broadcast_model", "allreduce_gradients", "was_step_applied"),
         "zero_optimization_stage",
@@ -44,15 +44,16 @@ def check_names() -> None:
     """
     missing = [
         f"{owner.rpartition('.')[2]}.{name}"
-        for owner, names in NEEDED.items()
+        for owner, names in REQUIRED_NAMES.items()
         for name in names
         if not _has(owner, name)
     ]
     if missing:
         raise ConfigurationError(
             f"strategy='deepspeed' cannot run on deepspeed {version('deepspeed')}.",
-            f"it has no {listed(missing)}; the strategy uses private names, which change between releases.",
-            f"pip install 'deepspeed=={OLDEST}', or use strategy='fsdp'.",
+            "the strategy uses private names, which change between releases, and this version lacks "
+            f"{listed(missing)}.",
+            f"pip install 'deepspeed=={OLDEST_VERSION}', or use strategy='fsdp'.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The module that DeepSpeed's engine wraps, whose forward runs a step and exposes only the loss."""
+"""Root: the module that DeepSpeed's engine wraps. Its forward runs a step and exposes only the loss."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 
 
 class Root(nn.Module):
-    """Runs the call that its forward receives.
+    """Runs the call that is passed to ``forward``.
 
     DeepSpeed's hooks traverse inputs and outputs, replace tensors, and fail for types that they do not know (a float, a
-    dataclass, None). Around this module, the hooks see only a call, the loss and an `OpaqueOutput`.
+    dataclass, None). The hooks of this module see only a call, the loss and an `OpaqueOutput`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    # The following methods use the names of the user's module, which DeepSpeed writes into its own checkpoints.
+    # These methods return names of the user's module, since DeepSpeed writes the returned names into its checkpoints.
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **options)

@@ -1,4 +1,7 @@
-"""Reads and writes float32 weights and optimizer state by plain names. Each rank handles its own part of a tensor."""
+"""Reads and writes float32 weights and optimizer state by the names of the user's parameters.
+
+Each rank handles only its part of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class StoredParameter:
     """This rank's most exact copy of a parameter, or of this rank's part of a parameter.
 
     Attributes:
-        local: the part, of shape (n,), or the whole parameter in the parameter's shape.
+        local: this rank's part, of shape (n,), or the whole parameter in the parameter's shape.
         shape: shape of the whole parameter.
         span: the elements that ``local`` holds; None if ``local`` holds all elements.
         is_swapped: whether ``local`` will be swapped out to a drive, so that `read` must copy.
@@ -48,7 +51,7 @@ def sharded(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> Paramete
 
 
 def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Tensor:
-    """Gather the ranks' parts by a sum of tensors, each of which is zero outside its rank's part. Collective."""
+    """Gather all ranks' parts, as a sum of tensors that are zero outside the rank's part. Collective."""
     full_value = local.new_zeros(shape)
     full_value.view(-1)[span.start : span.stop].copy_(local)
     dist.all_reduce(full_value)
@@ -56,7 +59,7 @@ def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Ten
 
 
 def part_of(value: Any, span: Span | None) -> torch.Tensor:
-    """Return a span of a whole or sharded value. Collective unless the value is whole or exactly the span."""
+    """Return the elements ``span`` of a whole or sharded value. Collective if a shard holds other elements."""
     if isinstance(value, ParameterShard) and span is not None and value.region == span:
         return value.local
     full_tensor = getattr(value, "full_tensor", None)
@@ -75,9 +78,9 @@ class State:
 
     Args:
         module: the user's module.
-        unrounded: stored parameters that have no master, by ``id`` of the parameter.
+        unrounded: stored parameters that have no master weights, by ``id`` of the parameter.
         zero: DeepSpeed's engine; None if nothing is trained.
-        publish: updates the compute weights on all ranks after a load.
+        update_compute_weights: called after a load, to update the weights that the module computes with.
     """
 
     def __init__(
@@ -85,12 +88,12 @@ class State:
         module: nn.Module,
         unrounded: Mapping[int, StoredParameter],
         zero: Zero | None,
-        publish: Callable[[], None],
+        update_compute_weights: Callable[[], None],
     ) -> None:
         self._module = module
         self._unrounded = unrounded
         self._zero = zero
-        self._publish = publish
+        self._update_compute_weights = update_compute_weights
         self._fragments = {} if zero is None else {id(fragment.parameter): fragment for fragment in zero.fragments()}
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -101,16 +104,16 @@ class State:
 
         Args:
             wanted: ids of the parameters to yield; None yields all parameters.
-            write: write changes back to a drive.
+            write: whether changes are written back to a drive.
         """
         for key, stored in self._unrounded.items():
             if wanted is None or key in wanted:
                 yield key, stored
-        for number, fragments in self._flats():
+        for number, fragments in self._fragments_by_flat_tensor():
             selected = [fragment for fragment in fragments if wanted is None or id(fragment.parameter) in wanted]
             if selected:
-                with self._running.swapped_in(number, write):
-                    is_swapped = self._running.is_swapped(number)
+                with self._active_zero.swapped_in(number, write):
+                    is_swapped = self._active_zero.is_swapped(number)
                     for fragment in selected:
                         stored = StoredParameter(fragment.master, fragment.shape, fragment.span, is_swapped)
                         yield id(fragment.parameter), stored
@@ -122,17 +125,17 @@ class State:
         return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*unrounded, *masters))
 
     def _find(self, value: Any) -> Fragment | StoredParameter | None:
-        """Return where a parameter is stored; None for tensors that stay in the module."""
+        """Return the object that stores a parameter, or None for a tensor that stays in the module."""
         return self._fragments.get(id(value)) or self._unrounded.get(id(value))
 
     @property
-    def _running(self) -> Zero:
+    def _active_zero(self) -> Zero:
         assert self._zero is not None
         return self._zero
 
-    def _flats(self) -> Iterator[tuple[int, list[Fragment]]]:
-        """Yield the index of each flat tensor with the fragments in the tensor."""
-        for number, fragments in groupby(self._fragments.values(), lambda fragment: fragment.number):
+    def _fragments_by_flat_tensor(self) -> Iterator[tuple[int, list[Fragment]]]:
+        """Yield the index and the fragments of each flat tensor."""
+        for number, fragments in groupby(self._fragments.values(), lambda fragment: fragment.flat_index):
             yield number, list(fragments)
 
     # Weights
@@ -181,17 +184,17 @@ class State:
             stored.write(wanted[key])
         if extra:
             self._module.load_state_dict(extra, strict=False)
-        self._publish()
+        self._update_compute_weights()
 
     # State of the optimizer
 
     def optimizer(self) -> dict[str, Any]:
-        """Return state and groups by parameter names, without parameters that have no state yet."""
-        optimizer = self._running.base_optimizer
+        """Return state and parameter groups by parameter names. Parameters without state yet are left out."""
+        optimizer = self._active_zero.base_optimizer
         state: dict[str, Any] = {}
-        for number, fragments in self._flats():
-            is_swapped = self._running.is_swapped(number)
-            with self._running.swapped_in(number):
+        for number, fragments in self._fragments_by_flat_tensor():
+            is_swapped = self._active_zero.is_swapped(number)
+            with self._active_zero.swapped_in(number):
                 for fragment in fragments:
                     if values := optimizer.state.get(fragment.flat):
                         shape, span = fragment.shape, fragment.span
@@ -208,23 +211,23 @@ class State:
         return {"state": state, "param_groups": groups}
 
     def optimizer_regions(self) -> dict[str, Region]:
-        # State of scalar parameters is loaded whole, because a step counter has the same shape and must not be sharded.
+        # Scalar parameters are left out. Their state has the shape of a step counter, which must not be sharded.
         return {self._names[key]: fragment.span for key, fragment in self._fragments.items() if fragment.shape}
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Load state by name into the optimizer's current groups. Collective.
+        """Load state by parameter names into the optimizer's current groups. Collective.
 
         A parameter without saved state gets zeros, since all parameters of a group share one step counter.
 
         Raises:
-            CheckpointError: the state has other parameters or groups, or does not fit one flat tensor per group.
+            CheckpointError: the state has other parameters or groups, or differs between parameters of one flat tensor.
         """
-        zero, optimizer, groups = self._running, self._running.base_optimizer, self._groups()
+        zero, optimizer, groups = self._active_zero, self._active_zero.base_optimizer, self._groups()
         check_optimizer_fits(optimizer, groups, saved)
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
-        for number, fragments in self._flats():
+        for number, fragments in self._fragments_by_flat_tensor():
             flat, by_name = fragments[0].flat, {self._names[id(fragment.parameter)]: fragment for fragment in fragments}
             with zero.swapped_in(number, write=True):
                 # DeepSpeed identifies tensors on a drive by object, so the existing objects must be reused.
@@ -234,9 +237,9 @@ class State:
 
     def _groups(self) -> list[list[str]]:
         """Return the parameter names of each group, in module order."""
-        groups: list[list[str]] = [[] for _ in self._running.base_optimizer.param_groups]
+        groups: list[list[str]] = [[] for _ in self._active_zero.base_optimizer.param_groups]
         for key, fragment in self._fragments.items():
-            groups[self._running.group_of_flat(fragment.number)].append(self._names[key])
+            groups[self._active_zero.group_of_flat_tensor(fragment.flat_index)].append(self._names[key])
         return groups
 
 
@@ -264,8 +267,8 @@ def _flattened(
             elif not _equal(state[key], value):
                 raise CheckpointError(
                     f"The optimizer's {key!r} is {state[key]} for {set_by.get(key)!r} and {value} for {name!r}.",
-                    "under ZeRO a group's parameters are one flat tensor with one value of it.",
-                    "put them into different groups, or load the weights alone.",
+                    f"ZeRO keeps the parameters of a group in one flat tensor, which has only one {key!r}.",
+                    "put these parameters into different groups, or load only the weights.",
                 )
     return state
 
@@ -274,7 +277,7 @@ def _elementwise_keys(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str,
     """Return the keys whose values have one entry per element instead of one per parameter.
 
     A key is elementwise if a value has the shape of its parameter. For scalar parameters, the other parameters of the
-    group decide. If all parameters of the group are scalars, every key except ``step`` is elementwise.
+    flat tensor decide. If all of these are scalars, too, every key except ``step`` is elementwise.
     """
     keys: set[str] = set()
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Handles parameters without a gradient on all ranks, or on some ranks only, which ZeRO does not support."""
+"""Handles parameters that get no gradient on some ranks, or on any rank. ZeRO does not support such parameters."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ logger = logging.getLogger("drivetrain")
 
 
 class UnusedParameters:
-    """Records in the first window which parameters get a gradient, and checks that later windows match.
+    """Records which parameters get a gradient in the first accumulation window, and checks that later windows match.
 
-    ZeRO 2 exchanges gradients during backward in the order in which they become ready, and ZeRO 3 gathers parameters in
-    order of use. Ranks that use different parameters would hang, or silently add up gradients of different parameters.
-    Before each backward of the first window, the ranks therefore compare which parameters the loss reaches, in a small
-    CPU collective. If the ranks differ, ZeRO 2 exchanges gradients after backward from then on, in the parameters'
-    order and with zeros for missing gradients. That exchange needs memory for whole gradients, so it is not the
+    ZeRO 2 exchanges gradients during backward, in the order in which they become ready. ZeRO 3 gathers parameters in
+    the order of use. Ranks that use different parameters would hang, or silently add up gradients of different
+    parameters. Before each backward of the first window, the ranks therefore compare which parameters the loss reaches,
+    in a small CPU collective. If the ranks differ, ZeRO 2 exchanges gradients after backward from then on, in the
+    parameters' order and with zeros for missing gradients. This needs memory for whole gradients, so it is not the
     default. If the ranks agree, each rank counts its gradients from then on without communication, and refuses a
     parameter that becomes used or unused.
 
     Args:
         names: names of the trainable parameters.
         zero: DeepSpeed's engine.
-        control: the control plane.
-        setting: the strategy's ``find_unused_parameters``. None records and checks. True exchanges gradients in order
-            at stage 2 from the start, and checks nothing at stage 3. False neither checks nor exchanges in order.
+        control: exchanges small values between the ranks.
+        setting: the strategy's ``find_unused_parameters``. None records and checks. True checks nothing, and makes
+            stage 2 exchange gradients after backward from the start. False does neither.
     """
 
     def __init__(self, names: dict[nn.Parameter, str], zero: Zero, control: ControlPlane, setting: bool | None) -> None:
@@ -68,7 +68,7 @@ class UnusedParameters:
         """Compare the parameters that the loss reaches on each rank. Collective in the first window."""
         if not self._in_first_window:
             return
-        reached = _reachable_leaves(loss)
+        reached = _reachable_parameters(loss)
         reached_flags = torch.tensor([id(parameter) in reached for parameter in self._parameters], dtype=torch.int32)
         counts = self._control.all_reduce_async(reached_flags).wait()
         self._used_everywhere &= counts == self._control.world_size
@@ -77,34 +77,35 @@ class UnusedParameters:
         if bool(used_on_some_ranks.any()) and self._zero.stage == 2:
             self._in_first_window, self.in_order = False, True
             self._warn(
-                "%d parameter(s) get a gradient on some ranks only: %s. Gradients are now exchanged after backward.",
+                "%d parameter(s) get a gradient on some ranks only: %s. From now on, gradients are exchanged after "
+                "backward.",
                 used_on_some_ranks,
             )
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """Check that the parameters with a gradient are those of the first window. Does not communicate.
+        """Check that the same parameters got a gradient as in the first window. Does not communicate.
 
         Raises:
             ConfigurationError: names the parameters that differ.
         """
         if self._expected is None or (self._zero.gradients_seen == self._expected and not self._unexpected):
             return
-        reached = _reachable_leaves(loss)
+        reached = _reachable_parameters(loss)
         changed = [
             self._names[number]
             for number in self._outside_leaves.nonzero().flatten().tolist()
             if (id(self._parameters[number]) in reached) != bool(self._used_everywhere[number])
         ]
         raise ConfigurationError(
-            f"In this backward other parameters got a gradient than in the first window: {_listed(changed)}.",
-            "ZeRO exchanges gradients in the order in which they become ready: ranks with different orders would add "
-            "up gradients of different parameters.",
-            "set DeepSpeedStrategy(find_unused_parameters=True), at stage 3 only if all ranks use the same parameters; "
-            "for experts at stage 3, leaf_modules=[Experts].",
+            f"In this backward, other parameters got a gradient than in the first window: {_listed(changed)}.",
+            "ZeRO exchanges gradients in the order in which they become ready, and ranks with different orders would "
+            "add up gradients of different parameters.",
+            "set DeepSpeedStrategy(find_unused_parameters=True). At stage 3, do so only if all ranks use the same "
+            "parameters; for mixtures of experts, set leaf_modules=[Experts] instead.",
         )
 
     def after_step(self) -> None:
-        """Warn, after the first step, about parameters without a gradient on any rank. Collective once."""
+        """After the first step, warn about parameters that got no gradient on any rank. Collective in that step."""
         if not self._handles:
             return
         for handle in self._handles:
@@ -112,9 +113,8 @@ class UnusedParameters:
         self._handles = []
         counts = self._control.all_reduce_async(self._had_gradient).wait()
         self._warn(
-            "%d parameter(s) got no gradient in the first step: %s. Under ZeRO, whose partitions are flat, a missing "
-            "gradient counts as zero: weight decay acts on them. Freeze them to prevent this. This warning is "
-            "shown once.",
+            "%d parameter(s) got no gradient in the first step: %s. Under ZeRO, a missing gradient counts as zero, so "
+            "weight decay acts on these parameters. Freeze them to prevent this. This warning is shown once.",
             counts == 0,
         )
         if self._in_first_window and bool((self._used_everywhere | self._used_nowhere | ~self._outside_leaves).all()):
@@ -147,8 +147,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
-def _reachable_leaves(loss: torch.Tensor) -> set[int]:
-    """Return the ids of the leaves that get a gradient in a backward from ``loss``."""
+def _reachable_parameters(loss: torch.Tensor) -> set[int]:
+    """Return the ids of the tensors that get a gradient in a backward from ``loss``."""
     leaves: set[int] = set()
     seen: set[Any] = set()
     pending: list[Any] = [loss.grad_fn]
@@ -160,5 +160,5 @@ def _reachable_leaves(loss: torch.Tensor) -> set[int]:
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.add(id(variable))
-        pending.extend(following for following, _ in node.next_functions)
+        pending.extend(next_node for next_node, _ in node.next_functions)
     return leaves

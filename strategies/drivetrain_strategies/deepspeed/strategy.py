@@ -55,7 +55,11 @@ from drivetrain_strategies.deepspeed._config import (
     stage_of,
 )
 from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
-from drivetrain_strategies.deepspeed._error_messages import check_by_deepspeed, check_operations, compiling_explained
+from drivetrain_strategies.deepspeed._error_messages import (
+    check_by_deepspeed,
+    check_operations,
+    explain_compilation_errors,
+)
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed._required_internals import check_names
@@ -67,35 +71,38 @@ NATIVE = ".deepspeed"
 class DeepSpeedStrategy(DistributedStrategy):
     """ZeRO stages 1, 2 and 3 with the package `deepspeed`.
 
-    ``Fit`` averages and accumulates, so that windows of any length and weight are exact. DeepSpeed's own accumulation
-    is fixed at one micro-batch. Arguments with DeepSpeed's names have DeepSpeed's meaning.
+    ``Fit`` scales and accumulates gradients itself, so that the average is exact for accumulation windows of any length
+    and weight. DeepSpeed's ``gradient_accumulation_steps`` is therefore always 1. An argument that is named like a
+    setting of DeepSpeed has the meaning of this setting.
 
     Args:
         stage: 1 shards optimizer state, 2 shards gradients too, and 3 shards parameters too. None uses the config's
-            stage, or 2.
+            stage, or 2 if the config sets no stage.
         offload_optimizer: where optimizer state is kept, "cpu" or "nvme".
         offload_parameters: where partitions of parameters are kept at stage 3, "cpu" or "nvme".
         config: DeepSpeed's configuration, a dict or the path of a JSON file. Missing keys are set from `Fit`.
         nvme_path: the folder on the drive to which "nvme" writes.
-        sub_group_size: number of elements that are stepped together at stage 3.
-        reduce_bucket_size: number of elements reduced together. The default is at most the number of trained elements.
-        allgather_bucket_size: number of elements gathered together after a step, at stages 1 and 2.
-        stage3_prefetch_bucket_size: number of elements to prefetch.
-        stage3_param_persistence_threshold: number of elements up to which a parameter stays whole.
-        stage3_max_live_parameters: maximal number of gathered elements at a time.
-        stage3_max_reuse_distance: a parameter stays gathered if it is used again within this number of elements.
+        sub_group_size: number of parameter elements that the optimizer steps together at stage 3.
+        reduce_bucket_size: number of gradient elements reduced together. The default is the number of trained elements,
+            but at most 500 million.
+        allgather_bucket_size: number of parameter elements gathered together after a step, at stages 1 and 2.
+        stage3_prefetch_bucket_size: number of parameter elements to prefetch.
+        stage3_param_persistence_threshold: parameters of at most this many elements stay gathered.
+        stage3_max_live_parameters: maximum number of parameter elements that are gathered at the same time.
+        stage3_max_reuse_distance: a parameter stays gathered if it is used again before this many other elements are.
         overlap_comm: exchange gradients during backward.
         contiguous_gradients: copy gradients to one buffer as they become ready.
         communication_data_type: dtype in which gradients are exchanged, "fp32", "bf16" or "fp16".
         leaf_modules: classes of modules that stage 3 gathers and exchanges as a whole, such as blocks of experts.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
-        activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
-        find_unused_parameters: None refuses parameters that become used or unused after the first window. True allows
-            such parameters, and makes stage 2 exchange gradients after backward. False does not check.
+        activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
+            those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
+        find_unused_parameters: None refuses parameters that become used or unused after the first accumulation window.
+            True allows such parameters, and makes stage 2 exchange gradients after backward. False does not check.
         save_native: write DeepSpeed's own checkpoint next to each checkpoint, for DeepSpeed's tools.
-        gather_limit: bytes of parameters up to which the module is gathered after a run.
+        gather_limit: size in bytes up to which the parameters are gathered after a run. A larger module stays sharded.
         meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
-        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
 
@@ -168,14 +175,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the state of a run."""
+        """Clear everything that belongs to one run."""
         self.schedulers = []
         self._deepspeed: Any = None
         self._redirected_logging: RedirectedLogging | None = None
         self._world: DeepSpeedWorld | None = None
         self._recorded_build = RecordedBuild()
         self._original_device: OriginalDevice | None = None
-        self._swap: ForwardSwap | None = None
+        self._forward_swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
         self._trainable_at_start: dict[str, tuple[nn.Parameter, bool]] = {}
@@ -203,10 +210,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._recorded_build.record_on_meta(context) if self.meta and self.stage == 3 else context
 
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
-        return compiling_explained()
+        return explain_compilation_errors()
 
     def check(self, module: nn.Module) -> None:
-        check_module(module, self.settings, self.world_size, mixed=self._half is not None)
+        check_module(module, self.settings, self.world_size, mixed=self._half_dtype is not None)
         if self.stage < 3:
             refuse_meta(module)
         else:
@@ -218,22 +225,22 @@ class DeepSpeedStrategy(DistributedStrategy):
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
     @property
-    def _half(self) -> torch.dtype | None:
+    def _half_dtype(self) -> torch.dtype | None:
         assert isinstance(self.precision, DeepSpeedPrecision)
-        return self.precision.half
+        return self.precision.half_dtype
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         # The engine wraps the module only in `setup_optimizers`, because configure_optimizers must find parameters in
-        # their original shapes, and because its optimizers may be refused.
+        # their original shapes, and because the returned optimizers may be refused.
         self.module = module
         self._original_device = OriginalDevice(module)
-        self._swap = ForwardSwap()
-        if self._half is not None:
+        self._forward_swap = ForwardSwap()
+        if self._half_dtype is not None:
             for norm in half_precision_norms(module):
-                self._swap.put(norm, partial(with_float32_weights, norm))
+                self._forward_swap.put(norm, partial(with_float32_weights, norm))
         if self.activation_checkpointing is not None:
             for child in outermost_modules(module, self.activation_checkpointing):
-                self._swap.put(child, self._checkpointing)
+                self._forward_swap.put(child, self._checkpointing)
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             assert self._run is not None
@@ -283,7 +290,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # During a step: backward, clipping and optimizer step
 
     def backward(self, loss: torch.Tensor) -> None:
-        self._running.backward(loss)
+        self._active_run.backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Do nothing, since DeepSpeed manages the gradients and reports their unscaled norm."""
@@ -295,36 +302,36 @@ class DeepSpeedStrategy(DistributedStrategy):
         if algorithm != "norm":
             raise clip_by_value_error()
         self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
-        return self._running.zero.norm()
+        return self._active_run.zero.norm()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if closure is not None:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} steps with a closure under DeepSpeed.",
-                "its engine runs the backward and the step and cannot evaluate a closure within the step.",
-                "use strategy='fsdp' or 'ddp'; if the optimizer evaluates the closure once, at the start, evaluate it "
-                "yourself and step without it.",
+                "DeepSpeed's engine runs the backward and the step, and cannot evaluate a closure within the step.",
+                "use strategy='fsdp' or 'ddp'. If the optimizer evaluates the closure only once, at the start of the "
+                "step, you can also evaluate the closure yourself and call step() without it.",
             )
         max_norm, self._max_norm = self._max_norm, None
-        return self._running.step(max_norm)
+        return self._active_run.step(max_norm)
 
     def finish_step(self) -> None:
         """Do nothing, since DeepSpeed's step updates the loss scale."""
 
     def forget_gradients(self) -> None:
         self._max_norm = None
-        self._running.forget()
+        self._active_run.forget()
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
         return nullcontext()  # there is one optimizer, and only its parameters are trainable
 
     @property
-    def _running(self) -> DeepSpeedRun:
+    def _active_run(self) -> DeepSpeedRun:
         if self._run is None:
             raise ConfigurationError(
                 "This DeepSpeedStrategy is not running.",
-                "its engine exists from the start of fit, validate, test or predict to its end.",
-                "call it in a hook such as on_fit_start or on_train_end.",
+                "DeepSpeed's engine exists only while fit, validate, test or predict runs.",
+                "call this method in a hook such as on_fit_start or on_train_end.",
             )
         return self._run
 
@@ -334,16 +341,16 @@ class DeepSpeedStrategy(DistributedStrategy):
     def gathered(
         self, parameters: nn.Parameter | Iterable[nn.Parameter] | None = None, write: bool = True
     ) -> Iterator[None]:
-        """Gather parameters within this context, in float32 like their masters. Call this method on every rank.
+        """Gather parameters within this context, in float32. Call this method on every rank.
 
-        Outside the context, parameters are empty at stage 3. After the context, all ranks and the masters have rank 0's
-        values.
+        Outside the context, parameters are empty at stage 3. If ``write`` is set, rank 0's values are kept on all ranks
+        and in the master weights.
 
         Args:
             parameters: parameters of the module; None gathers all parameters.
             write: keep changes made within the context; False discards changes.
         """
-        run = self._running
+        run = self._active_run
         if parameters is None:
             assert self.module is not None
             parameters = self.module.parameters()
@@ -353,7 +360,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def save_beside(self, path: str) -> None:
         if self.save_native and "://" not in path:
-            self._running.write_native(f"{path}{NATIVE}")
+            self._active_run.write_native(f"{path}{NATIVE}")
 
     def load_native(self, path: str) -> None:
         """Load a checkpoint that DeepSpeed wrote at the same stage and number of ranks. Collective.
@@ -364,11 +371,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         Raises:
             CheckpointError: ``path`` holds no checkpoint of DeepSpeed's.
         """
-        if not os.path.isdir(path) or not self._running.read_native(path):
+        if not os.path.isdir(path) or not self._active_run.read_native(path):
             raise CheckpointError(
                 f"{path!r} holds no checkpoint of DeepSpeed's.",
                 "DeepSpeed would silently start from scratch.",
-                f"pass the folder that DeepSpeed wrote: with save_native=True, the checkpoint's path with {NATIVE!r}.",
+                "pass the folder that DeepSpeed wrote. With save_native=True, this is the checkpoint's path followed "
+                f"by {NATIVE!r}.",
             )
 
     # Weights and optimizer state of a checkpoint
@@ -378,13 +386,13 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.module is not None:
-            self._running.load_weights(state, strict)
+            self._active_run.load_weights(state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
-        return self._running.state.optimizer()
+        return self._active_run.state.optimizer()
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        self._running.state.load_optimizer(state)
+        self._active_run.state.load_optimizer(state)
 
     def shard_of(self, value: Any) -> Any:
         return value
@@ -393,13 +401,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         return {} if self._run is None else self._run.state.regions()
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
-        return self._running.state.optimizer_regions()
+        return self._active_run.state.optimizer_regions()
 
     # Advice after an out-of-memory error
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
         if self.stage < 3:
-            text = f"strategy='deepspeed_stage_{self.stage + 1}': shards more over the ranks"
+            text = f"strategy='deepspeed_stage_{self.stage + 1}': shards more of the training state over the ranks"
         else:
             text = "strategy='deepspeed_stage_3_offload': parameters and optimizer state are kept in host memory"
         advice = [MemoryAdvice("state", text)]
@@ -420,8 +428,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def teardown(self) -> None:
         if self._run is not None:
             self._run.end()
-        if self._swap is not None:
-            self._swap.undo()
+        if self._forward_swap is not None:
+            self._forward_swap.undo()
         if self._original_device is not None:
             self._original_device.restore()
         if self._world is not None:

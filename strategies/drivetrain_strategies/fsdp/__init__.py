@@ -1,4 +1,4 @@
-"""`FSDPStrategy`: shards parameters, gradients and optimizer state with `fully_shard`."""
+"""FSDPStrategy: shards parameters, gradients and optimizer state with `fully_shard`."""
 
 from __future__ import annotations
 

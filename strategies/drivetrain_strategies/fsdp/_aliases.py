@@ -1,4 +1,4 @@
-"""The names of the sharded strategies, in a separate module, since importing `fully_shard` takes long."""
+"""The entry points "fsdp", "fsdp_grad_op" and "hsdp". They are in a separate module, since importing FSDP is slow."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from drivetrain_strategies.fsdp._plan import Plan, Unit
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class ShardingOptions:
     """Options of `fully_shard`.
 
     Attributes:
         reshard_after_forward: passed to `fully_shard` for all units except the root. The root uses torch's default.
-        precision: dtypes of gathering and reduction.
+        precision: the dtypes in which parameters are gathered and gradients are reduced.
         offload: where shards are stored.
         device: the device that the rank computes on.
     """
@@ -46,13 +46,13 @@ def change_forwards(
     compile_options: dict[str, Any] | None,
     gathered_in_half: bool = False,
 ) -> ForwardSwap:
-    """Wrap forwards in activation checkpointing, then in compilation. The hooks of sharding later run around both.
+    """Wrap forwards in activation checkpointing, then in compilation. FSDP's hooks, added later, run around both.
 
-    Norms whose weights are gathered in half precision compute in float32 where their kernels require it.
+    If weights are gathered in half precision, normalization layers compute in float32 where their kernels require it.
 
     Args:
         module: the bare module.
-        plan: the plan, whose units are compiled.
+        plan: the plan. Each of its units except the root is compiled.
         classes: classes of modules to checkpoint; None checkpoints nothing.
         checkpointing: wraps a forward in activation checkpointing.
         compile_options: options for `torch.compile`; None compiles nothing.
@@ -71,7 +71,9 @@ def change_forwards(
     return swap
 
 
-def shard(root: StepModule, plan: Plan, mesh: Mesh, sharding: Sharding, originals: Sequence[Original]) -> FSDPModule:
+def shard(
+    root: StepModule, plan: Plan, mesh: Mesh, sharding: ShardingOptions, originals: Sequence[Original]
+) -> FSDPModule:
     """Shard the units from the innermost outwards, then ``root``. Collective.
 
     Each unit's parameters are broadcast from rank 0 before the unit is sharded. Afterwards the full storage of the
@@ -82,7 +84,7 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, sharding: Sharding, original
     replicated = set(plan.replicated.values())
     ignored = replicated | set(plan.ties)
     if plan.ties:
-        # Ties are registered on the root, whose parameter group finds all modules that share a tie.
+        # Tied parameters are registered on the root. `fully_shard` then finds all modules that share a tied parameter.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
         broadcast_from_rank_0(unit.parameters, sharding.device, mesh.data_group)
@@ -97,19 +99,19 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, sharding: Sharding, original
     if sharding.device.type == "cpu":
         for child in root.modules():
             if isinstance(child, FSDPModule):
-                child.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+                child.set_force_sum_reduction_for_comms(True)  # gloo does not support ReduceOp.PREMUL_SUM
     return sharded
 
 
 def _release(unit: Unit, originals: Mapping[int, Original]) -> None:
     for parameter in unit.parameters:
         forget_original(parameter)
-        originals[id(parameter)].release()
+        originals[id(parameter)].free_storage()
 
 
 def set_prefetch(plan: Plan, forward: int, backward: int) -> None:
-    """Set how many units each unit prefetches in forward and backward, in module order. 0 keeps torch's default."""
-    modules = [cast(FSDPModule, unit.module) for unit in plan.in_order()]
+    """Set how many following units each unit prefetches, in module order. 0 keeps torch's default."""
+    modules = [cast(FSDPModule, unit.module) for unit in plan.units_in_module_order()]
     for depth, ordered, method in (
         (forward, modules, FSDPModule.set_modules_to_forward_prefetch),
         (backward, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),

@@ -12,10 +12,10 @@ from drivetrain.strategies import broadcast_together
 
 
 def broadcast_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device, data_group: Any = None) -> None:
-    """Move tensors to ``device`` and broadcast rank 0's values, in one collective per dtype. Collective.
+    """Move tensors to ``device`` and broadcast rank 0's values. Collective, with one broadcast per dtype.
 
-    Meta tensors are skipped. The local part of a DTensor (tensor parallelism) is broadcast over ``data_group`` by its
-    first rank.
+    Meta tensors are skipped. The local part of a DTensor (tensor parallelism) is broadcast over ``data_group`` from
+    that group's first rank.
     """
     whole: list[Any] = []
     split: list[Any] = []

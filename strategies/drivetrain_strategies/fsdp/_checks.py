@@ -1,4 +1,4 @@
-"""Checks that refuse settings, modules and optimizers that FSDP cannot run, before anything is sharded."""
+"""Checks that refuse settings, modules and optimizers that FSDP does not support, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain.precision import Precision
 from drivetrain.strategies import refuse_embedding_max_norm
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
-from drivetrain_strategies.fsdp._internals import NEEDED
+from drivetrain_strategies.fsdp._internals import REQUIRED_METHODS
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 
@@ -29,11 +29,11 @@ def check_torch() -> None:
     Raises:
         ConfigurationError: names the version and the missing names.
     """
-    missing = [f"{owner.__name__}.{name}" for owner, name in NEEDED if not hasattr(owner, name)]
+    missing = [f"{owner.__name__}.{name}" for owner, name in REQUIRED_METHODS if not hasattr(owner, name)]
     if missing:
         raise ConfigurationError(
             f"FSDPStrategy cannot run on torch {torch.__version__}.",
-            f"it has no {listed(missing)}, which handling parameters without a gradient requires.",
+            f"the strategy needs {listed(missing)}, which this version does not have.",
             "install torch 2.11 to 2.15, or use strategy='ddp' or 'deepspeed_stage_3'.",
         )
 
@@ -53,7 +53,7 @@ def check_arguments(
     if sharding not in SHARDINGS:
         raise ConfigurationError(
             f"sharding={sharding!r}.{nearest(str(sharding), SHARDINGS)}",
-            "it selects what is sharded over the ranks.",
+            "sharding selects what is sharded over the ranks.",
             f"use one of {', '.join(SHARDINGS)}.",
         )
     if sharding == "grad_op" and reshard_after_forward not in (None, False):
@@ -74,7 +74,7 @@ def check_arguments(
         ("tensor_parallel", tensor_parallel),
     ):
         if value is not None and value < 1:
-            raise ConfigurationError(f"{name}={value!r}.", "it counts ranks.", "use an int of 1 or more.")
+            raise ConfigurationError(f"{name}={value!r}.", f"{name} is a number of ranks.", "use an int of 1 or more.")
 
 
 def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> None:
@@ -89,7 +89,7 @@ def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> No
         raise ConfigurationError(
             f"FSDPStrategy(cpu_offload=True) with a process group on {dist.get_backend()!r}.",
             "the norm of offloaded gradients is reduced on the CPU, which NCCL cannot do.",
-            "leave process_group_backend out; initialize a group of your own with backend='cpu:gloo,cuda:nccl'.",
+            "leave process_group_backend out. If you initialize the group yourself, use backend='cpu:gloo,cuda:nccl'.",
         )
 
 
@@ -103,7 +103,7 @@ def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> 
         reshard_after_forward < 1 or shard % reshard_after_forward
     ):
         raise ConfigurationError(
-            f"reshard_after_forward={reshard_after_forward}, and a copy is sharded over {shard} ranks.",
+            f"reshard_after_forward={reshard_after_forward}, but each copy is sharded over {shard} ranks.",
             "an int is the number of ranks over which parameters stay sharded between forward and backward.",
             f"use a divisor of {shard}, or True or False.",
         )
@@ -128,7 +128,7 @@ def check_param_dtype(
         raise ConfigurationError(
             f"FSDPStrategy(param_dtype={param_dtype}) together with mixed_precision={policy}.",
             "both set the dtype in which parameters are gathered.",
-            "pass one of them; a policy has a param_dtype of its own.",
+            "pass only one of them, since a MixedPrecisionPolicy also sets param_dtype.",
         )
     if precision is None:
         return
@@ -143,8 +143,8 @@ def check_param_dtype(
         raise ConfigurationError(
             f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}, which computes in "
             f"{compute_dtype}.",
-            "gathered in another dtype, weights would be rounded twice or sent in a larger dtype than they need.",
-            f"use param_dtype={compute_dtype}, or leave it out to gather in {precision.param_dtype}.",
+            "weights gathered in another dtype would be rounded twice, or sent in a larger dtype than necessary.",
+            f"use param_dtype={compute_dtype}, or leave param_dtype out to gather in {precision.param_dtype}.",
         )
 
 
@@ -159,9 +159,10 @@ def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> No
     refuse_sparse_embeddings(module, "gradients of sharded parameters are dense.")
     if tensor_parallel > 1 and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ConfigurationError(
-            f"tensor_parallel={tensor_parallel}, and no layer of {type(module).__name__} is split.",
-            f"{tensor_parallel} ranks would compute the same. After a run all layers are whole again.",
-            "split layers in configure_model, every run: parallelize_module(layer, self.device_mesh['tensor'], ...).",
+            f"tensor_parallel={tensor_parallel}, but no layer of {type(module).__name__} is split.",
+            f"{tensor_parallel} ranks would compute the same. After each run, all layers are whole again.",
+            "split layers in configure_model, in every run: parallelize_module(layer, self.device_mesh['tensor'], "
+            "...).",
         )
 
 

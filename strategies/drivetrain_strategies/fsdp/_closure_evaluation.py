@@ -1,4 +1,4 @@
-"""Runs optimizer steps with a closure, which computes with gathered parameters while the step updates the shards."""
+"""Runs optimizer steps with a closure. The closure computes with gathered parameters; the step updates the shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain_strategies.fsdp._state import in_layout_of
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 
 
-def step_with(
+def step_with_closure(
     closure: Callable[[], Any], step: Callable[[Callable[[], Any]], bool], sharded: Sharded, within_forward: bool
 ) -> bool:
     """Run ``step(closure)`` and return its result.
@@ -25,7 +25,8 @@ def step_with(
         closure: runs forward and backward.
         step: updates the shards.
         sharded: the sharded module.
-        within_forward: whether the step runs within the root's forward, which gathers the root's parameters only once.
+        within_forward: whether the step runs within the root's forward. The root's parameters must then be gathered
+            again before each evaluation, since the root's forward gathers them only at its start.
     """
     data_assignment = DataAssignment()
 
@@ -51,8 +52,8 @@ class DataAssignment(TorchFunctionMode):
     """Makes ``shard.data = value`` write the value into the shard within this context.
 
     For a DTensor, torch silently replaces the outer tensor and leaves the local tensor unchanged. SAM, which restores
-    weights this way, would continue from the perturbed weights. The mode intercepts every operation, so it is used only
-    for steps with a closure.
+    weights this way, would continue from the perturbed weights. Intercepting every operation is slow, so the mode is
+    used only for steps with a closure.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Base class of replacements for the ``step`` of an optimizer that cannot step sharded parameters unchanged."""
+"""CustomStep: the base class of replacements for an optimizer's ``step`` that cannot handle sharded parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class CustomStep(ABC):
-    """Replaces an optimizer's ``step`` until `undo`.
+    """Replaces an optimizer's ``step`` until `undo` is called.
 
     Args:
         optimizer: the optimizer whose step is replaced.
@@ -25,13 +25,13 @@ class CustomStep(ABC):
         self._optimizer.__dict__["step"] = self.step
 
     def undo(self) -> None:
-        """Put the optimizer's own ``step`` back."""
+        """Restore the optimizer's original ``step``."""
         del self._optimizer.__dict__["step"]
         if self._instance_step is not None:
             self._optimizer.__dict__["step"] = self._instance_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, if any, and step. Return the closure's loss."""
+        """Evaluate the closure, if there is one, and update the parameters. Return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,4 +41,4 @@ class CustomStep(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Step with the current gradients."""
+        """Update the parameters with the current gradients."""

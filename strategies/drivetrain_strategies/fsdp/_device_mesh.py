@@ -1,4 +1,4 @@
-"""The layout of a sharded run's ranks: sharding, replication and tensor parallelism."""
+"""Arranges the ranks of a sharded run in a mesh: for sharding, replication and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain_strategies.fsdp._internals import release_process_groups
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of a mesh, whose product ``replicate * shard * tensor`` is the world size.
+    """The sizes of a mesh. Their product ``replicate * shard * tensor`` is the world size.
 
     Attributes:
         replicate: number of copies of the sharded parameters.
@@ -52,22 +52,22 @@ def resolve_layout(
     if world % tensor_parallel:
         raise ConfigurationError(
             f"tensor_parallel={tensor_parallel} on {world} ranks.",
-            "every group of tensor-parallel ranks is of that size.",
+            "the ranks are divided into tensor-parallel groups of that size.",
             f"use a divisor of {world}.",
         )
     data = world // tensor_parallel
     for label, size in (("shard_size", shard_size), ("replicate_size", replicate_size)):
         if size is not None and size > data:
             raise ConfigurationError(
-                f"{label}={size}, and there are {data} ranks to shard over.",
-                "a rank holds one shard of one copy.",
+                f"{label}={size}, but there are only {data} ranks to shard over.",
+                "each rank holds one shard of one copy.",
                 f"use at most {data}, or start more processes.",
             )
     if sharding != "hybrid":
         if shard_size not in (None, data):
             raise ConfigurationError(
                 f"shard_size={shard_size} with sharding={sharding!r} on {data} ranks.",
-                f"{sharding!r} shards one copy over all of them.",
+                f"{sharding!r} shards one copy over all ranks.",
                 "use sharding='hybrid', or leave shard_size out.",
             )
         return Layout(1, data, tensor_parallel, False)
@@ -78,15 +78,15 @@ def resolve_layout(
     replicate = replicate_size if replicate_size is not None else data // shard
     if replicate * shard != data:
         raise ConfigurationError(
-            f"replicate_size={replicate} x shard_size={shard} = {replicate * shard}, and there are {data} ranks.",
-            "every rank holds one shard of one copy.",
+            f"replicate_size={replicate} x shard_size={shard} = {replicate * shard}, but there are {data} ranks.",
+            "each rank holds one shard of one copy.",
             f"choose two numbers whose product is {data}, or leave one of them out.",
         )
     return Layout(replicate, shard, tensor_parallel, True)
 
 
 class Mesh:
-    """The `DeviceMesh` of a run and the process groups created for it.
+    """The `DeviceMesh` of a run and the process groups created for the mesh.
 
     Args:
         layout: the sizes of the mesh.
@@ -95,7 +95,7 @@ class Mesh:
 
     Attributes:
         whole: the mesh with dimensions "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
-        data: the mesh without the dimension "tensor", of two dimensions if hybrid and otherwise of one.
+        data: the mesh without the dimension "tensor". The mesh has two dimensions if hybrid, and otherwise one.
     """
 
     def __init__(self, layout: Layout, device: torch.device, timeout: timedelta) -> None:
@@ -152,8 +152,8 @@ def require_mesh(mesh: Mesh | None) -> Mesh:
     """
     if mesh is None:
         raise ConfigurationError(
-            "FSDPStrategy.setup_module without a process group.",
+            "FSDPStrategy.setup_module was called without a process group.",
             "sharding needs a process group.",
-            "let Fit drive the strategy, or call bind and setup_environment first.",
+            "use the strategy through Fit, or call bind and setup_environment first.",
         )
     return mesh

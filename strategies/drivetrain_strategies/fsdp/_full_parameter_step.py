@@ -1,4 +1,4 @@
-"""Steps optimizers whose update needs the whole parameter (Muon, Adafactor), one gathered parameter at a time."""
+"""Steps optimizers whose update needs whole parameters (Muon, Adafactor). One parameter is gathered at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OPTIMIZERS = (Muon, Adafactor)
 class FullParameterStep(CustomStep):
     """Gathers each sharded parameter with its gradient and state, steps the parameter, and shards the result.
 
-    A step needs memory for one more parameter and gathers every parameter once. State shaped like its parameter stays
-    sharded between steps. Other state, such as Adafactor's rows and columns, is the same on every rank.
+    A step needs memory for one more parameter and gathers every parameter once. State with the parameter's shape stays
+    sharded between steps. Other state, such as Adafactor's row and column statistics, is the same on every rank.
 
     Args:
-        optimizer: an instance of one of `OPTIMIZERS`, whose ``step`` is replaced until `undo`.
+        optimizer: an instance of one of `OPTIMIZERS`. `undo` restores the optimizer's ``step``.
     """
 
     def update(self) -> None:

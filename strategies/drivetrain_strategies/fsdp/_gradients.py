@@ -1,4 +1,4 @@
-"""Controls gradients in a sharded run: exchange, accumulation, zeroing and trainability."""
+"""Controls the exchange, accumulation and zeroing of gradients in a sharded run, and which parameters require them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Gradients:
     Args:
         sharded: the sharded module.
         replicated: parameters that every rank holds whole.
-        group: the process group of ranks with distinct data.
+        group: the process group of the ranks that read different data.
         unused: finds parameters that no rank used.
-        reshard_after_backward: drop gathered parameters after every backward of a window. False drops gathered
-            parameters only after the last backward.
+        reshard_after_backward: drop gathered parameters after every backward of an accumulation window. False drops
+            gathered parameters only after the window's last backward.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Gradients:
         self._replicated_average = ReplicatedParameters(replicated, group) if replicated else None
         self._unused = unused
         self._reshard_after_backward = reshard_after_backward
-        self._exchanges = True
+        self._exchange_enabled = True
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -47,11 +47,11 @@ class Gradients:
         self._sharded.set_gradient_sync(False)
         if not self._reshard_after_backward:
             self._sharded.set_reshard_after_backward(False)
-        self._exchanges = False
+        self._exchange_enabled = False
         try:
             yield
         finally:
-            self._exchanges = True
+            self._exchange_enabled = True
             self._sharded.set_gradient_sync(True)
             self._sharded.set_reshard_after_backward(True)
 
@@ -72,7 +72,7 @@ class Gradients:
 
     @contextmanager
     def requiring_only(self, parameters: set[int]) -> Iterator[None]:
-        """Let only the parameters whose ids are given require gradients within this context."""
+        """Within this context, let only the parameters with the given ids require gradients."""
         other_sharded = [
             fsdp_param
             for fsdp_param in self._sharded.parameters
@@ -100,7 +100,7 @@ class Gradients:
 
     def after_backward(self) -> None:
         """Finish the exchange of gradients. Collective, except while gradients are accumulated."""
-        if not self._exchanges:
+        if not self._exchange_enabled:
             return
         self._unused.clear_unused_gradients(self._sharded.take_unused())
         if self._replicated_average is not None:

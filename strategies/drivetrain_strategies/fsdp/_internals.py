@@ -1,6 +1,6 @@
 """All uses of private names of `torch.distributed.fsdp.fully_shard`.
 
-The states and parameter groups behind an `FSDPModule` are used to find parameters without a gradient, to zero
+The code uses the states and parameter groups behind an `FSDPModule` to find parameters without a gradient, to zero
 gradients, to run a backward within a forward, and to undo the sharding. Where names differ between the supported
 versions of torch (2.11 and later), the code checks which name exists.
 """
@@ -27,7 +27,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
-NEEDED = (
+REQUIRED_METHODS = (
     (FSDPModule, "_get_fsdp_state"),
     (FSDPParamGroup, "post_backward"),
     (FSDPParamGroup, "post_forward"),
@@ -40,20 +40,20 @@ NEEDED = (
     (FSDPParam, "reset_sharded_param"),
     (DeviceMesh, "_get_root_mesh"),
 )
-"""The classes and names of torch's methods that this module requires."""
+"""The methods of torch that this module requires, each as a class and the method's name."""
 
-CastsOf = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
-"""Builds a unit's `WeightCasts` from its modules and torch's `FSDPParam` objects; returns None to track no casts."""
+WeightCastsFactory = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
+"""Builds the `WeightCasts` of a unit from its modules and `FSDPParam` objects, or returns None to track no casts."""
 
 _get_requires_grad = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 _VERSION = attrgetter("_version")
 
 
 class _WatchedGroup(FSDPParamGroup):
-    """Fills missing gradients with zeros before the exchange, and reports missing gradients to the group's watcher.
+    """A parameter group whose `Sharded` object fills missing gradients with zeros before the exchange.
 
-    A rank without a gradient that other ranks exchange would hang, or add up another parameter's gradient. Only torch
-    2.13 and later can fill missing gradients itself.
+    If a rank lacked a gradient that other ranks exchange, the collective would hang or add up gradients of different
+    parameters. torch itself fills missing gradients only since version 2.13.
     """
 
     watcher: Sharded
@@ -65,12 +65,12 @@ class _WatchedGroup(FSDPParamGroup):
 
 
 class _CastingGroup(_WatchedGroup):
-    """Frees and restores autocast's casts of the group's weights together with the weights."""
+    """A parameter group that frees and restores autocast's casts of the weights together with the weights."""
 
     casts: WeightCasts
 
     def post_forward(self, *arguments: Any) -> Any:
-        if self.post_forward_mesh_info is not None:  # None keeps weights and casts until backward
+        if self.post_forward_mesh_info is not None:  # if None, weights and casts are kept until backward
             self.casts.find()
         return super().post_forward(*arguments)
 
@@ -88,7 +88,7 @@ class _CastingGroup(_WatchedGroup):
 
 
 class _WatchedParam(FSDPParam):
-    """Reports to the parameter's watcher when the gathered tensor is first created."""
+    """A parameter that notifies its `Sharded` object when the gathered tensor is first created."""
 
     watcher: Sharded
 
@@ -104,10 +104,10 @@ class Sharded:
 
     Args:
         root: the outermost sharded module.
-        casts_of: builds the `WeightCasts` of a unit; None if autocast casts no weights.
+        make_weight_casts: builds the `WeightCasts` of a unit; None if autocast casts no weights.
     """
 
-    def __init__(self, root: FSDPModule, casts_of: CastsOf | None = None) -> None:
+    def __init__(self, root: FSDPModule, make_weight_casts: WeightCastsFactory | None = None) -> None:
         self.root = root
         self._module: nn.Module = root  # type: ignore[assignment]
         self.modules: list[Any] = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
@@ -125,7 +125,7 @@ class Sharded:
         self._frozen_gathered: list[Any] = []
         self._frozen_versions: tuple[int, ...] = ()
         for group in self._groups:
-            casts = None if casts_of is None else casts_of(group.modules, group.fsdp_params)
+            casts = None if make_weight_casts is None else make_weight_casts(group.modules, group.fsdp_params)
             group.__class__ = _WatchedGroup if casts is None else _CastingGroup
             group.watcher = self
             if casts is not None:
@@ -137,7 +137,7 @@ class Sharded:
 
     @torch.no_grad()
     def give_storage(self, device: torch.device) -> None:
-        """Replace meta shards by shards of zeros. The replaced parameters become new objects in all modules."""
+        """Replace meta shards by shards of zeros. All modules then hold new parameter objects."""
         for parameter in self.parameters:
             shard: Any = parameter.sharded_param
             if not shard.to_local().is_meta:
@@ -202,7 +202,7 @@ class Sharded:
                 gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
 
     def take_unused(self) -> list[_WatchedParam]:
-        """Return the parameters without a gradient in the last synchronized backward, and clear the records of it."""
+        """Return the parameters without a gradient in the last synchronized backward, and clear these records."""
         unused = [fsdp_param for key, fsdp_param in self._filled_with_zeros.items() if key not in self._had_gradient]
         self._filled_with_zeros.clear()
         self._had_gradient.clear()
@@ -242,7 +242,7 @@ class Sharded:
             parameter._unsharded_param.requires_grad_(requires_grad)
 
     def trainable_changed(self) -> None:
-        """Recompute the dtypes in which groups are reduced, which torch derived from the trainable parameters.
+        """Recompute the dtypes in which gradients are reduced. torch derived them from the trainable parameters.
 
         Raises:
             AssertionError: from torch, if the trainable parameters of a group have several dtypes.
@@ -255,7 +255,7 @@ class Sharded:
         self._index_gathered()
 
     def toggled_while_gathered(self) -> list[_WatchedParam]:
-        """Return parameters that were frozen or unfrozen only on the gathered tensor; torch would silently undo it."""
+        """Return parameters frozen or unfrozen only on the gathered tensor. torch would silently undo this change."""
         if tuple(map(_get_requires_grad, self._shards)) == tuple(map(_get_requires_grad, self._gathered)):
             return []
         return [
@@ -330,8 +330,8 @@ def undo_sharding(root: nn.Module) -> None:
                 parameter._post_load_hook_handle.remove()
                 parameter.__dict__.pop("watcher", None)
                 parameter.mesh_info = parameter.post_forward_mesh_info = None
-            # Groups, parameters and mesh infos hold the process group and each other. Peers that are blocked in the
-            # process group fail only once it is released.
+            # Groups, parameters and mesh infos reference the process group and each other. Peers that are blocked in
+            # the process group fail only once it is released.
             group.fsdp_params = []
             group.mesh_info = group.post_forward_mesh_info = None
         _set_existing(state, _fsdp_param_groups=[], _fsdp_param_group=None)
@@ -381,8 +381,9 @@ def remove_tensor_parallel_hooks(module: nn.Module) -> None:
 def forget_meshes(device: torch.device | None = None) -> None:
     """Empty DTensor's caches of sharding propagation.
 
-    Meshes compare equal by sizes and names, so a later run would get results with the mesh of an earlier run, whose
-    process groups no longer exist ("Could not resolve the process group registered under the name ...").
+    Meshes of equal sizes and names compare equal, so a later run would get cached results that refer to the mesh of an
+    earlier run, whose process groups no longer exist ("Could not resolve the process group registered under the name
+    ...").
 
     Args:
         device: the device on which backward ran DTensor operations. The caches are per thread, and backward runs in one
@@ -390,7 +391,7 @@ def forget_meshes(device: torch.device | None = None) -> None:
     """
     _empty_caches()
     if device is not None and device.type != "cpu":
-        with suppress(RuntimeError), torch.enable_grad():  # a failed device runs no more kernels
+        with suppress(RuntimeError), torch.enable_grad():  # after a device error, no kernel can run
             start = torch.zeros((), device=device, requires_grad=True)
             _EmptyCachesInBackward.apply(start).backward()  # type: ignore[no-untyped-call]
 
@@ -417,8 +418,8 @@ def _empty_caches() -> None:
 def release_process_groups(mesh: DeviceMesh) -> None:
     """Drop the process groups that a mesh references.
 
-    A DTensor that outlives the run, in a traceback for example, keeps the DTensor's mesh alive. Peers that are blocked
-    in a group wait for this rank as long as this rank holds the group.
+    A DTensor that outlives the run, in a traceback for example, keeps the mesh alive. Peers that are blocked
+    in a group wait for this rank until this rank releases the group.
     """
     for owner in (mesh, mesh._get_root_mesh()):
         owner._pg_registry.clear()

@@ -22,8 +22,8 @@ from drivetrain_strategies.fsdp._original_parameters import Original
 
 
 @torch.no_grad()
-def restore_whole(originals: Sequence[Original]) -> None:
-    """Put the original parameters back, with gathered values on their original devices. Collective."""
+def restore_whole_parameters(originals: Sequence[Original]) -> None:
+    """Put the original parameters back on their original devices, with gathered values. Collective."""
     for original in originals:
         current: Any = original.current
         full_value = current.full_tensor() if isinstance(current, DTensor) else current.data
@@ -38,7 +38,7 @@ def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, w
     Args:
         module: the module.
         originals: the module's original parameters.
-        limit: bytes up to which the parameters get storage, into which weights can be loaded.
+        limit: size in bytes up to which the parameters get storage, into which weights can be loaded.
         warn: log as a warning, not at debug level.
     """
     parts: list[LeftShard] = []

@@ -17,16 +17,16 @@ from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 class MetaModule:
-    """The meta tensors of a module, to be initialised after sharding.
+    """The meta tensors of a module, which are initialised after sharding.
 
     Args:
-        module: the module as built.
+        module: the module, as ``configure_model`` built it.
         recording: the recording of the module's build.
     """
 
     def __init__(self, module: nn.Module, recording: Recording | None) -> None:
         self._recording = recording
-        # Views keep the tensors as they were built, since a precision may change the parameters' dtype.
+        # Detached aliases keep the tensors as they were built, since a precision may change the parameters' dtype.
         self._built = [
             MetaTensor(meta_tensor.name, meta_tensor.tensor.detach(), meta_tensor.assign)
             for meta_tensor in find_meta_tensors(module, recording)
@@ -56,13 +56,13 @@ class MetaModule:
                         torch.empty_like(original.parameter, device=device),
                         requires_grad=original.parameter.requires_grad,
                     )
-                    original.put(materialized)
+                    original.register(materialized)
                     plan.replicated[replicated[id(original.parameter)]] = materialized
         writers: dict[int, Callable[[torch.Tensor], None]] = {}
         for meta_tensor in self._built:
             if meta_tensor.assign is not None:
                 writers[id(meta_tensor.tensor)] = _assigner(meta_tensor, self._module, device)
-            elif meta_tensor.name in targets:  # only the first of a tensor's tied names has a target
+            elif meta_tensor.name in targets:  # of tied names, only the first has a target
                 writers[id(meta_tensor.tensor)] = _writer(targets[meta_tensor.name])
         state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
         state_before = torch.get_rng_state()

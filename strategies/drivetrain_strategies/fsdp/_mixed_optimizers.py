@@ -1,4 +1,4 @@
-"""Steps ``foreach`` optimizers over parameters of several meshes, which torch cannot put into one list."""
+"""Steps ``foreach`` optimizers whose parameters are on several meshes. torch accepts only one mesh per list."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from drivetrain_strategies.fsdp._custom_step import CustomStep
 class StepPerMesh(CustomStep):
     """Steps an optimizer separately for the parameters of each mesh, and for the parameters that are not sharded.
 
-    torch's optimizers use ``foreach`` lists by default on a GPU and on request elsewhere. They keep state per
-    parameter, so the order of the meshes does not matter. Other optimizers may count steps in their groups, so they are
-    stepped once, with ``foreach`` disabled. An optimizer's hooks are called once per step and see all parameters.
+    torch's optimizers use ``foreach`` lists by default on a GPU and on request elsewhere. They keep all state per
+    parameter, so they can be stepped once per mesh. Other optimizers may count steps per parameter group, so they are
+    stepped only once, with ``foreach`` disabled. An optimizer's hooks are called once per step and see all parameters.
 
     Args:
-        optimizer: an optimizer for which `mixes_meshes` is true; its ``step`` is replaced until `undo`.
+        optimizer: an optimizer for which `mixes_meshes` returns True. `undo` restores the optimizer's ``step``.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -29,7 +29,7 @@ class StepPerMesh(CustomStep):
         self._is_torch_optimizer = type(optimizer).step.__module__.startswith("torch.")
 
     def update(self) -> None:
-        """Step the parameters of each mesh separately, or all of them without ``foreach``."""
+        """Step the parameters of each mesh separately, or all parameters together without ``foreach``."""
         if self._is_torch_optimizer:
             with _hooks_around(self._optimizer):
                 self._step_per_mesh()
@@ -54,7 +54,7 @@ class StepPerMesh(CustomStep):
 
 @contextmanager
 def _hooks_around(optimizer: Any) -> Iterator[None]:
-    """Call the optimizer's step hooks once before and once after this context, and disable them within."""
+    """Call the optimizer's step hooks once, before and after this context, and disable the hooks within the context."""
     pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in pre_hooks.values():
         hook(optimizer, (optimizer,), {})

@@ -1,4 +1,4 @@
-"""Adapts optimizers that were built before sharding."""
+"""Lets optimizers that were built before sharding step the shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 class AdoptedOptimizers:
-    """Points optimizers at the shards instead of the original parameters, and back after the run.
+    """Replaces the original parameters in optimizers by shards, and restores the original parameters after the run.
 
     Args:
         originals: the module's original parameters, which shards have already replaced in the module.
@@ -27,7 +27,7 @@ class AdoptedOptimizers:
         self._optimizers: list[Optimizer] = []
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the original parameters in optimizers by their shards, and shard the optimizers' state.
+        """Replace the original parameters in ``optimizers`` by shards, and shard the optimizers' state.
 
         Raises:
             ConfigurationError: an optimizer holds shards that do not belong to the module.
@@ -38,7 +38,7 @@ class AdoptedOptimizers:
             self._refuse_other_shards(optimizer)
 
     def restore(self) -> None:
-        """Replace the shards by the original parameters, which are whole again, and gather state. Collective."""
+        """Replace the shards by the original parameters, which are whole again, and gather the state. Collective."""
         originals_by_shard_id = {
             id(self._successors[key]): original.parameter
             for key, original in zip(self._successors, self._originals, strict=True)
@@ -55,13 +55,14 @@ class AdoptedOptimizers:
                     f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that does not belong "
                     "to the module.",
                     "parameters are sharded again in every run, and shards of an earlier run are no longer used.",
-                    "build a new optimizer in each configure_optimizers, or one before the first run (in __init__).",
+                    "build a new optimizer in every call of configure_optimizers, or build it once in the module's "
+                    "__init__.",
                 )
 
 
 @torch.no_grad()
 def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter]) -> bool:
-    """Replace the parameters that have a successor, by identity. Return whether any parameter was replaced."""
+    """Replace each parameter whose ``id`` is in ``successors``. Return whether any parameter was replaced."""
     replaced = False
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):

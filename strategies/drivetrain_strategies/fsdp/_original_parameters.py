@@ -1,4 +1,4 @@
-"""Remembers the parameters that shards replace, so that the same objects can be restored after a run."""
+"""Keeps the parameters that shards replace during a run, so that the same objects can be restored after the run."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ class Original:
     """A parameter and every module that registers it.
 
     Attributes:
-        name: its first name in ``named_parameters()``.
-        parameter: the original object; its storage is freed while it is sharded.
-        slots: the modules that register it, each with the attribute's name.
-        device: its original device.
+        name: the parameter's first name in ``named_parameters()``.
+        parameter: the original object. The object has no storage while the parameter is sharded.
+        registrations: the modules that register the parameter, each with the attribute's name.
+        device: the parameter's original device.
     """
 
     name: str
     parameter: nn.Parameter
-    slots: list[tuple[nn.Module, str]]
+    registrations: list[tuple[nn.Module, str]]
     device: torch.device
 
     @property
     def current(self) -> nn.Parameter:
-        """The parameter that is currently registered in its place."""
-        module, attribute = self.slots[0]
+        """The parameter that is currently registered in place of the original."""
+        module, attribute = self.registrations[0]
         parameter = module._parameters[attribute]
         assert parameter is not None
         return parameter
 
-    def release(self) -> None:
-        """Free its storage."""
+    def free_storage(self) -> None:
+        """Free the original parameter's storage."""
         if not self.parameter.is_meta:
             self.parameter.data = torch.empty(0, dtype=self.parameter.dtype, device=self.parameter.device)
 
-    def put(self, value: nn.Parameter) -> None:
-        """Register ``value`` in all its slots."""
-        for module, attribute in self.slots:
+    def register(self, value: nn.Parameter) -> None:
+        """Register ``value`` wherever the original parameter was registered."""
+        for module, attribute in self.registrations:
             module._parameters[attribute] = value
 
     def restore(self, full_value: torch.Tensor) -> None:
         """Register the original parameter again, with the unsharded values and the shard's current ``requires_grad``.
 
-        A meta tensor is replaced by a new parameter.
+        If the original is a meta tensor or an instance of a subclass, a new parameter is registered instead.
         """
         requires_grad = self.current.requires_grad
         if self.parameter.is_meta or type(self.parameter) is not nn.Parameter:
@@ -54,11 +54,11 @@ class Original:
             self.parameter.data = full_value
             self.parameter.requires_grad_(requires_grad)
         self.parameter.grad = None
-        self.put(self.parameter)
+        self.register(self.parameter)
 
 
-def originals_of(module: nn.Module) -> list[Original]:
-    """Return each parameter of ``module`` once, with its slots, in ``named_parameters()`` order."""
+def original_parameters_of(module: nn.Module) -> list[Original]:
+    """Return an `Original` for each parameter of ``module``, in the order of ``named_parameters()``."""
     originals: dict[int, Original] = {}
     for prefix, child in module.named_modules():
         for attribute, parameter in child._parameters.items():
@@ -66,5 +66,5 @@ def originals_of(module: nn.Module) -> list[Original]:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             original = originals.setdefault(id(parameter), Original(name, parameter, [], parameter.device))
-            original.slots.append((child, attribute))
+            original.registrations.append((child, attribute))
     return list(originals.values())

@@ -16,8 +16,8 @@ from drivetrain.errors import ConfigurationError, nearest
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """How units are chosen.
 
-None chooses repeated blocks, a sequence of classes chooses their modules, and a function ``wrap(name, module)`` returns
-whether a module is a unit.
+None chooses repeated blocks, a sequence of classes chooses the modules of these classes, and a function
+``wrap(name, module)`` returns whether a module is a unit.
 """
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -46,7 +46,7 @@ class Unit:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     def nbytes_per_rank(self, shards: int) -> int:
-        """Return the number of bytes per rank; of a layer split by tensor parallelism, only the local part counts."""
+        """Return the bytes per rank. For a layer split by tensor parallelism, only this rank's part is counted."""
         local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in self.parameters)
         return -(-sum(tensor.numel() * tensor.element_size() for tensor in local) // shards)
 
@@ -57,9 +57,9 @@ class Plan:
 
     Attributes:
         units: the units, innermost first, the root last.
-        ties: parameters shared by several units, which the root owns.
-        replicated: ignored parameters and scalars by name, which every rank holds whole.
-        reason: how the units were chosen. The table shows this text.
+        ties: parameters that several units share. The root unit owns them.
+        replicated: the parameters that every rank holds whole, by name. These are ignored parameters and scalars.
+        reason: how the units were chosen, as text for `table`.
     """
 
     units: list[Unit]
@@ -71,7 +71,7 @@ class Plan:
     def root(self) -> Unit:
         return self.units[-1]
 
-    def in_order(self) -> list[Unit]:
+    def units_in_module_order(self) -> list[Unit]:
         """Return all units except the root, in module order."""
         inner = {id(unit.module): unit for unit in self.units[:-1]}
         return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
@@ -79,7 +79,8 @@ class Plan:
     def table(self, shards: int) -> str:
         """Return the plan as a text table, with one row for all units of the same class and size."""
         lines = [
-            f"FSDP shards {_count(sum(unit.numel for unit in self.units))} parameters over {shards} ({self.reason})"
+            f"FSDP shards {_format_count(sum(unit.numel for unit in self.units))} parameters over {shards} "
+            f"({self.reason})"
         ]
         rows = [("unit", "count", "parameters each", "size each", "per rank")]
         groups: dict[tuple[str, int, int, int], list[Unit]] = {}
@@ -88,14 +89,36 @@ class Plan:
             groups.setdefault(key, []).append(unit)
         for (kind, numel, nbytes, per_rank), units in groups.items():
             names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
-            rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(per_rank)))
+            rows.append(
+                (
+                    f"{kind}: {names}",
+                    str(len(units)),
+                    _format_count(numel),
+                    _format_size(nbytes),
+                    _format_size(per_rank),
+                )
+            )
         root = self.root
-        rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.nbytes_per_rank(shards))))
+        rows.append(
+            (
+                "the rest",
+                "1",
+                _format_count(root.numel),
+                _format_size(root.nbytes),
+                _format_size(root.nbytes_per_rank(shards)),
+            )
+        )
         if self.replicated:
             nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.replicated.values())
             numel = sum(parameter.numel() for parameter in self.replicated.values())
             rows.append(
-                (f"replicated: {_names(list(self.replicated))}", "1", _count(numel), _size(nbytes), _size(nbytes))
+                (
+                    f"replicated: {_format_names(list(self.replicated))}",
+                    "1",
+                    _format_count(numel),
+                    _format_size(nbytes),
+                    _format_size(nbytes),
+                )
             )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         for row in rows:
@@ -108,7 +131,7 @@ class Plan:
 
 
 def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Module]]) -> Plan:
-    """Choose the units of ``module`` and assign its parameters to them.
+    """Choose the units of ``module`` and assign the module's parameters to them.
 
     Args:
         module: the bare module.
@@ -123,7 +146,7 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
     replicated_ids = {id(parameter) for parameter in replicated.values()}
     owners: dict[int, set[str]] = {}
     names: dict[int, tuple[str, nn.Parameter]] = {}
-    for path, owner, parameter in _slots(module, chosen):
+    for path, owner, parameter in _registrations(module, chosen):
         if id(parameter) not in replicated_ids:
             owners.setdefault(id(parameter), set()).add(owner)
             names.setdefault(id(parameter), (path, parameter))
@@ -157,8 +180,8 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 raise ConfigurationError(
                     f"wrap chose {name!r}, a {type(child).__name__}.",
-                    "it has no forward, in which its parameters would be gathered.",
-                    "choose the modules in it, or its parent.",
+                    "parameters are gathered before a unit's forward, and this container has no forward.",
+                    "choose the modules in the container, or the module that owns the container.",
                 )
         return chosen, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
@@ -166,24 +189,24 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
     for wanted in classes:
         if not issubclass(wanted, nn.Module):
             raise ConfigurationError(
-                f"wrap={wanted!r}.", "wrap is a list of module classes.", "use wrap=[Block], a callable, or None."
+                f"wrap={wanted!r}.", "wrap must list module classes.", "use wrap=[Block], a callable, or None."
             )
         if not any(isinstance(child, wanted) for child in named.values()):
             raise ConfigurationError(
                 f"wrap: no module of class {wanted.__name__} is in {type(module).__name__}."
                 f"{nearest(wanted.__name__, class_names)}",
-                f"the classes in it are {', '.join(sorted(class_names))}.",
+                f"the module has only these classes: {', '.join(sorted(class_names))}.",
                 "name one of these, or leave wrap out to use the repeated blocks.",
             )
     return {name: child for name, child in named.items() if isinstance(child, classes)}, "classes in wrap"
 
 
 def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    """Return the outermost modules with siblings of their class in a container, which are most networks' layers.
+    """Return the outermost modules that have a sibling of the same class in a container, as most networks' layers do.
 
-    A block is a module with submodules. If no block repeats, repeated layers with a matrix are returned. Modules in a
-    container called ``experts`` belong to the enclosing block, because ranks may run different experts and gathering is
-    collective.
+    A block is a module with submodules. If no block repeats, repeated layers that own a matrix are returned. Modules in
+    a container whose name contains ``experts`` belong to the enclosing block, because ranks may run different experts,
+    and all ranks must gather the same units.
     """
     for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
         units: dict[str, nn.Module] = {}
@@ -197,7 +220,7 @@ def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
             units |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
         if units:
             return units, reason
-    return {}, "no repeated blocks: gathered as one unit; choose units with wrap"
+    return {}, "no repeated blocks, so all parameters are gathered as one unit; choose units with wrap"
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -217,8 +240,8 @@ def _inside(name: str, unit: str) -> bool:
 # Assigning parameters to units
 
 
-def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield the name, the innermost enclosing unit and the parameter of each registration of a parameter."""
+def _registrations(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield name, innermost enclosing unit and parameter for each registration of a parameter in a module."""
     unit_names = {id(child): name for name, child in units.items()}
 
     def walk(current: nn.Module, name: str, owner: str) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -234,7 +257,7 @@ def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str
 
 
 def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
-    """Return the parameters to replicate by name: ignored parameters, and scalars, which cannot be sharded."""
+    """Return the parameters to replicate, by name: ignored parameters, and scalars, which cannot be sharded."""
     parameters = dict(module.named_parameters())
     replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
     for pattern in ignored:
@@ -274,11 +297,11 @@ def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]])
         )
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number:,}"
 
 
-def _size(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     """Format a size in the largest binary unit that is not greater than the size."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -287,6 +310,6 @@ def _size(nbytes: int) -> str:
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _names(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:3]) + (f", ... ({len(listed)})" if len(listed) > 3 else "")

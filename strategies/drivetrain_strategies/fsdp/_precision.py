@@ -11,11 +11,12 @@ from drivetrain.precision import Precision
 def mixed_precision_policy(
     precision: Precision, policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
-    """Return the user's policy, or one that gathers in ``param_dtype``; None gathers parameters in their own dtype.
+    """Return the user's policy, or a policy that gathers parameters in ``param_dtype``; None keeps their own dtype.
 
-    Under a mixed precision, autocast rounds per operation as under other strategies: operations that it runs in float32
-    (norms, softmax, losses, embeddings) read float32 parameters. If gathered in half precision, these would be rounded
-    once more than elsewhere. Forward inputs are never cast: the root's input is a batch, with its targets.
+    Under a mixed precision, autocast rounds per operation, as under other strategies. Operations that autocast runs in
+    float32 (norms, softmax, losses, embeddings) read float32 parameters. If the parameters were gathered in half
+    precision, they would be rounded once more than under other strategies. Forward inputs are never cast, because the
+    root's input is a batch, which includes the targets.
     """
     if policy is not None:
         return policy
@@ -23,7 +24,7 @@ def mixed_precision_policy(
 
 
 def offload_policy(cpu_offload: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
-    """Return torch's offload policy; memory is pinned unless the device is the CPU."""
+    """Return torch's offload policy. Host memory is pinned unless the device is the CPU."""
     if isinstance(cpu_offload, OffloadPolicy):
         return cpu_offload
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()

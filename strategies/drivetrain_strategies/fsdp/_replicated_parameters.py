@@ -15,7 +15,7 @@ class ReplicatedParameters:
 
     Args:
         parameters: replicated parameters, in the same order on every rank.
-        group: the process group of ranks with distinct data.
+        group: the process group of the ranks that read different data.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
@@ -35,7 +35,7 @@ class ReplicatedParameters:
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters
             ]
             unused = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
-            used = parts[0].new_ones(len(parameters))  # created on the device: a copy from the host would block
+            used = parts[0].new_ones(len(parameters))  # created on the device, since a copy from the host would block
             for index in unused:
                 used[index].zero_()
             packed = torch.cat([*(part.reshape(-1) for part in parts), used])

@@ -1,4 +1,4 @@
-"""LBFGS over sharded parameters; overrides private methods of `torch.optim.LBFGS`."""
+"""Lets `torch.optim.LBFGS` step sharded parameters, by overriding private methods."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 class _ShardedLBFGS(LBFGS):
-    """LBFGS that computes with whole gradients and directions on every rank and updates only its own shards.
+    """LBFGS that computes with whole gradients and directions on every rank and updates only this rank's shards.
 
-    Torch's version flattens parameters, which fails for shards of uneven size. The history consists of whole vectors,
-    so its memory is not divided by the number of ranks.
+    torch's class flattens parameters, which fails for shards of uneven size. The history consists of whole vectors, so
+    every rank needs memory for the full history.
     """
 
     def _gather_flat_grad(self) -> torch.Tensor:
@@ -45,12 +45,12 @@ class _ShardedLBFGS(LBFGS):
 
 
 def enable(optimizer: Optimizer) -> None:
-    """Make an LBFGS work on shards until `disable`."""
+    """Make an LBFGS optimizer step shards until `disable` is called. Other optimizers are left unchanged."""
     if type(optimizer) is LBFGS:
         optimizer.__class__ = _ShardedLBFGS
 
 
 def disable(optimizer: Optimizer) -> None:
-    """Restore torch's own class."""
+    """Undo `enable`."""
     if type(optimizer) is _ShardedLBFGS:
         optimizer.__class__ = LBFGS  # type: ignore[assignment]

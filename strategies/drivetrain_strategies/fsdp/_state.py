@@ -1,4 +1,4 @@
-"""Reads a sharded module's state as shards, and loads shards or whole tensors, by plain names."""
+"""Reads a sharded module's state as shards, and loads shards or whole tensors. Names are those of the user's module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drivetrain_strategies.fsdp._internals import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name. Sharded values are DTensors; tied names share one object."""
+    """Return parameters and persistent buffers by name. Sharded values are DTensors. Tied names share one object."""
     detached: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):  # the value is a module's extra state
+        if not isinstance(value, torch.Tensor):  # the extra state of a module
             state[name] = value
             continue
         if id(value) not in detached:
@@ -37,8 +37,8 @@ def shard_of(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
-    # A parameter that tensor parallelism does not split is sharded equally over several meshes. The shards of
-    # the mesh with rank 0 are primary.
+    # Under tensor parallelism, a parameter that is not split is sharded equally over several meshes. The shards on the
+    # mesh that contains rank 0 are primary.
     is_primary = 0 in mesh.mesh and all(
         mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(value.placements)
@@ -56,8 +56,8 @@ def regions_of(module: nn.Module) -> dict[str, Region]:
 def in_layout_of(value: torch.Tensor | ParameterShard, target: torch.Tensor) -> torch.Tensor:
     """Return ``value`` in the layout of ``target``.
 
-    A whole tensor, or a `ParameterShard` of this rank's region, needs no communication. A value sharded in another
-    layout is gathered first, which is collective.
+    A value sharded in another layout is gathered first, which is collective. A whole tensor, or a `ParameterShard` of
+    this rank's region, needs no communication.
     """
     if isinstance(value, ParameterShard):
         if isinstance(target, DTensor) and value.region == region_of(target):
@@ -107,7 +107,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return named optimizer state, in which tensors of a parameter's shape have the parameter's layout."""
+    """Return optimizer state by parameter names. Tensors with their parameter's shape get the parameter's layout."""
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
         target = parameters.get(name)

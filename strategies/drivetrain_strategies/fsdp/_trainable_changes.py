@@ -1,7 +1,7 @@
 """Adapts a sharded module to layers that are frozen or unfrozen during a run.
 
-`fully_shard` reads ``requires_grad`` when it gathers a parameter, so only the dtypes that it derived in the first
-forward must be recomputed. Changes that `fully_shard` cannot handle are refused.
+`fully_shard` reads ``requires_grad`` when it gathers a parameter, so only the dtypes derived in the first forward
+must be recomputed. Changes that `fully_shard` cannot handle are refused.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import Sharded
 
 
-def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
-    """Adapt to the current set of trainable parameters. Does not communicate.
+def adapt_to_trainable(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
+    """Adapt a sharded run to the current set of trainable parameters. Does not communicate.
 
     Args:
-        module: the module, holding its shards.
-        sharded: the same module as `fully_shard` sees it.
-        gradients: the run's gradients, which recount unused parameters in the next window.
+        module: the module, whose parameters are shards.
+        sharded: the `Sharded` object of the module.
+        gradients: the run's gradients. Unused parameters are determined again in the next window.
 
     Raises:
         ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
@@ -33,15 +33,16 @@ def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under FSDP: {listed(created)}.",
-            "parameters are sharded before the first step: the gradients of new ones would not be exchanged, and every "
-            "rank would train its own copy.",
-            "build it in configure_model and freeze it until it is needed, or use strategy='ddp'.",
+            "parameters are sharded before the first step. Gradients of new parameters would not be exchanged, and "
+            "every rank would train its own copy.",
+            "build the layer in configure_model and freeze it until it is needed, or use strategy='ddp'.",
         )
     try:
         sharded.trainable_changed()
     except AssertionError as error:
         raise ConfigurationError(
-            "The set of trainable parameters changed within a run, and those of an FSDP unit now have several dtypes.",
+            "Within a run, the trainable parameters changed, and an FSDP unit now has trainable parameters of several "
+            "dtypes.",
             f"the gradients of a unit are reduced together. torch says: {error}",
             "keep layers of another dtype frozen, or convert the model to one dtype before the run.",
         ) from error

@@ -1,4 +1,4 @@
-"""`WeightCasts`: frees autocast's half-precision casts of gathered weights together with the weights."""
+"""WeightCasts: frees autocast's half-precision casts of gathered weights together with the weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class WeightCasts:
     """Frees the casts of a unit's weights when the weights are freed, and restores the casts at the next gathering.
 
     Autocast casts a weight at its first use and caches the cast until the forward ends. A matrix product saves the cast
-    for backward. `fully_shard` frees neither reference, so every rank would hold half the model's bytes in addition to
-    its shards. Like `fully_shard` for weights, this class frees and refills storage under unchanged tensors, so that
-    the graph, the order of gradient accumulation and every bit are those of plain autocast.
+    for backward. `fully_shard` frees neither the cached nor the saved cast, so every rank would hold half the model's
+    bytes in addition to its shards. Like `fully_shard` for weights, this class frees and refills storage under
+    unchanged tensors, so that the graph, the order of gradient accumulation and every bit are those of plain autocast.
 
-    Casts of frozen weights are not found, since autocast does not cache them. Only products with a backward save them.
+    Casts of frozen weights are not found, since autocast does not cache them. A matrix product saves such a cast only
+    if the product has a backward.
 
     Args:
         parameters: torch's `FSDPParam` objects of the unit's weights.
@@ -67,7 +68,7 @@ class WeightCasts:
                 if weight.requires_grad and type(weight) is nn.Parameter:
                     try:
                         node: Any = torch.matmul(weight, self._empty_matrix_for(weight)).grad_fn
-                    except RuntimeError:  # the weight's cast has another dtype and is left alone
+                    except RuntimeError:  # the cast has another dtype than the matrix and stays untracked
                         continue
                     while node is not None and not hasattr(node, "_saved_self"):
                         node = node.next_functions[0][0]
@@ -75,7 +76,7 @@ class WeightCasts:
                         self._remember(fsdp_param, weight, node._saved_self)
 
     def drop(self) -> None:
-        """Free the storage of casts that are still referenced, when the weights are no longer gathered."""
+        """Free the storage of casts that are still referenced. Called when the weights are no longer gathered."""
         for cast in self._casts.values():
             storage = cast.storage()
             if storage is not None:
@@ -92,7 +93,7 @@ class WeightCasts:
             if storage is not None and storage.nbytes() == 0:
                 storage.resize_(cast.nbytes)
                 weight = cast.parameter._unsharded_param
-                # A separate tensor over the storage keeps the write from changing autograd's version counter.
+                # Writing through a separate tensor over the storage leaves autograd's version counter unchanged.
                 view = torch.empty(0, dtype=cast.dtype, device=weight.device)
                 view.set_(storage, 0, cast.size, cast.stride).copy_(weight)
 
@@ -119,7 +120,7 @@ class WeightCasts:
 
 
 def _may_be_cast(parameter: Any) -> bool:
-    """Return whether a weight may be an operand of a matrix product. Vectors do not count, since they are small."""
+    """Return whether a weight may be an operand of a matrix product. Vectors are left out, since they are small."""
     shard = parameter.sharded_param
     is_embedding = isinstance(parameter._module_info.module, nn.Embedding | nn.EmbeddingBag)
     return (

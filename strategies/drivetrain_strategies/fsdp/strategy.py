@@ -33,7 +33,7 @@ from drivetrain_strategies._missing_weights import GATHER_LIMIT, check_gather_li
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.fsdp import _full_parameter_step as full_parameter_step
 from drivetrain_strategies.fsdp import _sharded_lbfgs as lbfgs
-from drivetrain_strategies.fsdp._apply_plan import Sharding, change_forwards, set_prefetch, shard
+from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
 from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
@@ -44,33 +44,33 @@ from drivetrain_strategies.fsdp._checks import (
     check_reshard_size,
     check_torch,
 )
-from drivetrain_strategies.fsdp._closure_evaluation import step_with
+from drivetrain_strategies.fsdp._closure_evaluation import step_with_closure
 from drivetrain_strategies.fsdp._custom_step import CustomStep
 from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
-    CastsOf,
     Sharded,
+    WeightCastsFactory,
     forget_meshes,
     remove_tensor_parallel_hooks,
     undo_sharding,
 )
-from drivetrain_strategies.fsdp._leave_sharded import gather_left_shards, leave_shards, restore_whole
+from drivetrain_strategies.fsdp._leave_sharded import gather_left_shards, leave_shards, restore_whole_parameters
 from drivetrain_strategies.fsdp._meta_init import MetaModule
 from drivetrain_strategies.fsdp._mixed_optimizers import StepPerMesh, mixes_meshes
 from drivetrain_strategies.fsdp._optimizers import AdoptedOptimizers
-from drivetrain_strategies.fsdp._original_parameters import Original, originals_of
+from drivetrain_strategies.fsdp._original_parameters import Original, original_parameters_of
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
-from drivetrain_strategies.fsdp._trainable_changes import adapt, refuse_changes_while_gathered
+from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, refuse_changes_while_gathered
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 logger = logging.getLogger("drivetrain")
 
 _LOGGED_PLANS: set[str] = set()
-"""The plans that this process has logged, so that evaluating the same module does not log its plan again."""
+"""The plans that this process has logged, so that evaluating the same module does not log the module's plan again."""
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -79,15 +79,17 @@ class FSDPStrategy(DistributedStrategy):
     Args:
         sharding: "full" shards parameters, gradients and optimizer state; "grad_op" keeps parameters gathered between
             forward and backward; "hybrid" shards over ``shard_size`` ranks and keeps ``replicate_size`` copies.
-        wrap: selects the units, modules whose parameters are gathered together. None selects the repeated blocks; a
-            sequence of classes selects their modules; ``wrap(name, module) -> bool`` decides for each module.
+        wrap: selects the units, which are the modules whose parameters are gathered together. None selects the repeated
+            blocks, a sequence of classes selects all modules of these classes, and ``wrap(name, module) -> bool``
+            decides for each module.
         reshard_after_forward: whether units are resharded after forward. False keeps units gathered, as "grad_op" does;
             an int reshards units over that many ranks.
         replicate_size: number of copies under "hybrid". The default is one copy per node.
         shard_size: number of ranks per copy under "hybrid". The default is the number of ranks of a node.
-        cpu_offload: keep shards, gradients and optimizer state in host memory. Takes a bool or torch's policy.
+        cpu_offload: keep shards, gradients and optimizer state in host memory. Takes a bool or an `OffloadPolicy`.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
-        activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
+        activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
+            those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
         mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision.
         ignored: names of parameters (``*`` as a wildcard) and classes of modules to replicate on every rank.
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
@@ -96,10 +98,11 @@ class FSDPStrategy(DistributedStrategy):
         tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
         reshard_after_backward: reshard parameters after each backward within an accumulation window. False saves
             communication and needs more memory.
-        find_unused_parameters: count in every window which parameters no rank used; None decides in the first window.
-        gather_limit: bytes of parameters up to which the module is gathered after a run.
+        find_unused_parameters: find, in every accumulation window, the parameters that no rank used. None does so only
+            if a gradient is missing in the first window.
+        gather_limit: size in bytes up to which the parameters are gathered after a run. A larger module stays sharded.
         meta: build the layers of ``configure_model`` on the meta device and initialise them shard by shard.
-        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
         param_dtype: dtype in which parameters are gathered. Under "bf16-mixed", ``torch.bfloat16`` halves the traffic,
@@ -164,22 +167,22 @@ class FSDPStrategy(DistributedStrategy):
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the state of a run."""
+        """Clear everything that belongs to one run."""
         self.plan: Plan | None = None
         self._mesh: Mesh | None = None
         self._recorded_build = RecordedBuild()
         self._originals: list[Original] = []
         self._root: StepModule | None = None
         self._sharded: Sharded | None = None
-        self._swap: ForwardSwap | None = None
+        self._forward_swap: ForwardSwap | None = None
         self._gradients: Gradients | None = None
         self._gather_order: GatherOrder | None = None
-        self._adopted: AdoptedOptimizers | None = None
+        self._adopted_optimizers: AdoptedOptimizers | None = None
         self._custom_steps: list[CustomStep] = []
-        self._manual = False
+        self._manual_optimization = False
         self._within_forward = False
 
-    # Placement: the device mesh and this rank's data share
+    # Placement: the device mesh, and which part of the data this rank reads
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
         self._layout = resolve_layout(
@@ -201,7 +204,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def data_rank(self) -> int:
-        # Consecutive ranks form a tensor-parallel group, which reads the same data.
+        # Consecutive ranks form a tensor-parallel group, whose ranks all read the same data.
         return self.rank // self.tensor_parallel
 
     @property
@@ -220,7 +223,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
-        # Under tensor parallelism configure_model distributes tensors, which must have storage.
+        # Under tensor parallelism, configure_model splits tensors over ranks, and these tensors must have storage.
         return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
     def check(self, module: nn.Module) -> None:
@@ -232,15 +235,15 @@ class FSDPStrategy(DistributedStrategy):
         gather_left_shards(module, mesh.whole)
         meta_module = MetaModule(module, self._recorded_build.take())
         self.precision.convert_module(module)
-        self._originals = originals_of(module)
+        self._originals = original_parameters_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
         table = plan.table(mesh.layout.shard)
         if self.rank == 0 and table not in _LOGGED_PLANS:
             _LOGGED_PLANS.add(table)
             logger.info("%s", table)
-        self._manual = not getattr(module, "automatic_optimization", True)
+        self._manual_optimization = not getattr(module, "automatic_optimization", True)
         compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
-        self._swap = change_forwards(
+        self._forward_swap = change_forwards(
             module,
             plan,
             self.activation_checkpointing,
@@ -251,34 +254,34 @@ class FSDPStrategy(DistributedStrategy):
         broadcast_from_rank_0(plan.replicated.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
-        sharded = self._sharded = Sharded(root, self._weight_casts())
+        sharded = self._sharded = Sharded(root, self._weight_casts_factory())
         meta_module.initialise(self._originals, sharded, plan, self.device, self.control)
         broadcast_from_rank_0(module.buffers(), self.device)
         for added in sharded.meshes():
             mesh.add_mesh(added)
         set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        find_unused = True if self._manual else self.find_unused_parameters
+        find_unused = True if self._manual_optimization else self.find_unused_parameters
         param_names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in sharded.parameters}
         unused = UnusedParameters(find_unused, param_names, self.control)
         replicated = list(plan.replicated.values())
         self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
-        if replicated or self.tensor_parallel > 1:  # some ranks may not see an overflow of another rank's gradients
+        if replicated or self.tensor_parallel > 1:  # an overflow may occur on some ranks only
             self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
             self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
-        self._adopted = AdoptedOptimizers(self._originals)
+        self._adopted_optimizers = AdoptedOptimizers(self._originals)
         return self._runner(cast(Callable[..., Any], root))
 
-    def _sharding_options(self) -> Sharding:
-        return Sharding(
+    def _sharding_options(self) -> ShardingOptions:
+        return ShardingOptions(
             self.reshard_after_forward,
             mixed_precision_policy(self.precision, self.mixed_precision, self.param_dtype),
             offload_policy(self.cpu_offload, self.device),
             self.device,
         )
 
-    def _weight_casts(self) -> CastsOf | None:
+    def _weight_casts_factory(self) -> WeightCastsFactory | None:
         """Return a function that builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
         precision, device_type = self.precision, self.device.type
         dtype = precision.compute_dtype
@@ -289,17 +292,17 @@ class FSDPStrategy(DistributedStrategy):
         # Selective checkpointing disables autocast's cache in the modules that it recomputes.
         uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
 
-        def casts_of(modules: Sequence[nn.Module], parameters: Sequence[Any]) -> WeightCasts | None:
+        def make_weight_casts(modules: Sequence[nn.Module], parameters: Sequence[Any]) -> WeightCasts | None:
             if any(isinstance(module, uncached) for module in modules):
                 return None
             return WeightCasts(parameters, device_type, dtype)
 
-        return casts_of
+        return make_weight_casts
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        assert self._adopted is not None
-        self._adopted.adopt(optimizers)
-        for optimizer in self.optimizers:  # a group with parameters on another mesh may have been added
+        assert self._adopted_optimizers is not None
+        self._adopted_optimizers.adopt(optimizers)
+        for optimizer in self.optimizers:  # a parameter group on another mesh may have been added
             self._customize_step(optimizer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -310,7 +313,7 @@ class FSDPStrategy(DistributedStrategy):
         return super().setup_optimizers(optimizers)
 
     def _customize_step(self, optimizer: Optimizer) -> None:
-        """Replace the step of an optimizer that cannot step shards by itself. A second call has no effect."""
+        """Replace the step of an optimizer that cannot step shards itself. A second call has no effect."""
         if any(step.optimizer is optimizer for step in self._custom_steps):
             return
         if isinstance(optimizer, full_parameter_step.OPTIMIZERS):
@@ -330,7 +333,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
-        adapt(self._resharded(), self._sharded, self._require_gradients())
+        adapt_to_trainable(self._resharded_module(), self._sharded, self._require_gradients())
 
     # During a step: forward, gradients, backward and optimizer step
 
@@ -341,17 +344,17 @@ class FSDPStrategy(DistributedStrategy):
         def run(step: Callable[..., Any], *args: Any) -> Any:
             gather_order = self._gather_order
             if gather_order is not None:
-                self._gather_order = None  # compare only in the first step
+                self._gather_order = None  # the ranks compare their orders only in the first step
                 with gather_order.compared():
                     output = root(step, *args)
             else:
                 output = root(step, *args)
             if not torch.is_grad_enabled():
-                # No backward will reshard, and hooks must find the trainable parameters in the module.
+                # Without a backward, nothing else reshards the parameters, and hooks must find the trainable shards.
                 sharded.reshard()
             return unwrap_step_output(output)
 
-        if not self._manual:
+        if not self._manual_optimization:
             return run
 
         def run_manual(step: Callable[..., Any], *args: Any) -> Any:
@@ -365,8 +368,8 @@ class FSDPStrategy(DistributedStrategy):
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # A single process exchanges nothing. Its gradients stay in the parameters' ``grad``, where a window with None
-        # losses can rescale them.
+        # A single process has nothing to exchange, so its gradients stay in the parameters' ``grad``. If some
+        # micro-batches of a window return a None loss, the gradients are rescaled there.
         if enabled or self.world_size == 1:
             return nullcontext()
         return self._require_gradients().accumulating()
@@ -401,7 +404,7 @@ class FSDPStrategy(DistributedStrategy):
         sharded = self._sharded
         assert sharded is not None
         if closure is not None:
-            return step_with(closure, partial(self.precision.step, optimizer), sharded, self._within_forward)
+            return step_with_closure(closure, partial(self.precision.step, optimizer), sharded, self._within_forward)
         if not self._within_forward:
             return self.precision.step(optimizer)
         # The optimizer updates the shards; the rest of the step needs the gathered parameters again.
@@ -416,27 +419,28 @@ class FSDPStrategy(DistributedStrategy):
     # Weights and optimizer state of a checkpoint
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        return {} if self.module is None else sharded_state(self._resharded())
+        return {} if self.module is None else sharded_state(self._resharded_module())
 
     def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         if self.module is not None:
-            load_state(self._resharded(), state, strict)
+            load_state(self._resharded_module(), state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
-        return named_optimizer_state(self._resharded(), self.optimizers[index])
+        return named_optimizer_state(self._resharded_module(), self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        module = self._resharded()
+        module = self._resharded_module()
         state = sharded_optimizer_state(state, dict(module.named_parameters()))
         load_named_optimizer_state(module, self.optimizers[index], state)
-        self._customize_step(self.optimizers[index])  # loading restores groups that were added to the saved optimizer
+        # Loading also adds the parameter groups that the saved optimizer had gained.
+        self._customize_step(self.optimizers[index])
 
     shard_of = staticmethod(shard_of)
 
     def model_regions(self) -> dict[str, Region]:
-        return regions_of(self._resharded())
+        return regions_of(self._resharded_module())
 
-    def _resharded(self) -> nn.Module:
+    def _resharded_module(self) -> nn.Module:
         assert self.module is not None
         if self._sharded is not None:
             self._sharded.reshard()
@@ -469,20 +473,20 @@ class FSDPStrategy(DistributedStrategy):
         if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
             return
         self._undo()
-        restore_whole(self._originals)
+        restore_whole_parameters(self._originals)
         self._originals = []
-        if self._adopted is not None:
-            self._adopted.restore()
+        if self._adopted_optimizers is not None:
+            self._adopted_optimizers.restore()
 
     def _undo(self) -> None:
-        """Remove all hooks and wrappers from the module, which then holds shards."""
-        if self._swap is not None:
-            self._swap.undo()
+        """Remove all hooks and wrappers from the module. The module's parameters are shards afterwards."""
+        if self._forward_swap is not None:
+            self._forward_swap.undo()
         if self._root is not None:
             undo_sharding(self._root)
         if self.tensor_parallel > 1 and self.module is not None:
             remove_tensor_parallel_hooks(self.module)
-        self._swap = self._root = self._sharded = None
+        self._forward_swap = self._root = self._sharded = None
 
     def teardown(self) -> None:
         self._undo()
