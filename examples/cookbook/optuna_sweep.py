@@ -29,7 +29,7 @@ class Pruning(Callback):
         self.trial.report(trainer.callback_metrics[self.monitor].item(), trainer.current_epoch)
         if self.trial.should_prune():
             self.pruned = True
-            trainer.ask_to_stop(f"trial {self.trial.number} is pruned")
+            trainer.request_stop(f"trial {self.trial.number} is pruned")
 
 
 class Classifier(TrainModule):

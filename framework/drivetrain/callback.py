@@ -309,7 +309,7 @@ class Callback:
         return ""
 
     @property
-    def saves_whole(self) -> bool:
+    def saves_resumable(self) -> bool:
         """Whether this callback saves checkpoints from which a run can resume. Weights alone do not suffice."""
         return False
 
@@ -328,21 +328,21 @@ class Callback:
         """
         return {}
 
-    def window_of(self, epoch: int) -> int | None:
+    def micro_batches_per_window(self, epoch: int) -> int | None:
         """Return the micro-batches per accumulation window in ``epoch``; None if this callback does not change them.
 
         The engine uses the number to estimate the total number of steps for learning-rate schedules.
         """
         return None
 
-    def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+    def reason_for_ending(self, state_dict: Mapping[str, Any]) -> str | None:
         """Return why this callback ended the run that saved ``state_dict``; None if this callback did not end it.
 
         A run that a callback ended does not train further when it is resumed.
         """
         return None
 
-    def predicted_before(
+    def existing_predictions(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return a function that determines whether an earlier run has stored the predictions of a batch.

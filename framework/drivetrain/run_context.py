@@ -351,7 +351,7 @@ class RunContext(Protocol):
     @should_stop.setter
     def should_stop(self, value: bool) -> None: ...
 
-    def ask_to_stop(self, because: str) -> None:
+    def request_stop(self, because: str) -> None:
         """Set `should_stop` with a reason, which is logged as the run ends.
 
         Args:

@@ -26,7 +26,7 @@ class RequestsStop(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.within and batch_idx == 1 and dist.get_rank() == 1:
-            trainer.ask_to_stop("RequestsStop: a value of rank 1's")
+            trainer.request_stop("RequestsStop: a value of rank 1's")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if not self.within and dist.get_rank() == 1:

@@ -90,7 +90,7 @@ def free_port() -> int:
 class Desk(Environment):
     """An environment that is not a cluster, and reports so."""
 
-    started_us = False
+    started_processes = False
 
     def placement(self) -> Placement:
         return Placement()
@@ -106,7 +106,9 @@ def test_missing_processes_are_started(environment: Any, tmp_path: Path) -> None
 
 
 def test_several_nodes_require_the_node_rank() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)num_nodes=2 with environment='Desk'.*Desk.first_on_node"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)num_nodes=2 with environment='Desk'.*Desk.first_placement_on_node"
+    ):
         quiet(strategy="ddp", devices=1, num_nodes=2, environment=Desk()).fit(Regression(), loader(16, 4))
 
 

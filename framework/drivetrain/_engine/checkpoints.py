@@ -192,7 +192,7 @@ class RunCheckpoints:
         for callback in self._core.callbacks:
             saved = states.get(callback.state_key)
             with reporting_malformed(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
-                reason = None if saved is None else callback.why_ended(saved["state"])
+                reason = None if saved is None else callback.reason_for_ending(saved["state"])
             if reason is not None:
                 return f"{type(callback).__name__} has ended the run: {reason}"
         return None
@@ -364,9 +364,9 @@ class RunCheckpoints:
         if not saving:
             return
         with preserved_generators(core.strategy.device):  # the hooks that a save calls may use the generators
-            saves_whole = any(callback.saves_whole for callback in saving)
-            self._dry_run_save(weights_only=not saves_whole)
-            if not saves_whole and core.saves_on_signals:
+            saves_resumable = any(callback.saves_resumable for callback in saving)
+            self._dry_run_save(weights_only=not saves_resumable)
+            if not saves_resumable and core.saves_on_signals:
                 try:
                     self._dry_run_save(weights_only=False)
                 except CheckpointError as error:
@@ -462,7 +462,7 @@ class RunCheckpoints:
                 record_completion()
             return
         if not weights_only:
-            strategy.save_beside(path)
+            strategy.save_additional_files(path)
         control = strategy.control
         if not background:
             save(path, contents, control, checkpoint.shard_of)

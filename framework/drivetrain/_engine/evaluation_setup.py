@@ -147,8 +147,8 @@ def run_sanity_check(
 
 def _predicted_before(core: RunCore) -> list[IsPredicted]:
     """Return each callback's function that finds stored predictions; empty if a callback has stored none."""
-    storing = [callback for callback in core.callbacks if is_overridden("predicted_before", callback, Callback)]
-    stored = [callback.predicted_before(core.trainer, core.module) for callback in storing]
+    storing = [callback for callback in core.callbacks if is_overridden("existing_predictions", callback, Callback)]
+    stored = [callback.existing_predictions(core.trainer, core.module) for callback in storing]
     return [part for part in stored if part is not None] if None not in stored else []
 
 

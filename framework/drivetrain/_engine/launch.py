@@ -260,7 +260,7 @@ def _worker(
     from drivetrain._engine.remote_result import Outcome
 
     before = InitialLayers.of(module)
-    if not resolve_environment(trainer.environment).started_us:
+    if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:

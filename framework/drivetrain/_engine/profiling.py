@@ -85,7 +85,7 @@ class Profiling(NoProfiling):
     def compare_ranks(self) -> None:
         control = self._strategy.control
         if self._facts.world_size > 1 and not self._is_nested:
-            self._profiler.take_ranks(control.gather_objects(self._profiler.measured()))
+            self._profiler.receive_results(control.gather_objects(self._profiler.measured()))
 
     def end(self) -> None:
         if not self._has_begun:

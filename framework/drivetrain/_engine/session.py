@@ -460,7 +460,7 @@ class Session:
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         core, module, strategy = self.core, self.core.module, self.core.strategy
-        strategy.take_settings(self._settings(data))
+        strategy.set_run_settings(self._settings(data))
         with strategy.module_init_context(), core.profiling.span("configure_model"):
             module.configure_model()
         self._attach()  # attaches the modules that configure_model has built
@@ -547,7 +547,7 @@ class Session:
             if isinstance(child, TrainModule):
                 detach(child)
         core.callbacks.detach()
-        core.strategy.precision.at_floor = None
+        core.strategy.precision.on_minimum_scale = None
         if self._compiled is not None:
             self._compiled.undo()
         if core.datamodule is not None:

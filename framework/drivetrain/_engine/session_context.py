@@ -164,8 +164,8 @@ class SessionContext(RunContext):
         else:
             stop.requested, stop.own_reason = False, None
 
-    def ask_to_stop(self, because: str) -> None:
-        self._running("ask_to_stop").stopping.stop.ask(because)
+    def request_stop(self, because: str) -> None:
+        self._running("request_stop").stopping.stop.ask(because)
 
     @property
     def joining(self) -> bool:

@@ -74,7 +74,7 @@ def find_topology(environment: Environment, devices: Devices, num_nodes: int, st
     world = current_world()
     if world is not None:
         return _topology_in_world(world, requested, devices.chosen, runs_alone)
-    if environment.started_us:
+    if environment.started_processes:
         placement = environment.placement()
         if single:
             return Topology(Placement())
@@ -82,7 +82,7 @@ def find_topology(environment: Environment, devices: Devices, num_nodes: int, st
         return Topology(placement, _open_store(environment, placement))
     if requested == 1:
         return Topology(Placement(), HashStore())
-    first = environment.first_on_node(num_nodes, len(devices.indices))
+    first = environment.first_placement_on_node(num_nodes, len(devices.indices))
     if num_nodes == 1:
         return Topology(first, missing=True)
     return Topology(first, missing=True, address=environment.main_address, port=environment.main_port)
@@ -96,7 +96,7 @@ def resolve_environment(setting: str | Environment) -> Environment:
 def is_standalone(environment: Environment) -> bool:
     """Whether this process is no rank of a run yet: no cluster, launcher or process group has made it one."""
     in_group = dist.is_available() and dist.is_initialized()
-    return not (environment.started_us or in_group or current_world() is not None)
+    return not (environment.started_processes or in_group or current_world() is not None)
 
 
 def first_rank_topology(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
@@ -125,7 +125,7 @@ def expected_placement(setting: str | Environment, devices: int | str | list[int
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return Placement(rank, world_size, rank, world_size)
     environment = resolve_environment(setting)
-    return environment.placement() if environment.started_us else Placement()
+    return environment.placement() if environment.started_processes else Placement()
 
 
 def _is_single_process(strategy: Strategy | None, requested: int) -> bool:
@@ -146,7 +146,7 @@ def _is_single_process(strategy: Strategy | None, requested: int) -> bool:
 
 def _placement_in_users_group(environment: Environment, requested: int, chosen: bool) -> Placement:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    placement = environment.placement() if environment.started_us else None
+    placement = environment.placement() if environment.started_processes else None
     if placement is None or placement.world_size != world_size:
         placement = Placement(rank, world_size, rank, world_size)
     _check_world_size(placement, requested, chosen, "the initialised process group")
@@ -182,10 +182,10 @@ def _open_store(environment: Environment, placement: Placement) -> Store:
     if placement.world_size == 1:
         return HashStore()
     address, port = environment.main_address, environment.main_port
-    store = _connect(address, port, placement, environment.job, environment.agent_store)
+    store = _connect(address, port, placement, environment.job, environment.agent_hosts_store)
     if not _is_reachable(store):  # its host has ended, and another store may listen on the port now
         _connect.cache_clear()
-        store = _connect(address, port, placement, environment.job, environment.agent_store)
+        store = _connect(address, port, placement, environment.job, environment.agent_hosts_store)
     # A store that outlives the processes still contains the keys from before a restart, so each restart has a prefix.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 

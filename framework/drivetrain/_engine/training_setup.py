@@ -76,7 +76,7 @@ def build_training(
 
         step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
-        strategy.precision.at_floor = _LossScaleWarning()
+        strategy.precision.on_minimum_scale = _LossScaleWarning()
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     loop = core.profiling.train_loop(
         step,
@@ -175,11 +175,11 @@ def estimated_before_data(core: RunCore, data: RunData) -> int | float:
 def _count_steps(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((callback for callback in callbacks if callback.window_of(0) is not None), None)
+    schedule = next((callback for callback in callbacks if callback.micro_batches_per_window(0) is not None), None)
     if schedule is None:
         steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
     else:
-        windows = (schedule.window_of(epoch) or 1 for epoch in range(trainer.max_epochs))
+        windows = (schedule.micro_batches_per_window(epoch) or 1 for epoch in range(trainer.max_epochs))
         steps = sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
@@ -307,7 +307,7 @@ def _unscales_first(core: RunCore) -> bool:
     )
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
     precision = strategy.precision
-    return precision.scales_loss and (read_by_hooks or not clips or not precision.clips_scaled)
+    return precision.scales_loss and (read_by_hooks or not clips or not precision.unscales_while_clipping)
 
 
 class _EndOfData:

@@ -178,7 +178,7 @@ def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: in
 def _starts_processes(trainer: SessionContext) -> bool:
     """Return whether this process may start other processes. It must not use the device before it starts them."""
     strategy = trainer.chosen_strategy
-    if resolve_environment(trainer.environment).started_us or (strategy is not None and strategy.single_process):
+    if resolve_environment(trainer.environment).started_processes or (strategy is not None and strategy.single_process):
         return False
     return len(resolve_devices(trainer.accelerator, trainer.devices).indices) * trainer.num_nodes > 1
 

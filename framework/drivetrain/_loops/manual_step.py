@@ -318,7 +318,7 @@ class ManualStep:
                 "no parameter of either optimizer would get a gradient.",
                 "call self.untoggle_optimizer first, or write 'with self.toggled_optimizer(optimizer):'.",
             )
-        context = self._strategy.training_only(optimizer)
+        context = self._strategy.requiring_grad_only_for(optimizer)
         context.__enter__()
         self._toggled = (optimizer, context)
 
@@ -350,7 +350,7 @@ class ManualStep:
         if any(handle.stepped is not None for handle in self._handles):
             self._has_stepped = True
             if self._scales_loss:
-                self._strategy.precision.gradients_wait([handle.optimizer for handle in self._handles])
+                self._strategy.precision.keep_pending_gradients([handle.optimizer for handle in self._handles])
             self._strategy.finish_step()
         return True
 

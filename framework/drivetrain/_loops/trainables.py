@@ -276,7 +276,7 @@ class Trainables:
                     "window opened.",
                     "add the group between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
-            strategy.adding_group(optimizer)
+            strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
             before = len(optimizer.param_groups)
             if (

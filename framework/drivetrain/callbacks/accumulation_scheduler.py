@@ -55,7 +55,7 @@ class GradientAccumulationScheduler(Callback):
         """Return the number of micro-batches per window in ``epoch``."""
         return next((self.scheduling[start] for start in reversed(self.scheduling) if start <= epoch), 1)
 
-    def window_of(self, epoch: int) -> int:
+    def micro_batches_per_window(self, epoch: int) -> int:
         """Return the number of micro-batches per window in ``epoch``, for the engine's estimate of the total steps."""
         return self.window(epoch)
 

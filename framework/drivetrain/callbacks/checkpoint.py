@@ -290,7 +290,7 @@ class Checkpoint(Callback):
         return list(self.best_k_models)
 
     @property
-    def saves_whole(self) -> bool:
+    def saves_resumable(self) -> bool:
         """Whether checkpoints that a run can resume from are kept."""
         return not self._disabled and not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
 

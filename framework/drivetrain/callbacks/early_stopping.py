@@ -152,7 +152,7 @@ class EarlyStopping(Callback):
         """The logged value ``monitor``, which is required if ``strict`` is set."""
         return {self.monitor: f"{type(self).__name__}(monitor={self.monitor!r})"} if self.strict else {}
 
-    def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+    def reason_for_ending(self, state_dict: Mapping[str, Any]) -> str | None:
         """Return the saved reason for stopping."""
         reason: str | None = state_dict.get("stopping_reason")
         return reason
@@ -198,7 +198,7 @@ class EarlyStopping(Callback):
             self.stopping_reason = None
             self.stopped_epoch = 0
         if reason is not None:
-            trainer.ask_to_stop(f"EarlyStopping: {reason}")
+            trainer.request_stop(f"EarlyStopping: {reason}")
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason = reason
             if self.verbose:

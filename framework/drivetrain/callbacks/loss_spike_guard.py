@@ -328,7 +328,7 @@ class LossSpikeGuard(Callback):
             reason = f"strategy {trainer.strategy.name!r} does not expose its gradients, so steps cannot be skipped"
         elif not module.automatic_optimization:
             reason = "in manual optimization training_step itself steps the optimizers"
-        elif self.action == "rollback" and not any(callback.saves_whole for callback in trainer.callbacks):
+        elif self.action == "rollback" and not any(callback.saves_resumable for callback in trainer.callbacks):
             reason = "there is no Checkpoint callback that saves checkpoints to roll back to"
         else:
             return

@@ -164,7 +164,7 @@ class PredictionWriter(BasePredictionWriter):
 
         self._run = PredictionRun(self.path, trainer, module, self.part_bytes)
 
-    def predicted_before(
+    def existing_predictions(
         self, trainer: RunContext, module: Any
     ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
         """Return a function that returns whether a killed run has written a batch; None if no killed run is resumed."""

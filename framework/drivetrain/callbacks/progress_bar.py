@@ -83,7 +83,7 @@ class ProgressBar(Callback):
         return self._stream if self._stream is not None else sys.stdout
 
     @property
-    def run_left(self) -> str:
+    def remaining_time_text(self) -> str:
         """The remaining time of the whole run as text, "run 1:12 left"; "" outside of training."""
         return self._run_left
 
@@ -100,7 +100,7 @@ class ProgressBar(Callback):
             now: seconds of `time.monotonic`.
         """
         if self._lines is not None:
-            line = fit_line(phase, metrics, now, self.run_left, self._lines.width)
+            line = fit_line(phase, metrics, now, self.remaining_time_text, self._lines.width)
             bar = f"|{'#' * line.filled}{'-' * (line.width - line.filled)}| " if line.width else ""
             self._lines.show([f"{line.title} {bar}{line.rest}"[: self._lines.width]])
 

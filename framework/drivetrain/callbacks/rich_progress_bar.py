@@ -44,9 +44,9 @@ class RichProgressBar(ProgressBar):
         if self._lines is None:
             return
         width = self._lines.width
-        lines = [fit_line(phase, metrics, now, self.run_left, width)]
+        lines = [fit_line(phase, metrics, now, self.remaining_time_text, width)]
         if phase is self._training:
-            self._epoch = metrics, now, self.run_left
+            self._epoch = metrics, now, self.remaining_time_text
         elif self._training is not None and self._epoch is not None:
             lines.insert(0, fit_line(self._training, *self._epoch, width))
         self._last_lines = self._styled(lines, width)

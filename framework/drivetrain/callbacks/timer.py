@@ -150,7 +150,7 @@ class Timer(Callback):
     def _check(self, trainer: RunContext) -> None:
         if time.monotonic() < self._deadline or trainer.should_stop:
             return
-        trainer.ask_to_stop(f"Timer: the time of {self.duration} is up")
+        trainer.request_stop(f"Timer: the time of {self.duration} is up")
         if self.verbose:
             trainer.print(
                 f"Timer: the time of {self.duration} is up after {timedelta(seconds=int(self.time_elapsed()))}"

@@ -16,9 +16,9 @@ class Environment(ABC):
     """Reads rank, world size and rendezvous address from the variables of a launcher or cluster.
 
     A subclass implements `placement`. By default, `main_address` is ``MASTER_ADDR``, or this machine if the variable is
-    not set, `main_port` is ``MASTER_PORT``, `agent_store` is False, and `restart_count` is 0 unless torchrun sets the
-    count. If drivetrain has to start the processes, a subclass sets `started_us` to False and may implement
-    `first_on_node`. The constructor copies the variables, and all members read only this copy, so that an
+    not set, `main_port` is ``MASTER_PORT``, `agent_hosts_store` is False, and `restart_count` is 0 unless torchrun sets
+    the count. If drivetrain has to start the processes, a subclass sets `started_processes` to False and may implement
+    `first_placement_on_node`. The constructor copies the variables, and all members read only this copy, so that an
     environment can be tested without the cluster.
 
     Pass an environment to ``Fit(environment=...)``. Alternatively, register a callable without arguments that returns
@@ -31,7 +31,7 @@ class Environment(ABC):
     name: ClassVar[str] = ""
     """The name for ``Fit(environment=...)`` and for errors. The default is the name of the class."""
 
-    started_us: ClassVar[bool] = True
+    started_processes: ClassVar[bool] = True
     """Whether the launcher or cluster has started the processes, so that drivetrain starts none."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -50,11 +50,11 @@ class Environment(ABC):
                 names the variable.
         """
 
-    def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
+    def first_placement_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
         """Return the placement of this process as the first process on its node.
 
-        drivetrain starts the other processes of the node. This method is called instead of `placement` if `started_us`
-        is False and the run needs several processes.
+        drivetrain starts the other processes of the node. This method is called instead of `placement` if
+        `started_processes` is False and the run needs several processes.
 
         Args:
             num_nodes: the number of nodes of the run.
@@ -67,7 +67,7 @@ class Environment(ABC):
             raise ConfigurationError(
                 f"num_nodes={num_nodes} with environment={self.name!r}",
                 "this environment does not know which node this process is on",
-                f"implement {type(self).__name__}.first_on_node, or let the cluster start every process",
+                f"implement {type(self).__name__}.first_placement_on_node, or let the cluster start every process",
             )
         return Placement(world_size=local_world_size, local_world_size=local_world_size)
 
@@ -106,7 +106,7 @@ class Environment(ABC):
         return self._default_job() if name in (None, "none") else name  # torchrun's default is "none"
 
     @property
-    def agent_store(self) -> bool:
+    def agent_hosts_store(self) -> bool:
         """Whether a launcher's agent hosts the store at `main_address`, so that rank 0 must not host it."""
         return False
 

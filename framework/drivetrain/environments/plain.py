@@ -19,7 +19,7 @@ class PlainEnvironment(Environment):
     """
 
     name: ClassVar[str] = "plain"
-    started_us: ClassVar[bool] = False
+    started_processes: ClassVar[bool] = False
 
     @classmethod
     def detect(cls, variables: Mapping[str, str]) -> bool:
@@ -27,10 +27,10 @@ class PlainEnvironment(Environment):
         return True
 
     def placement(self) -> Placement:
-        """Return the placement of a single process. `first_on_node` returns the placement for several processes."""
+        """Return the placement of a single process. For several processes there is `first_placement_on_node`."""
         return Placement()
 
-    def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
+    def first_placement_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
         """Return the placement of this process as the first process on its node.
 
         Raises:

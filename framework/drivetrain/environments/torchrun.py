@@ -40,6 +40,6 @@ class TorchrunEnvironment(Environment):
         )
 
     @property
-    def agent_store(self) -> bool:
+    def agent_hosts_store(self) -> bool:
         """Whether torchrun's agent hosts the store."""
         return self.variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -37,4 +37,4 @@ def this_rank() -> int:
     if world is not None:
         return world.placement.rank
     environment = detect_environment()
-    return environment.placement().rank if environment.started_us else 0
+    return environment.placement().rank if environment.started_processes else 0

@@ -64,7 +64,7 @@ class FunctionLauncher(Launcher):
         """Run ``work`` in new processes."""
 
         def call(fn: Callable[..., Any], *args: Any) -> Any:
-            return self.launch(placement, fn, *args, address=address, port=port, pass_on=work.signals)
+            return self.launch(placement, fn, *args, address=address, port=port, forward_signals=work.signals)
 
         return work.run_in_other_processes(call)
 
@@ -75,7 +75,7 @@ class FunctionLauncher(Launcher):
         *args: Any,
         address: str = "127.0.0.1",
         port: int = 0,
-        pass_on: Sequence[int] = (),
+        forward_signals: Sequence[int] = (),
     ) -> Result:
         """Call ``fn(*args)`` on every rank of this node and return the value from the first of these ranks.
 
@@ -88,13 +88,13 @@ class FunctionLauncher(Launcher):
             args: the arguments of ``fn``. They are pickled with ``fn``, except with the start method "fork".
             address: the host of the first node.
             port: the port of the store on the first node; 0 lets the operating system choose.
-            pass_on: signals to forward from the caller to the ranks.
+            forward_signals: signals to forward from the caller to the ranks.
 
         Raises:
             ConfigurationError: ``fn`` or an argument cannot be pickled, or a launcher has started this process.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
-        return self.launch_all(placement, fn, *args, address=address, port=port, pass_on=pass_on)[0]
+        return self.launch_all(placement, fn, *args, address=address, port=port, forward_signals=forward_signals)[0]
 
     def launch_all(
         self,
@@ -103,7 +103,7 @@ class FunctionLauncher(Launcher):
         *args: Any,
         address: str = "127.0.0.1",
         port: int = 0,
-        pass_on: Sequence[int] = (),
+        forward_signals: Sequence[int] = (),
     ) -> list[Result]:
         """Call ``fn(*args)`` as `launch` does and return the values of all ranks of this node, by rank."""
         _check_nesting()
@@ -133,7 +133,7 @@ class FunctionLauncher(Launcher):
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(setup, work) for setup in setups], self.start_method)
-        forwarding = SignalForwarding(processes, pass_on)
+        forwarding = SignalForwarding(processes, forward_signals)
         try:
             if listener is not None:
                 # The store is created only after the fork. A thread of the store holds a lock while it resolves the

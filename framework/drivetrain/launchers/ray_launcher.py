@@ -38,7 +38,7 @@ class RayLauncher(Launcher):
         resources_per_worker: what Ray reserves for each worker. None reserves one CPU, and also one GPU for a run on
             GPUs.
         address: the address of the cluster, as for ``ray.init``.
-        patience: seconds to wait for the cluster to have room for all workers.
+        placement_timeout: seconds to wait for the cluster to have room for all workers.
         grace: seconds that the other ranks get to stop after the first failure.
     """
 
@@ -50,12 +50,12 @@ class RayLauncher(Launcher):
         resources_per_worker: Mapping[str, float] | None = None,
         *,
         address: str | None = None,
-        patience: float = 120.0,
+        placement_timeout: float = 120.0,
         grace: float = 5.0,
     ) -> None:
         self._resources = resources_per_worker
         self._address = address
-        self._patience = patience
+        self._placement_timeout = placement_timeout
         self._grace = grace
 
     def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
@@ -136,7 +136,7 @@ class RayLauncher(Launcher):
         if len(fitting) >= placement.num_nodes:
             strategy = "STRICT_SPREAD" if placement.num_nodes > 1 else "STRICT_PACK"
             group = ray.util.placement_group([bundle] * placement.num_nodes, strategy=strategy)
-            if group.wait(self._patience):
+            if group.wait(self._placement_timeout):
                 return group
             ray.util.remove_placement_group(group)
             why = f"other jobs use the cluster, which has {_format_resources(ray.available_resources())} free"

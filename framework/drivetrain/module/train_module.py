@@ -322,7 +322,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
         """Context manager in which only ``optimizer``'s parameters require gradients."""
-        with self.trainer.strategy.training_only(optimizer):
+        with self.trainer.strategy.requiring_grad_only_for(optimizer):
             yield
 
     def toggle_optimizer(self, optimizer: Any) -> None:

@@ -171,14 +171,14 @@ class LossScaler:
         """Before an update, note which of ``optimizers`` have scaled gradients, which `update` then rescales."""
         self._to_rescale = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
 
-    def update(self, at_floor: Callable[[float], None] | None = None) -> None:
+    def update(self, on_minimum_scale: Callable[[float], None] | None = None) -> None:
         """Adapt the scale to the overflow checks since the last update, and clear the checks.
 
         An optimizer may be unscaled and clipped now and step in a later ``training_step``. Such an optimizer stays
         unscaled, and its overflow checks count when it steps.
 
         Args:
-            at_floor: called with the scale if an overflow has reduced the scale to `LOSS_SCALE_FLOOR`.
+            on_minimum_scale: called with the scale if an overflow has reduced the scale to `LOSS_SCALE_FLOOR`.
         """
         states = self.scaler._per_optimizer_states
         states.clear()
@@ -199,8 +199,8 @@ class LossScaler:
         # The scale is read only after a skipped step, because reading it waits for the device.
         if skipped and self.scaler.get_scale() <= LOSS_SCALE_FLOOR:
             self.scaler.update(LOSS_SCALE_FLOOR)
-            if at_floor is not None:
-                at_floor(LOSS_SCALE_FLOOR)
+            if on_minimum_scale is not None:
+                on_minimum_scale(LOSS_SCALE_FLOOR)
         if scale_before is not None and scale is not None:
             # The product is exact, since GradScaler changes the scale by powers of two by default.
             multiply(to_rescale, scale / scale_before)

@@ -51,7 +51,7 @@ class MixedPrecision(Precision):
         self.device_type = torch.device(device).type
         self.compute_dtype = self.output_dtype = _DTYPES[precision]
         self.scales_loss = precision == "16-mixed"
-        self.clips_scaled = self.scales_loss and type(self).clip_gradients is MixedPrecision.clip_gradients
+        self.unscales_while_clipping = self.scales_loss and type(self).clip_gradients is MixedPrecision.clip_gradients
         if not torch.amp.is_autocast_available(self.device_type):
             raise ConfigurationError(
                 f"precision={precision!r} cannot run on device type {self.device_type!r}.",
@@ -158,7 +158,7 @@ class MixedPrecision(Precision):
             )
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 
-    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
+    def keep_pending_gradients(self, optimizers: Iterable[Optimizer]) -> None:
         """Note which gradients are still scaled. The next `update` rescales them by the change of the loss scale."""
         if self.scales_loss:
             (self._scaler or self._build()).note_scaled(optimizers)
@@ -166,7 +166,7 @@ class MixedPrecision(Precision):
     def update(self) -> None:
         """Halve the loss scale after an overflow, down to 2^-24, and raise the scale after many steps without one."""
         if self.scales_loss:
-            (self._scaler or self._build()).update(self.at_floor)
+            (self._scaler or self._build()).update(self.on_minimum_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale and the number of steps since it last changed."""

@@ -82,7 +82,7 @@ class Precision:
     scales_loss: bool = False
     """Whether `unscale` and `update` have an effect, and `backward` does more than ``loss.backward()``."""
 
-    clips_scaled: bool = False
+    unscales_while_clipping: bool = False
     """Whether `clip_gradients` unscales the gradients while it clips them. The engine then skips `unscale`, which saves
     one pass over the gradients, unless a hook reads them before clipping."""
 
@@ -91,7 +91,7 @@ class Precision:
     above zero after an overflow. The function is None if the reduction of gradients already spreads infinities to all
     ranks, which is the case for replicated gradients and for gradients on one device mesh."""
 
-    at_floor: Callable[[float], None] | None = None
+    on_minimum_scale: Callable[[float], None] | None = None
     """A function that is called with the loss scale after an overflow has reduced it to the minimum."""
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -176,7 +176,7 @@ class Precision:
         optimizer.step(closure)
         return True
 
-    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
+    def keep_pending_gradients(self, optimizers: Iterable[Optimizer]) -> None:
         """Record optimizers that will step after the next `update`, so that `update` rescales their gradients.
 
         Called in manual optimization, where an optimizer may step in a later ``training_step`` than its backward.

@@ -45,8 +45,8 @@ class Profiler(ABC):
     """Base class of profilers.
 
     A subclass must implement `start`, `stop` and `summary`. It may implement `begin` and `end` of a run, `step` after
-    each micro-batch, `write` for files, and `measured` and `take_ranks` to exchange results between ranks. Every rank
-    has a profiler, whose methods are called from the run's thread. The engine's phases nest and are stopped in the
+    each micro-batch, `write` for files, and `measured` and `receive_results` to exchange results between ranks. Every
+    rank has a profiler, whose methods are called from the run's thread. The engine's phases nest and are stopped in the
     reverse order of their starts, also after an error.
 
     The constructor must not touch the disk or start measuring. A profiler that is not in a run must be picklable,
@@ -120,10 +120,10 @@ class Profiler(ABC):
         return [publish(folder, f"{name}.txt", text.encode())] if text else []
 
     def measured(self) -> Any:
-        """Return this rank's results for `take_ranks`: numbers, text, lists and dicts; None for nothing."""
+        """Return this rank's results for `receive_results`: numbers, text, lists and dicts; None for nothing."""
         return None
 
-    def take_ranks(self, measured: Sequence[Any]) -> None:
+    def receive_results(self, measured: Sequence[Any]) -> None:
         """Receive the results of all ranks' `measured`. Called on every rank at the end of a run that did not fail."""
 
     @property

@@ -126,7 +126,7 @@ class SimpleProfiler(Profiler):
         """Return the time of each phase without nested phases, by the path of the phase."""
         return {" > ".join(row.path): row.self_ns for row in self.rows()}
 
-    def take_ranks(self, measured: Sequence[Any]) -> None:
+    def receive_results(self, measured: Sequence[Any]) -> None:
         """Receive the results of all ranks, for the columns of the quickest and the slowest rank."""
         self._results_by_rank = list(measured)
 

@@ -33,7 +33,7 @@ class DistributedStrategy(Strategy):
     exchanges gradients.
 
     Args:
-        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
         step_timeout: the timeout of collectives after the first step; None keeps ``timeout``.
     """

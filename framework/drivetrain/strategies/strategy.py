@@ -127,7 +127,7 @@ class StrategyLifecycle:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def take_settings(self, settings: RunSettings) -> None:
+    def set_run_settings(self, settings: RunSettings) -> None:
         """Store the run's settings in ``self.settings``. Called before `check`."""
         self.settings = settings
 
@@ -218,7 +218,7 @@ class StrategyOptimization(StrategyPlacement):
                 "override Strategy.trainable_changed, or train each phase in a separate fit.",
             )
 
-    def adding_group(self, optimizer: Optimizer) -> None:
+    def check_added_group(self, optimizer: Optimizer) -> None:
         """Refuse ``optimizer.add_param_group`` within a run if the strategy does not support added groups.
 
         Raises:
@@ -250,7 +250,7 @@ class StrategyOptimization(StrategyPlacement):
     def forget_gradients(self) -> None:
         """Drop gradients accumulated in this window, if the strategy stores them outside of ``parameter.grad``."""
 
-    def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
+    def requiring_grad_only_for(self, optimizer: Any) -> AbstractContextManager[None]:
         """Return a context in which only ``optimizer``'s parameters require gradients (``toggled_optimizer``)."""
         assert self.module is not None
         return _only_parameters_of(self.module, optimizer)
@@ -314,7 +314,7 @@ class StrategyState:
     """Weights and optimizer state, by the parameters' names in the bare module without the strategy's wrappers.
 
     All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank. A strategy
-    that shards the module overrides all methods except `save_beside`.
+    that shards the module overrides all methods except `save_additional_files`.
     """
 
     module: torch.nn.Module | None
@@ -360,7 +360,7 @@ class StrategyState:
         """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
 
-    def save_beside(self, path: str) -> None:
+    def save_additional_files(self, path: str) -> None:
         """Write files for tools of the strategy's library next to the checkpoint at ``path``. Collective."""
 
 
@@ -375,7 +375,7 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
     A strategy uses the module, the optimizers and a `Precision`, but neither the engine nor the callbacks. ``Fit``
     calls the strategy's methods in this order:
 
-    `bind` (placement, device, precision) → `setup_environment` → `take_settings` → ``configure_model`` under
+    `bind` (placement, device, precision) → `setup_environment` → `set_run_settings` → ``configure_model`` under
     `module_init_context` → `check` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps →
     `restore_module` → `teardown`.
 

@@ -99,10 +99,15 @@ class DeepSpeedPrecision(Precision):
             loss_scaler.raise_error_at_min_scale = False
 
     def note_skipped_step(self) -> None:
-        """Call `at_floor` if an overflow has reduced the loss scale to its minimum."""
+        """Call `on_minimum_scale` if an overflow has reduced the loss scale to its minimum."""
         scaler = self.loss_scaler
-        if scaler is not None and scaler.dynamic and scaler.cur_scale <= scaler.min_scale and self.at_floor is not None:
-            self.at_floor(float(scaler.cur_scale))
+        if (
+            scaler is not None
+            and scaler.dynamic
+            and scaler.cur_scale <= scaler.min_scale
+            and self.on_minimum_scale is not None
+        ):
+            self.on_minimum_scale(float(scaler.cur_scale))
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
         """Return no advice for a mixed precision, since DeepSpeed supports none that needs less memory."""

@@ -284,7 +284,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def trainable_changed(self, module: nn.Module) -> None:
         check_trainable(module, self._trainable_at_start)
 
-    def adding_group(self, optimizer: Optimizer) -> None:
+    def check_added_group(self, optimizer: Optimizer) -> None:
         raise add_param_group_error(optimizer)
 
     # During a step: backward, clipping and optimizer step
@@ -322,7 +322,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._max_norm = None
         self._active_run.forget()
 
-    def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
+    def requiring_grad_only_for(self, optimizer: Any) -> AbstractContextManager[None]:
         return nullcontext()  # there is one optimizer, and only its parameters are trainable
 
     @property
@@ -358,7 +358,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         with run.gathered(wanted, write):
             yield
 
-    def save_beside(self, path: str) -> None:
+    def save_additional_files(self, path: str) -> None:
         if self.save_native and "://" not in path:
             self._active_run.write_native(f"{path}{NATIVE}")
 

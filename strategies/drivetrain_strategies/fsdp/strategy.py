@@ -377,7 +377,7 @@ class FSDPStrategy(DistributedStrategy):
     def without_gradient(self) -> AbstractContextManager[Any]:
         return self._require_gradients().zeroed()
 
-    def training_only(self, optimizer: Any) -> AbstractContextManager[Any]:
+    def requiring_grad_only_for(self, optimizer: Any) -> AbstractContextManager[Any]:
         parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return self._require_gradients().requiring_only(parameter_ids)
 

@@ -28,7 +28,7 @@ from drivetrain.launchers import SubprocessLauncher, current_world
 folder = pathlib.Path(os.environ["TEST_FOLDER"])
 
 def launch(number, **settings):
-    world = SubprocessLauncher(**settings).launch(PlainEnvironment({}).first_on_node(1, number))
+    world = SubprocessLauncher(**settings).launch(PlainEnvironment({}).first_placement_on_node(1, number))
     (folder / f"pid-{world.placement.rank}").write_text(str(os.getpid()))
     return world
 
@@ -254,12 +254,13 @@ def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:  # G-06
         value = 7
 
     try:
-        choose_launcher("subprocess", 2).launch(PlainEnvironment({}).first_on_node(1, 2))
+        choose_launcher("subprocess", 2).launch(PlainEnvironment({}).first_placement_on_node(1, 2))
     except Exception as error:
         say(type(error).__name__ + " " + error.why + " " + error.fix)
     launcher = choose_launcher("auto", 2)
     # Forked, so that what was typed in exists there.
-    say(launcher.start_method + str(launcher.launch(PlainEnvironment({}).first_on_node(1, 2), lambda: Local.value)))
+    placement = PlainEnvironment({}).first_placement_on_node(1, 2)
+    say(launcher.start_method + str(launcher.launch(placement, lambda: Local.value)))
     """
     run = _run(tmp_path, "-c", _HEAD + textwrap.dedent(code))
     assert run.returncode == 0, run.stderr

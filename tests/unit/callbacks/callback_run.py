@@ -63,7 +63,7 @@ class FakeRun:
     def is_global_zero(self) -> bool:
         return self.strategy.control.rank == 0
 
-    def ask_to_stop(self, because: str) -> None:
+    def request_stop(self, because: str) -> None:
         self.should_stop, self.stop_reason = True, because
 
     def print(self, *parts: object) -> None:

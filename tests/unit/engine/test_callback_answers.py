@@ -53,7 +53,7 @@ class Saver(Callback):
         return self.kept
 
     @property
-    def saves_whole(self) -> bool:
+    def saves_resumable(self) -> bool:
         return True
 
     def before_rollback(self, trainer: Any, module: Any) -> None:
@@ -162,7 +162,7 @@ def test_lines_are_printed_through_a_callback_that_offers_it(
 
 def test_windows_changed_by_a_third_party_callback_count_in_the_estimate(tmp_path: Path) -> None:
     class Doubling(Callback):
-        def window_of(self, epoch: int) -> int:
+        def micro_batches_per_window(self, epoch: int) -> int:
             return 2**epoch
 
     told: list[float] = []
@@ -206,7 +206,7 @@ def test_a_run_ended_by_a_third_party_callback_is_finished(tmp_path: Path) -> No
         def state_dict(self) -> dict[str, Any]:
             return {"enough": True}
 
-        def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+        def reason_for_ending(self, state_dict: Mapping[str, Any]) -> str | None:
             return "it is enough" if state_dict["enough"] else None
 
     run = fit(tmp_path, max_epochs=5, callbacks=[Enough(), Saver(tmp_path / "own", every=1)])

@@ -97,7 +97,7 @@ def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
 def test_a_withdrawn_stop_is_not_a_reason(tmp_path: Path) -> None:  # I-17
     class Hesitant(Callback):
         def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
-            trainer.ask_to_stop("a whim")
+            trainer.request_stop("a whim")
             trainer.should_stop = False
 
     assert "whim" not in ending(fit(tmp_path, callbacks=Hesitant()), Tiny(), loader())

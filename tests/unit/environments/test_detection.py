@@ -109,7 +109,7 @@ def test_environments_are_detected(
     assert type(environment) is kind
     assert environment.placement() == placement
     assert environment.main_address == address
-    assert environment.started_us is (kind is not PlainEnvironment)
+    assert environment.started_processes is (kind is not PlainEnvironment)
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +135,11 @@ def test_names_and_nearest_names() -> None:  # G-06
 
 def test_torchrun_says_who_hosts_the_store() -> None:
     environment = TorchrunEnvironment(_TORCHRUN)
-    assert environment.agent_store
+    assert environment.agent_hosts_store
     assert environment.restart_count == 2
     assert environment.main_port == 29400
-    assert not TorchrunEnvironment(_TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_store
-    assert not SlurmEnvironment(_SLURM).agent_store
+    assert not TorchrunEnvironment(_TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_hosts_store
+    assert not SlurmEnvironment(_SLURM).agent_hosts_store
 
 
 def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -211,10 +211,10 @@ def test_lsf_hosts(tmp_path: os.PathLike[str]) -> None:
 
 def test_plain_processes_on_several_nodes() -> None:
     variables = {"MASTER_ADDR": "host0", "MASTER_PORT": "1234", "NODE_RANK": "2"}
-    assert PlainEnvironment(variables).first_on_node(3, 4) == Placement(8, 12, 0, 4, 2, 3)
-    assert PlainEnvironment({}).first_on_node(1, 4) == Placement(0, 4, 0, 4, 0, 1)
+    assert PlainEnvironment(variables).first_placement_on_node(3, 4) == Placement(8, 12, 0, 4, 2, 3)
+    assert PlainEnvironment({}).first_placement_on_node(1, 4) == Placement(0, 4, 0, 4, 0, 1)
     for name in variables:
         with pytest.raises(ConfigurationError, match=f"num_nodes=3, but {name} is not set"):
-            PlainEnvironment(_without(variables, name)).first_on_node(3, 4)
+            PlainEnvironment(_without(variables, name)).first_placement_on_node(3, 4)
     with pytest.raises(ConfigurationError, match="NODE_RANK=2 cannot be right"):
-        PlainEnvironment(variables).first_on_node(2, 4)
+        PlainEnvironment(variables).first_placement_on_node(2, 4)
