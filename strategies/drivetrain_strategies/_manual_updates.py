@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drivetrain.errors import ConfigurationError, listed
 
-GATHERED = (
+GATHERED_UPDATE_REASON_AND_FIX = (
     "the update changed gathered copies, which are dropped after the forward, but not the shards.",
     "update the weights in on_train_batch_end, where the module holds the shards.",
 )

@@ -133,7 +133,7 @@ def refuse_missing_weights(module: nn.Module) -> None:
         )
 
 
-def was_left_by_deepspeed(module: nn.Module) -> bool:
+def holds_deepspeed_shards(module: nn.Module) -> bool:
     """Return whether an earlier run under DeepSpeed left this module's weights as shards."""
     _, parts = find_left_shards(module)
     return bool(parts) and isinstance(parts[0].placements[0], Span)

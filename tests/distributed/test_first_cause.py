@@ -80,7 +80,9 @@ def test_the_first_cause_is_printed_once_with_its_place(  # G-01
         assert errors.count("Traceback (most recent call last)") == 1, errors
         assert f"ValueError: boom\n{_WHERE}\nLog: {logs[1]}\n" in errors, errors
         told = [line for line in errors.splitlines() if line.startswith("Rank 0 ends")]
-        assert told == [f"Rank 0 ends because of another: Rank 1 failed with ValueError: boom; Log: {logs[0]}"], errors
+        assert told == [
+            f"Rank 0 ends because another rank failed: Rank 1 failed with ValueError: boom; Log: {logs[0]}"
+        ], errors
 
     # Errors that other ranks did not print are recorded, with the preceding lines.
     assert not (folder / "undisturbed").exists()

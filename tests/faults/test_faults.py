@@ -43,7 +43,7 @@ def test_a_run_with_faults_has_the_same_results(strategy: str, tmp_path: Path) -
     print(f"\n{table(TALLIES)}")
     failed = ",".join(str(number) for number in sorted(tally.failed))
     variables = f"FAULTS={FAULTS} FAULTS_SEED={SEED} FAULTS_RUNS={failed}"
-    again = f"""{variables} make faults ARGS="-k 'struck and {strategy.split()[0]}'\""""
+    again = f"""{variables} make faults ARGS="-k 'run_with_faults and {strategy.split()[0]}'\""""
     assert not failed, "\n".join([f"again: {again}", *tally.failed.values()])
     assert RUNS or len(tally.outcomes) >= faults
     assert max(tally.waits(), default=0.0) < LIMIT

@@ -224,7 +224,8 @@ def test_a_window_without_weight_is_warned_about_once(candidate: Candidate, resu
     # B-21
     for record in _records(results(candidate, candidate.ranks), ("window of no weight", "32-true")):
         assert [warning for warning in record.warnings if "weights sum to zero" in warning] == [
-            "A window made no step: its weights sum to zero. This warning is not repeated."
+            "An accumulation window made no optimizer step, because the weights of its batches sum to zero. "
+            "This warning is not repeated."
         ]
 
 

@@ -1,4 +1,4 @@
-"""Searches the user's source files for calls of a method: a method that the user calls is no misnamed hook."""
+"""Searches the user's source files for calls of a method, which is then not reported as a misnamed hook."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 import sys
 from collections.abc import Iterable
 
-_EXCLUDED_OWNERS = ("self", "cls", "trainer")
-"""Owners that are skipped: the caller searches the class itself for ``self``, and a trainer has no user methods."""
+_EXCLUDED_RECEIVERS = ("self", "cls", "trainer")
+"""Names before the dot that are skipped: the caller searches the class for ``self``; a trainer has no user methods."""
 
 
 def is_called_elsewhere(method: str, modules: Iterable[str]) -> bool:
-    """Return whether one of the user's files contains ``something.<method>`` or a ``getattr`` that may return it.
+    """Return whether one of the user's files contains ``something.<method>`` or a ``getattr`` whose name fits.
 
     Args:
         method: the method's name.
-        modules: names of the modules that define the object's classes. The script and all loaded modules in the same
-            folders are searched too.
+        modules: names of the Python modules that define the method's class and its bases. The script and all loaded
+            modules in the same folders are searched too.
     """
     texts = (_read(path) for path in _source_files(modules))
     return any(_mentions(text, method) for text in texts if method in text or "getattr(" in text)
@@ -63,7 +63,7 @@ def _may_own_method(value: ast.expr) -> bool:
     if isinstance(value, ast.Call):
         return not (isinstance(value.func, ast.Name) and value.func.id == "super")
     name = value.id if isinstance(value, ast.Name) else value.attr if isinstance(value, ast.Attribute) else ""
-    return name not in _EXCLUDED_OWNERS
+    return name not in _EXCLUDED_RECEIVERS
 
 
 def _name_pattern(name: ast.expr) -> str:
@@ -74,7 +74,7 @@ def _name_pattern(name: ast.expr) -> str:
         return "".join(_name_pattern(part) if isinstance(part, ast.Constant) else ".+" for part in name.values)
     if isinstance(name, ast.BinOp) and isinstance(name.op, ast.Add):
         return "".join(_name_pattern(part) if _is_text(part) else ".+" for part in (name.left, name.right))
-    return "(?!)"  # matches nothing: the expression could be any name
+    return "(?!)"  # matches nothing, because such a getattr would otherwise count as a call of every method
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -53,17 +53,17 @@ def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
 
 
 def note_inference_tensors(error: BaseException) -> None:
-    """Add a note with a fix to torch's error about a tensor that was created in an evaluation and is trained on."""
+    """Add a note with a fix to torch's error about a tensor from an evaluation that training uses."""
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
         error.add_note(
-            "Fix: evaluation runs in torch.inference_mode, and a tensor that was kept from an evaluation (a cache, a "
-            "running mean) cannot train. Use Fit(inference_mode=False), or keep a .clone() made in training_step."
+            "Fix: evaluation runs in torch.inference_mode, and autograd cannot use a tensor that was kept from an "
+            "evaluation (a cache, a running mean). Use Fit(inference_mode=False), or clone the tensor in training_step."
         )
 
 
 @contextmanager
 def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
-    """Print a `RankFailedError` that the block raises and nobody catches as one line.
+    """Print a `RankFailedError` as one line if the block raises it and it ends the process.
 
     Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
 
@@ -75,7 +75,7 @@ def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
     except RankFailedError as error:
         world = current_world() if rank is None else None
         rank = world.placement.rank if world is not None else rank or 0
-        print_in_one_line(error, f"Rank {rank} ends because of another: {error.failure.one_line_summary()}")
+        print_in_one_line(error, f"Rank {rank} ends because another rank failed: {error.failure.one_line_summary()}")
         raise
 
 
@@ -108,7 +108,7 @@ class OneLineHook:
         """Attach to ``error`` the line that is printed in place of its traceback."""
         self._marked_count += 1
         attached = error.__dict__[_LINE_ATTRIBUTE] = _Line(line)
-        # The finalizer is on the line, which lives as long as the error: most exceptions have no weak references.
+        # The finalizer is on the line, which lives as long as the error. Most exceptions do not allow weak references.
         weakref.finalize(attached, self._release).atexit = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

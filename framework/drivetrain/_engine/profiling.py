@@ -241,8 +241,8 @@ class _ProfiledStep:
         return self._step.last_loss
 
     @property
-    def never_steps(self) -> bool:
-        return self._step.never_steps
+    def manual_step_missing(self) -> bool:
+        return self._step.manual_step_missing
 
 
 class _ProfiledLoop(TrainLoop):

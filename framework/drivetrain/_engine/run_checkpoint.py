@@ -292,7 +292,7 @@ class RunCheckpoint:
             assert self._trainables is not None
             self._trainables.freeze_as_saved(state["frozen"], None)
             self.regroup(checkpoint, optimization.optimizers)
-            self._trainables.touched = True
+            self._trainables.has_new_parameters = True
         self._memory.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
         for index, optimizer_state in enumerate(states):

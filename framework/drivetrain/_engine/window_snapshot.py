@@ -112,7 +112,10 @@ class WindowSnapshot:
     @contextmanager
     @torch.no_grad()
     def keep_evaluation_changes(self) -> Iterator[None]:
-        """Copy buffers that an evaluation in the block changes to the snapshot: a resumed run does not repeat it."""
+        """Copy to the snapshot the buffers that the evaluation in the block changes.
+
+        A resumed run does not repeat the evaluation.
+        """
         before = {key: buffer.detach().clone() for key, buffer in self._current_buffers().items()}
         yield
         for key, buffer in self._current_buffers().items():
@@ -136,7 +139,7 @@ class WindowSnapshot:
         return self._buffers if self.is_active else {}
 
     @property
-    def has_begun_the_epoch(self) -> bool:
+    def is_first_window_of_epoch(self) -> bool:
         """Whether the active snapshot is of an epoch's first window, taken after the hooks of the epoch's start."""
         return self.is_active and self._progress.batch_idx == 0
 

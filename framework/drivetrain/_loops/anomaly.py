@@ -15,7 +15,7 @@ _AUTOGRAD_MESSAGE = "returned nan values"  # a part of the message of autograd's
 
 
 class AnomalyStep:
-    """Wraps another training step and raises `NonFiniteError` if its loss or a gradient is not finite.
+    """Wraps another training step and raises `NonFiniteError` if its loss is not finite or autograd computes NaN.
 
     Every step waits for the device, since the loss is read.
 
@@ -35,8 +35,8 @@ class AnomalyStep:
         return self._step.last_loss
 
     @property
-    def never_steps(self) -> bool:
-        return self._step.never_steps
+    def manual_step_missing(self) -> bool:
+        return self._step.manual_step_missing
 
     def zero_grad(self) -> None:
         self._step.zero_grad()
@@ -49,6 +49,7 @@ class AnomalyStep:
                 raise
             raise self._error(str(error).splitlines()[0].rstrip("."), batch_idx) from error
         loss = output.get("loss") if isinstance(output, dict) else output
+        # A micro-batch of weight 0 is empty, and its loss is not used.
         if micro_batch.weight and isinstance(loss, torch.Tensor) and not bool(loss.isfinite().all()):
             raise self._error(f"The loss is {loss.item()}", batch_idx)
         return output
@@ -67,7 +68,7 @@ class AnomalyStep:
         return NonFiniteError(
             f"{problem} on rank {self._rank} at batch index {batch_idx} of epoch {progress.epoch}, after "
             f"{progress.global_step} optimizer steps (global_step={progress.global_step})",
-            "everything computed from it is not finite either",
+            "the weights become non-finite with the next optimizer step",
             "check that batch and the operation that the traceback names; lower the learning rate, clip gradients "
             "(gradient_clip_val) or use a wider precision",
         )

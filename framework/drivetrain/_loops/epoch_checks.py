@@ -60,7 +60,7 @@ class EpochChecks:
             return
         if not self._warned_of_loss:
             self._check_losses(epoch)
-        if self._first_losses is not None and self._step.never_steps and not self._warned_of_steps:
+        if self._first_losses is not None and self._step.manual_step_missing and not self._warned_of_steps:
             self._warned_of_steps = True
             logger.warning(
                 "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "

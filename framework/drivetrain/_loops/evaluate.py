@@ -239,10 +239,10 @@ class EvaluateLoop:
             self._runner(self._step, *self._arguments(batch, batch_idx, index))
 
     def _reduce(self) -> dict[str, torch.Tensor]:
-        reducing_ranks, noticing_ranks = self._control.agree(
-            "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.noticed
+        reducing_ranks, ranks_with_mismatch = self._control.agree(
+            "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.has_mismatch
         )
-        self._lengths.warn_together(noticing_ranks)
+        self._lengths.warn_together(ranks_with_mismatch)
         return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _log_values(self, numbers: dict[str, float]) -> None:

@@ -30,7 +30,7 @@ class Lengths:
         self._wrong_lengths: dict[str, tuple[int, int, bool]] = {}
 
     @property
-    def noticed(self) -> bool:
+    def has_mismatch(self) -> bool:
         """Whether this rank has a wrong length to report."""
         return bool(self._wrong_lengths)
 

@@ -237,7 +237,7 @@ class ManualStep:
     last_loss = None
 
     @property
-    def never_steps(self) -> bool:
+    def manual_step_missing(self) -> bool:
         handles = self._handles
         if not handles or self._has_stepped or any(handle.stepped is not None for handle in handles):
             return False
@@ -256,7 +256,7 @@ class ManualStep:
         trainables = self._trainables
         if trainables.checks_each_window:
             if (
-                trainables.touched
+                trainables.has_new_parameters
                 or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
             ):
                 trainables.adapt_strategy()
@@ -271,7 +271,7 @@ class ManualStep:
         )
         try:
             if micro_batch.joins:
-                with without_side_effects(self._module, self._metrics), self._strategy.without_gradient():
+                with without_side_effects(self._module, self._metrics), self._strategy.zeroed_gradients():
                     output = self._run(self._module.training_step, *arguments)
             else:
                 output = self._run(self._module.training_step, *arguments)
@@ -283,7 +283,7 @@ class ManualStep:
             self._raise_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
             if (
-                trainables.touched
+                trainables.has_new_parameters
                 or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
             ):
                 trainables.raise_if_changed(mention_toggling=True)
@@ -296,7 +296,8 @@ class ManualStep:
             hook(loss)
         trainables = self._trainables
         if trainables.window_open and (
-            trainables.touched or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+            trainables.has_new_parameters
+            or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
         ):
             trainables.raise_if_changed(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale

@@ -87,8 +87,8 @@ class PredictLoop:
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self._metrics.enter(None)
-        (noticing_ranks,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
-        self._lengths.warn_together(noticing_ranks)
+        (ranks_with_mismatch,) = self._strategy.control.agree("the end of prediction", self._lengths.has_mismatch)
+        self._lengths.warn_together(ranks_with_mismatch)
         if not self._keeps_outputs:
             return None
         from drivetrain._loops.outputs import exchange
@@ -115,7 +115,7 @@ class PredictLoop:
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
             position.indices = None if shard.joins else indices
-            # A repetition of the last batch, with which this rank only joins, does not count.
+            # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
             count += not shard.joins or shard.start >= 0
             predicted = bool(self._predicted_checks) and (shard.joins or self._is_predicted(indices, batch_idx, index))
             if self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted):
@@ -136,6 +136,7 @@ class PredictLoop:
                 hook(output, *hook_arguments)
             if self._keeps_outputs:
                 start = shard.start if source.shards_known else batch_idx
+                # If the loader reuses the memory of batches, an output on the host may have to be copied.
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees the output's memory before the next step
         position.leave(previous)

@@ -1,4 +1,4 @@
-"""The training step: forward and backward of a micro-batch, and the optimizer step at the end of its window."""
+"""The training step: forward and backward of a micro-batch, and the optimizer step at the end of a window."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrainStep(Protocol):
         """The loss of the last micro-batch, of shape (); None with manual optimization."""
 
     @property
-    def never_steps(self) -> bool:
+    def manual_step_missing(self) -> bool:
         """Whether ``training_step`` has to step the optimizers itself and has not done so yet."""
 
     def zero_grad(self) -> None:
@@ -132,7 +132,7 @@ class AutomaticStep:
         self._loss: Tensor | None = None
         self._has_warned_of_no_step = False
 
-    never_steps = False
+    manual_step_missing = False
 
     def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap backward and clipping, before the first step.
@@ -159,7 +159,7 @@ class AutomaticStep:
         if self._tracks_trainables:
             trainables = self._trainables
             if (
-                trainables.touched
+                trainables.has_new_parameters
                 or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
             ):
                 trainables.adapt_strategy()
@@ -184,7 +184,7 @@ class AutomaticStep:
         if self._tracks_trainables:
             trainables = self._trainables
             if (
-                trainables.touched
+                trainables.has_new_parameters
                 or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
             ):
                 trainables.raise_if_changed()
@@ -242,7 +242,10 @@ class AutomaticStep:
     def _close_trainables(self) -> None:
         """Check that no parameter changed within the window, and allow changes until the next window opens."""
         trainables = self._trainables
-        if trainables.touched or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags:
+        if (
+            trainables.has_new_parameters
+            or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
+        ):
             trainables.raise_if_changed()
         trainables.window_open = False
 
@@ -260,7 +263,7 @@ class AutomaticStep:
         """Run a micro-batch of weight 0: either this rank has no data left and only joins, or the batch is empty."""
         sync = self.strategy.gradient_sync(micro_batch.closes)
         effects = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
-        with sync, effects, self.strategy.without_gradient():
+        with sync, effects, self.strategy.zeroed_gradients():
             unscaled = replace(micro_batch, scale=1.0)
             return AutomaticStep.forward_backward(self, unscaled, batch_idx, in_context=True)
 
@@ -280,7 +283,11 @@ class AutomaticStep:
 
     def _warn_of_no_step(self, skipped: bool) -> None:
         if not skipped:
-            warnings.warn("A window made no step: its weights sum to zero. This warning is not repeated.", stacklevel=3)
+            warnings.warn(
+                "An accumulation window made no optimizer step, because the weights of its batches sum to zero. "
+                "This warning is not repeated.",
+                stacklevel=3,
+            )
         elif self.strategy.rank == 0:
             logger.warning(
                 "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
@@ -294,7 +301,7 @@ class AutomaticStep:
         if loss is None:
             raise ConfigurationError(
                 f"{name} returned None for batch {batch_idx} on rank {self.strategy.rank}.",
-                "the other ranks wait for this rank's gradients (under DeepSpeed, DeepSpeed's engine waits).",
+                "the other ranks wait for this rank's gradients, and DeepSpeed expects a backward of each micro-batch.",
                 "return a loss on every rank; to leave a batch out, give it the weight 0 (batch_weight).",
             )
         if isinstance(loss, Tensor) and loss.dim():

@@ -84,7 +84,7 @@ class Snapshot(Protocol):
         """Whether checkpoints store the state of a snapshot."""
 
     @property
-    def has_begun_the_epoch(self) -> bool:
+    def is_first_window_of_epoch(self) -> bool:
         """Whether checkpoints store the state at the start of an epoch's first window, after the epoch's hooks."""
 
 
@@ -219,7 +219,7 @@ class TrainLoop:
         snapshot = self._checkpointing.snapshot
         return {
             "data_is_over": self._data_is_over or self._is_data_over(),
-            "has_begun": snapshot is not None and snapshot.has_begun_the_epoch,
+            "has_begun": snapshot is not None and snapshot.is_first_window_of_epoch,
             "left_after_last_step": self._left_after_last_step,
             "asked_to_stop": self._asked_to_stop,
             "validation": self._validation.state_dict(),
@@ -531,10 +531,10 @@ class TrainLoop:
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
         lengths = self._reporting.lengths
-        reducing_ranks, noticing_ranks = self._control.agree(
-            "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.noticed
+        reducing_ranks, ranks_with_mismatch = self._control.agree(
+            "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.has_mismatch
         )
-        lengths.warn_together(noticing_ranks)
+        lengths.warn_together(ranks_with_mismatch)
         return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
 
     def _reduce_steps(self) -> None:

@@ -22,7 +22,7 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._trainable import (
     Groups,
     TrainableChange,
-    changed_within_window,
+    changed_within_window_error,
     parameters_created_within_window,
 )
 from drivetrain.strategies.strategy import Strategy
@@ -51,7 +51,7 @@ class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
     When a window opens, the step compares the ``requires_grad`` of all `parameters` with `requires_grad_flags`. The
-    comparison runs in C. New layers and parameter groups set `touched`.
+    comparison runs in C. New layers and parameter groups set `has_new_parameters`.
 
     Args:
         module: the module, wrapped by the strategy.
@@ -96,7 +96,7 @@ class Trainables:
         """Whether a parameter group that is added within an open window raises an error."""
         self.window_open = False
         """Whether a window is open: from its first forward until ``on_before_optimizer_step``."""
-        self.touched = False
+        self.has_new_parameters = False
         """Whether a layer was created or a group added since the last check."""
         self.trained: set[str] = set()
         """The names of the parameters that train or have trained."""
@@ -134,7 +134,7 @@ class Trainables:
             DistributedError: the changes differ between ranks. The error names them.
             ConfigurationError: the strategy does not support the change.
         """
-        self.touched = False
+        self.has_new_parameters = False
         strategy = self._strategy
         now = strategy.named_parameters()
         change = TrainableChange.between(self._recorded, now, self._groups, self._current_groups())
@@ -162,7 +162,7 @@ class Trainables:
             ConfigurationError: parameters have changed. The error names them.
         """
         strategy_name = type(self._strategy).__name__
-        if self.touched:
+        if self.has_new_parameters:
             now = self._strategy.named_parameters()
             recorded = self._recorded
             created = [name for name, value in now.items() if name not in recorded or recorded[name][0] is not value]
@@ -175,7 +175,7 @@ class Trainables:
             if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
-            raise changed_within_window(changed, strategy_name, mention_toggling)
+            raise changed_within_window_error(changed, strategy_name, mention_toggling)
 
     def warn_of_unoptimized(self, optimizers: Sequence[Optimizer]) -> None:
         """Warn, once per parameter, about trainable parameters that are in no optimizer."""
@@ -248,7 +248,7 @@ class Trainables:
     # Notifications of new layers and groups
 
     def _on_created(self, module: Any, name: str, value: Any) -> None:
-        self.touched = True
+        self.has_new_parameters = True
 
     def _checked_add_param_group(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
         add = type(optimizer).add_param_group
@@ -295,7 +295,7 @@ class Trainables:
             except ConfigurationError:
                 del optimizer.param_groups[before:]
                 raise
-            self.touched = True
+            self.has_new_parameters = True
 
         return add_param_group
 

@@ -60,7 +60,7 @@ def _micro_batches_left(trainer: RunContext) -> float:
         epochs = trainer.max_epochs - trainer.current_epoch
         by_epochs = 0 if epochs <= 0 else epochs * length - trainer.batch_idx
     if trainer.max_steps >= 0:
-        # The last window of an epoch may have fewer micro-batches.
+        # The last accumulation window of an epoch may have fewer micro-batches.
         batches_per_step = window if math.isinf(length) or not length else length / math.ceil(length / window)
         by_steps = max(trainer.max_steps - trainer.global_step, 0) * batches_per_step
     return max(min(by_epochs, by_steps), 0)

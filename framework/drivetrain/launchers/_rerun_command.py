@@ -54,5 +54,5 @@ def why_not_rerun() -> str | None:
 
     program = runner()
     if program is not None:
-        return f"{program} runs this code among other code, and all of that code would run again"
+        return f"{program} runs this code among other code, which a second start would run again"
     return None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
-    from drivetrain.strategies._trainable import changed_within_window as changed_within_window
+    from drivetrain.strategies._trainable import changed_within_window_error as changed_within_window_error
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy

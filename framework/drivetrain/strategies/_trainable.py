@@ -92,7 +92,7 @@ def parameters_created_within_window(names: Iterable[str], strategy: str) -> Con
     )
 
 
-def changed_within_window(names: Iterable[str], strategy: str, toggles: bool = False) -> ConfigurationError:
+def changed_within_window_error(names: Iterable[str], strategy: str, toggles: bool = False) -> ConfigurationError:
     """Return the error for parameters whose ``requires_grad`` changed in an open window.
 
     Args:

@@ -239,7 +239,7 @@ class StrategyOptimization(StrategyPlacement):
         """
         return nullcontext()
 
-    def without_gradient(self) -> AbstractContextManager[None]:
+    def zeroed_gradients(self) -> AbstractContextManager[None]:
         """Return a context in which a backward adds exactly zero to every gradient, even if the loss is NaN.
 
         Multiplying the loss by zero is not enough: the mean over no items is NaN, and NaN times zero is NaN.

@@ -61,7 +61,7 @@ class Leftovers:
         still_running: descriptions of threads and child processes. If there are any, the caller ends all ranks.
     """
 
-    restored: list[str]
+    undone_changes: list[str]
     still_running: list[str]
 
 

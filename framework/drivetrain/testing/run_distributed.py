@@ -37,9 +37,9 @@ class World:
     """Ranks that are started once and called many times: ``with World(2) as world: world.run(fn, 1.0)``.
 
     The first call starts the processes, which import torch and your modules; later calls take milliseconds. Each call
-    begins with the same random generators, defaults, environment and process groups. If a call changes one of them, or
-    leaves threads or child processes behind, an error is raised. After a call that failed or timed out, all processes
-    are ended and the next call starts new ones.
+    begins with the same random generators, torch settings, environment and process groups. If a call changes one of
+    them, or leaves threads or child processes behind, an error is raised. After a call that failed or timed out, all
+    processes are ended and the next call starts new ones.
 
     Changes that cannot be undone, such as to class attributes or module globals, remain for later calls: run such
     functions in separate processes, with `run_distributed`.
@@ -223,7 +223,7 @@ class World:
         for rank, rank_leftovers in leftovers.items():
             if rank_leftovers.still_running:
                 self._kill()
-            descriptions = rank_leftovers.restored + rank_leftovers.still_running
+            descriptions = rank_leftovers.undone_changes + rank_leftovers.still_running
             if descriptions:
                 raise DistributedError(
                     f"Rank {rank} returned but left behind {'; '.join(descriptions)}",
@@ -255,9 +255,9 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nprocs`` newly started ranks and return the list of the returned values, by rank.
 
-    The arguments and errors are those of `World.run`, except that the function may leave behind threads and changes of
-    its process. Use `run_distributed` for functions with such side effects, and one `World` for many functions without
-    side effects.
+    The arguments and errors are those of `World.run`, except that the function may leave threads running and change its
+    process permanently. Use `run_distributed` for functions with such side effects, and one `World` for many functions
+    without side effects.
 
     Raises:
         DistributedError: as for `World.run`; also if a process did not end after the function returned, or ended with

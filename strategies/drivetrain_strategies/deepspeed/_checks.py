@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
-from drivetrain_strategies._missing_weights import refuse_missing_weights, was_left_by_deepspeed
+from drivetrain_strategies._missing_weights import holds_deepspeed_shards, refuse_missing_weights
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
 _TORCH_OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
@@ -25,7 +25,7 @@ _ELEMENTWISE_OPTIMIZERS = {
 _REFUSAL_REASONS: dict[type, str] = {
     torch.optim.LBFGS: "LBFGS re-evaluates the loss in each step, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
-        "Adafactor uses a parameter's rows and columns, but ZeRO flattens parameters, which halved measured updates"
+        "Adafactor uses a parameter's rows and columns, but ZeRO flattens parameters, which makes its updates too small"
     ),
     torch.optim.Muon: "Muon uses a parameter as a matrix, but ZeRO flattens parameters",
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
@@ -41,7 +41,7 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         ConfigurationError: names the submodule or the parameter.
     """
     refuse_device_map(module)
-    if not was_left_by_deepspeed(module):
+    if not holds_deepspeed_shards(module):
         refuse_missing_weights(module)
     refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
@@ -142,7 +142,7 @@ def check_optimizers(
                 )
 
 
-_FIX_FOR_PHASES = (
+_FIX_FOR_TRAINABLE_CHANGES = (
     "freeze parameters in __init__, configure_model or configure_optimizers, and call fit once per training phase; or "
     "use strategy='fsdp' or 'ddp', which support such changes."
 )
@@ -184,7 +184,7 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
                 "DeepSpeed's engine flattened the parameters that were trainable at the start. The engine never trains "
                 "other parameters, and weight decay still acts on parameters that were frozen later.",
-                _FIX_FOR_PHASES,
+                _FIX_FOR_TRAINABLE_CHANGES,
             )
 
 
@@ -193,7 +193,7 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
     return ConfigurationError(
         f"add_param_group on {type(optimizer).__name__} within a run, under DeepSpeed.",
         "DeepSpeed's engine has flattened the existing groups and would not step another group.",
-        f"return all groups from configure_optimizers; {_FIX_FOR_PHASES}",
+        f"return all groups from configure_optimizers; {_FIX_FOR_TRAINABLE_CHANGES}",
     )
 
 

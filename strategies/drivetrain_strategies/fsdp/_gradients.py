@@ -64,7 +64,7 @@ class Gradients:
             if parameter.requires_grad
         ]
         try:
-            with self._sharded.without_gradient():
+            with self._sharded.zeroed_gradients():
                 yield
         finally:
             for handle in handles:

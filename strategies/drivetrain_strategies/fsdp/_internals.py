@@ -209,7 +209,7 @@ class Sharded:
         return unused
 
     @contextmanager
-    def without_gradient(self) -> Iterator[None]:
+    def zeroed_gradients(self) -> Iterator[None]:
         """Make a backward add exactly zero to the gradients of sharded parameters within this context."""
         self._zero_hooks = []
         for parameter in self.parameters:

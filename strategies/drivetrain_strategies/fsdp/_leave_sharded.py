@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from drivetrain_strategies._missing_weights import (
     LEFT_SHARDS,
     LeftShard,
+    holds_deepspeed_shards,
     keep_left_shards,
     left_shards_for,
     refuse_missing_weights,
-    was_left_by_deepspeed,
 )
 from drivetrain_strategies.fsdp._original_parameters import Original
 
@@ -65,7 +65,7 @@ def gather_left_shards(module: nn.Module, mesh: Any) -> None:
     Raises:
         ConfigurationError: the weights were sharded over another number of ranks.
     """
-    if was_left_by_deepspeed(module):
+    if holds_deepspeed_shards(module):
         refuse_missing_weights(module)
     parts = left_shards_for(module, tuple(mesh.shape))
     if not parts:

@@ -37,8 +37,8 @@ def shard_of(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
-    # Under tensor parallelism, a parameter that is not split is sharded equally over several meshes. The shards on the
-    # mesh that contains rank 0 are primary.
+    # Under tensor parallelism, a parameter that is not split has the same shards on several meshes. Checkpoints contain
+    # only the primary shards, which are those on the mesh that contains rank 0.
     is_primary = 0 in mesh.mesh and all(
         mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(value.placements)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import changed_within_window
-from drivetrain_strategies._manual_updates import GATHERED, manual_update_error
+from drivetrain.strategies import changed_within_window_error
+from drivetrain_strategies._manual_updates import GATHERED_UPDATE_REASON_AND_FIX, manual_update_error
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import Sharded
 
@@ -50,7 +50,9 @@ def adapt_to_trainable(module: nn.Module, sharded: Sharded, gradients: Gradients
 
 
 def refuse_changes_while_gathered(sharded: Sharded) -> None:
-    """Refuse changes of ``requires_grad`` or frozen values made on gathered parameters, which torch silently drops.
+    """Refuse changes to ``requires_grad`` or to frozen values that were made while parameters were gathered.
+
+    torch silently drops such changes.
 
     Raises:
         ConfigurationError: names the parameters.
@@ -58,8 +60,8 @@ def refuse_changes_while_gathered(sharded: Sharded) -> None:
     updated = sharded.updated_while_gathered()
     if updated:
         sharded.reshard()
-        raise manual_update_error(sharded.names_of(updated), "FSDPStrategy", GATHERED)
+        raise manual_update_error(sharded.names_of(updated), "FSDPStrategy", GATHERED_UPDATE_REASON_AND_FIX)
     changed = sharded.toggled_while_gathered()
     if changed:
         sharded.reshard()
-        raise changed_within_window(sharded.names_of(changed), "FSDPStrategy")
+        raise changed_within_window_error(sharded.names_of(changed), "FSDPStrategy")

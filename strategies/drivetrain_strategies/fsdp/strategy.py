@@ -374,7 +374,7 @@ class FSDPStrategy(DistributedStrategy):
             return nullcontext()
         return self._require_gradients().accumulating()
 
-    def without_gradient(self) -> AbstractContextManager[Any]:
+    def zeroed_gradients(self) -> AbstractContextManager[Any]:
         return self._require_gradients().zeroed()
 
     def requiring_grad_only_for(self, optimizer: Any) -> AbstractContextManager[Any]:

@@ -76,7 +76,7 @@ def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
     assert isinstance(launcher, FunctionLauncher)
     assert launcher.start_method == "fork"
     with pytest.raises(
-        ConfigurationError, match=r"runs this code among other code, and all of that code would run again"
+        ConfigurationError, match=r"runs this code among other code, which a second start would run again"
     ):
         asked(rerun_command)
 

@@ -88,7 +88,7 @@ class EmulatedCuda:
                 self._copies.append(Copy(*details, finding["device"], stream, lines))
             elif finding["kind"] == "sync":
                 self._syncs.append(HostSync(finding["op"], finding["device"], stream, lines))
-            elif finding["kind"] == "overwritten":
+            elif finding["kind"] == "overwritten":  # the host wrote to pinned memory while a copy could still read it
                 operation = Operation(finding["op"], stream, lines)
                 self._races.append(Race(operation, None, "write after read", finding["bytes"]))
             elif finding["kind"] == "race":
@@ -114,11 +114,12 @@ def emulated_cuda(
 ) -> Iterator[EmulatedCuda]:
     """Emulate CUDA devices in host memory: ``with emulated_cuda(devices=2) as gpu: ...; assert not gpu.races``.
 
-    Within the context, ``torch.cuda`` has ``devices`` devices. Operators run the kernels of the CPU at once, so results
-    equal the results on the CPU bit for bit, except random numbers. The emulation tracks the order that streams,
-    events, `record_stream` and waits define, and reports operations that a real device could run in another order. A
-    copy to pinned memory with ``non_blocking=True`` arrives when the host has waited for the copy. Until then all bits
-    of the memory are set. The first `query` of an event returns False if nothing has waited for the event.
+    Within the context, ``torch.cuda`` has ``devices`` devices. Operators run the CPU's kernels when they are called, so
+    results equal the results on the CPU bit for bit, except random numbers. The emulation tracks the order that
+    streams, events, `record_stream` and waits define, and reports operations that a real device could run in another
+    order. A copy to pinned memory with ``non_blocking=True`` arrives when the host has waited for the copy. Until then
+    all bytes of the pinned memory are 0xFF, so that a test notices a read that comes too early. The first `query` of an
+    event returns False if nothing has waited for the event.
 
     The first call in a process compiles the extension if necessary, and registers operators for CUDA with torch until
     the process ends. Outside of the context there are no devices. If the calling process must not change, use another
@@ -134,8 +135,8 @@ def emulated_cuda(
 
     Raises:
         ConfigurationError: there is no C++ compiler, torch has CUDA itself, or this torch is not supported. The first
-            use of a device raises the same error class if an earlier backward pass in this process made autograd
-            assume fewer devices.
+            use of a device raises the same error class if autograd started its threads for fewer devices in an
+            earlier backward pass of this process.
     """
     if type(devices) is not int or not 1 <= devices <= _MAX_DEVICES:
         raise ConfigurationError(
