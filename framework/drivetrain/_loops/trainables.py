@@ -74,7 +74,7 @@ class Trainables:
         "parameters",
         "refuses_in_window",
         "requires_grad_flags",
-        "touched",
+        "has_new_parameters",
         "trained",
         "window_open",
     )
