@@ -16,7 +16,14 @@ from parity_strategies import Candidate, Job
 from worlds import on_ranks
 
 PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true")
-PRECISION_CASES = ("plain", "clipped by norm", "accumulated", "token-weighted", "tied weights", "uneven data, joiners")
+PRECISION_CASES = (
+    "plain",
+    "clipped by norm",
+    "accumulated",
+    "token-weighted",
+    "tied weights",
+    "uneven data, joining ranks",
+)
 
 
 def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:

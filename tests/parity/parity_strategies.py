@@ -97,7 +97,7 @@ STRATEGIES = [
         ranks=2,
         also_on=(4,),
         # C-01: refused by name, in the first step.
-        refuses={"orphan parameter": "got no gradient: 'net.spare.weight', 'net.spare.bias'"},
+        refuses={"unused parameter": "got no gradient: 'net.spare.weight', 'net.spare.bias'"},
     ),
     Candidate(
         "ddp_static_graph",
@@ -110,14 +110,14 @@ STRATEGIES = [
     Candidate(
         "averaging_in_context",
         ranks=2,
-        only=("plain", "accumulated", "uneven data, joiners", "several optimizers", "LBFGS", "GAN"),
+        only=("plain", "accumulated", "uneven data, joining ranks", "several optimizers", "LBFGS", "GAN"),
         make=AveragingInContext,
     ),
     # It differs from "ddp" in the parameters that it waits for.
     Candidate(
         "ddp_find_unused_parameters_true",
         ranks=2,
-        only=("plain", "accumulated", "orphan parameter", "uneven data, joiners"),
+        only=("plain", "accumulated", "unused parameter", "uneven data, joining ranks"),
     ),
     Candidate("fsdp", ranks=2, also_on=(4,), refuses=NO_SPARSE, shards=True),
     Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE, shards=True),
@@ -139,7 +139,7 @@ STRATEGIES = [
     Candidate(
         "deepspeed_stage_2_offload",
         ranks=2,
-        only=("plain", "clipped by norm", "accumulated", "token-weighted", "window of no weight", "orphan parameter"),
+        only=("plain", "clipped by norm", "accumulated", "token-weighted", "zero-weight window", "unused parameter"),
         zero=2,
     ),
     Candidate("deepspeed_stage_3_offload", ranks=2, only=("plain", "clipped by norm", "accumulated"), zero=3),

@@ -136,7 +136,7 @@ def test_the_cases_have_their_stated_properties(references: Reference) -> None:
     accumulated = references("accumulated", 1, "32-true", None)
     assert accumulated.steps[:10] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
     # B-21
-    weightless = references("window of no weight", 1, "32-true", None)
+    weightless = references("zero-weight window", 1, "32-true", None)
     assert math.isnan(weightless.losses[1])
     assert weightless.steps == [0, 1, 1, 1, 1, 2, 2, 3, 3, 4]
     # B-06: the fourth step overflows, and no other
@@ -144,7 +144,11 @@ def test_the_cases_have_their_stated_properties(references: Reference) -> None:
     assert overflow.steps == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9]
     assert overflow.scales == [65536.0] * 3 + [32768.0] * 7
     # B-04: the tail leaves ranks without samples, for two ranks and for four
-    assert [len(batch) for batch in references("uneven data, joiners", 1, "32-true", None).batches[:3]] == [32, 32, 1]
+    assert [len(batch) for batch in references("uneven data, joining ranks", 1, "32-true", None).batches[:3]] == [
+        32,
+        32,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +226,7 @@ def test_clipping_returns_the_norm_before_it(candidate: Candidate, results: Run)
 @pytest.mark.parametrize("candidate", [one for one in STRATEGIES if not one.only], ids=lambda one: one.name)
 def test_a_window_without_weight_is_warned_about_once(candidate: Candidate, results: Run) -> None:
     # B-21
-    for record in _records(results(candidate, candidate.ranks), ("window of no weight", "32-true")):
+    for record in _records(results(candidate, candidate.ranks), ("zero-weight window", "32-true")):
         assert [warning for warning in record.warnings if "weights sum to zero" in warning] == [
             "An accumulation window made no optimizer step, because the weights of its batches sum to zero. "
             "This warning is not repeated."
@@ -235,10 +239,10 @@ def test_a_parameter_without_gradient_has_no_state(candidate: Candidate, results
     records = results(candidate, candidate.ranks).records
     for name, absent in (
         ("frozen parameters", ["body.0.weight", "body.0.bias"]),
-        ("orphan parameter", ["spare.weight", "spare.bias"]),
+        ("unused parameter", ["spare.weight", "spare.bias"]),
         ("tied weights", ["head.weight"]),  # the same parameter as embed.weight, which has one state
     ):
-        if candidate.zero and name == "orphan parameter":
+        if candidate.zero and name == "unused parameter":
             continue  # partitions are flat: a missing gradient counts as zero, as in the reference
         if (name, "32-true") in records and name not in candidate.refuses:
             torch.manual_seed(5)

@@ -70,7 +70,7 @@ def test_evaluation(place: Place, samples: int, batch_size: int, findings: list[
         assert scores["most"] == pytest.approx(output.max().item(), abs=1e-6)
 
 
-@pytest.mark.row("prediction", "B-04: the data set's order and length, on every rank")
+@pytest.mark.row("prediction", "B-04: one prediction for each sample, in the order of the data set, on every rank")
 @pytest.mark.parametrize(("samples", "batch_size"), SIZES)
 def test_prediction(place: Place, samples: int, batch_size: int, findings: list[Findings]) -> None:
     # B-04
@@ -83,7 +83,7 @@ def test_prediction(place: Place, samples: int, batch_size: int, findings: list[
         torch.testing.assert_close(torch.cat([part for _, part in found]), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.row("torchmetrics in training", "B-14: over all ranks, joiners left out, reset every epoch")
+@pytest.mark.row("torchmetrics in training", "B-14: over all ranks, joining ranks left out, reset every epoch")
 def test_training_accuracy(place: Place, findings: list[Findings]) -> None:
     # B-14, B-04: over all ranks, without the batches of joining ranks, and restarted in every epoch
     x, y, _ = classes(97)
@@ -106,7 +106,9 @@ def test_dropout(place: Place, findings: list[Findings]) -> None:
     assert len(set(masks)) == len(masks) // place.candidate.tensor
 
 
-@pytest.mark.row("initialisation", "B-18: with a seed as by hand; without one, rank 0's")
+@pytest.mark.row(
+    "initialisation", "B-18: with a seed, the weights of the hand-written loop; without a seed, those of rank 0"
+)
 def test_initialisation(place: Place, findings: list[Findings]) -> None:
     # B-18: with a seed equal everywhere, and equal to a hand-written loop; without one, rank 0's
     torch.manual_seed(SEED)

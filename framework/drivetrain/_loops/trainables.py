@@ -71,10 +71,10 @@ class Trainables:
         "_strategy",
         "_warned",
         "checks_each_window",
+        "has_new_parameters",
         "parameters",
         "refuses_in_window",
         "requires_grad_flags",
-        "has_new_parameters",
         "trained",
         "window_open",
     )
