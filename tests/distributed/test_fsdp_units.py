@@ -104,8 +104,8 @@ def test_the_plan_is_printed_once() -> None:
     parameters = sum(one.numel() for one in Block().parameters())
     assert second == []
     assert sum("FSDP shards" in line for line in first) == 1
-    assert first[0] == f"FSDP shards {sum(one.numel() for one in Deep().parameters()):,} parameters over 2 " + (
-        "(blocks that repeat)"
+    assert first[0] == f"FSDP shards {sum(one.numel() for one in Deep().parameters()):,} parameters over 2 ranks " + (
+        "(units: repeated blocks)"
     )
     block = next(line.split() for line in first if "Block" in line)
     assert block == ["Block:", "net.blocks.0", "...", "net.blocks.2", "3", str(parameters), *["1.2", "KiB", "592", "B"]]

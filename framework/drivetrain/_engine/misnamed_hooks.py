@@ -38,7 +38,7 @@ _ZERO_GRAD_FIX = (
     "write on_before_zero_grad(self, optimizer), which is called before gradients are cleared; or set "
     "self.automatic_optimization = False and call zero_grad in training_step"
 )
-_MODE_FIX = "set the mode of layers that need a different one in on_{}_start(self), and restore it in on_{}_end(self)"
+_MODE_FIX = "call train() or eval() of the layers that need another mode in on_{}_start(self), and restore it in on_{}_end(self)"
 _LIGHTNING_FIXES = {
     "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
     "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
@@ -116,7 +116,11 @@ def check_hooks(
         if name in base_attributes or name.startswith("_"):
             continue
         fix = _suggest_fix(name, base, hooks, given)
-        if fix is not None and not _calls_itself(owner, base, name) and not _is_called(owner, base, name):
+        if (
+            fix is not None
+            and not _is_used_by_own_class(owner, base, name)
+            and not _is_called_in_user_files(owner, base, name)
+        ):
             raise ConfigurationError(
                 f"{type(owner).__name__}.{name} looks like a hook but is not one: the engine never calls it.",
                 "its code would not run.",
@@ -147,19 +151,19 @@ def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArgumen
         return None
     matches_pattern = (_HOOK_PATTERN if is_on_hook else _STEP_PATTERN).fullmatch(name) is not None
     standard_name = _SYNONYM_PATTERN.sub(lambda match: _SYNONYMS[match[0]], name) if is_on_hook else name
-    hook, similarity = _nearest_hook(standard_name, hooks, always=matches_pattern)
+    hook, similarity = _nearest_hook(standard_name, hooks, compare_all=matches_pattern)
     if not matches_pattern and similarity < _MIN_SIMILARITY:
         return None
     # If loaders were passed to the run, the method may be a helper that built them.
     return None if hook.endswith("_dataloader") and _is_given(hook, given) else f"write {hook}"
 
 
-def _nearest_hook(name: str, hooks: Sequence[str], always: bool) -> tuple[str, float]:
-    """Return the hook with the most similar name, and the similarity. ``always`` compares names of any length."""
+def _nearest_hook(name: str, hooks: Sequence[str], compare_all: bool) -> tuple[str, float]:
+    """Return the hook with the most similar name, and the similarity. ``compare_all`` compares names of any length."""
     nearest, best = "", 0.0
     for hook in hooks:
         # Comparing lengths and first letters rules out most names at almost no cost.
-        if always or (abs(len(hook) - len(name)) <= 3 and hook[0] == name[0]):
+        if compare_all or (abs(len(hook) - len(name)) <= 3 and hook[0] == name[0]):
             similarity = SequenceMatcher(None, name, hook).ratio()
             nearest, best = (hook, similarity) if similarity > best else (nearest, best)
     return nearest, best
@@ -199,7 +203,7 @@ def _user_classes(owner: object, base: type) -> Iterator[type]:
             yield kind
 
 
-def _calls_itself(owner: object, base: type, method: str) -> bool:
+def _is_used_by_own_class(owner: object, base: type, method: str) -> bool:
     """Whether another method of ``owner`` uses ``self.<method>``."""
     for kind in _user_classes(owner, base):
         for name, value in vars(kind).items():
@@ -209,7 +213,7 @@ def _calls_itself(owner: object, base: type, method: str) -> bool:
     return False
 
 
-def _is_called(owner: object, base: type, method: str) -> bool:
+def _is_called_in_user_files(owner: object, base: type, method: str) -> bool:
     """Whether the user's files call ``method``.
 
     The result is False for ``backward`` and for loader methods, because a call of such a name may call the method of

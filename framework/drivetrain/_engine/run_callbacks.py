@@ -25,13 +25,13 @@ class RunCallbacks:
     Args:
         trainer: the `Fit`, whose ``callbacks`` are used.
         module: the user's module.
-        wrap: wraps each hook, for a profiler.
+        wrap_hooks: takes the table of hooks and returns one in which a profiler times each hook.
     """
 
-    def __init__(self, trainer: RunContext, module: TrainModule, wrap: Callable[[HookTable], HookTable]) -> None:
+    def __init__(self, trainer: RunContext, module: TrainModule, wrap_hooks: Callable[[HookTable], HookTable]) -> None:
         self._trainer = trainer
         self._module = module
-        self._wrap = wrap
+        self._wrap = wrap_hooks
         self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
         self.from_module: list[Callback] = []
         """The callbacks that ``configure_callbacks`` returned."""
@@ -43,7 +43,7 @@ class RunCallbacks:
 
     @property
     def collected(self) -> bool:
-        """Whether `collect` was called; False for a run that took place in other processes."""
+        """Whether `collect` was called; False in a process that only launched the processes of the run."""
         return self._hooks is not None
 
     @property

@@ -87,14 +87,14 @@ class BatchCount:
     Args:
         loader: the loader's name.
         length: micro-batches of an epoch on this rank, from ``len(loader)``; None if the loader has no length.
-        by_rank: whether each rank counts its own batches.
+        counts_reads: whether batches are counted as they are read, because ranks may have different numbers of batches.
         lengths: receives the length if it is wrong.
     """
 
-    def __init__(self, loader: str, length: int | None, by_rank: bool, lengths: Lengths) -> None:
+    def __init__(self, loader: str, length: int | None, counts_reads: bool, lengths: Lengths) -> None:
         self._loader = loader
         self._length = length
-        self._by_rank = by_rank
+        self._counts_reads = counts_reads
         self._lengths = lengths
         self._followed = False
         self._counter: Iterator[int] = count()
@@ -103,7 +103,7 @@ class BatchCount:
     def follow(self, batches: Batches, first: int) -> Batches:
         """Return ``batches``, an epoch's batches from number ``first`` on, and count them as they are read."""
         self._followed, self._ended = True, False
-        if self._by_rank:
+        if self._counts_reads:
             self._counter = count(first)
             batches = map(itemgetter(0), zip(batches, self._counter, strict=False))
         if self._length is not None and self._length * _EXCESS_FACTOR > first:
@@ -116,8 +116,8 @@ class BatchCount:
         if not self._followed:
             return
         self._followed = False
-        if self._ended or not self._by_rank:
-            yielded = next(self._counter) if self._by_rank else trained
+        if self._ended or not self._counts_reads:
+            yielded = next(self._counter) if self._counts_reads else trained
             self._lengths.note(self._loader, self._length, yielded, self._ended)
 
     def _end(self) -> Batches:

@@ -1,4 +1,4 @@
-"""Shards a custom sampler in the sampler's order. A global micro-batch is ``world_size`` consecutive batches."""
+"""Shards a custom sampler in the sampler's order. A global batch is ``world_size`` consecutive batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAMPLER_SEED_SALT = 0x73616D70
 
 
 class GlobalBatch(NamedTuple):
-    """The indices of a global micro-batch, of which rank r reads ``indices[bounds[r]:bounds[r + 1]]``.
+    """The indices of a global batch, of which rank r reads ``indices[bounds[r]:bounds[r + 1]]``.
 
     Attributes:
         indices: the indices of all ranks.
@@ -32,7 +32,7 @@ class GlobalBatch(NamedTuple):
 
 
 def split_evenly(indices: list[Any], world_size: int) -> GlobalBatch:
-    """Return a partial global micro-batch whose slices differ in size by at most one."""
+    """Return a partial global batch whose slices differ in size by at most one."""
     sizes = [compute_shard(0, len(indices), rank, world_size).samples for rank in range(world_size)]
     return GlobalBatch(indices, _bounds(sizes), is_whole=False)
 
@@ -40,7 +40,7 @@ def split_evenly(indices: list[Any], world_size: int) -> GlobalBatch:
 def group_indices(
     stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool, skip: int = 0
 ) -> Iterator[GlobalBatch]:
-    """Yield global micro-batches from a stream of single indices, after skipping the first ``skip`` indices."""
+    """Yield global batches from a stream of single indices, after skipping the first ``skip`` indices."""
     indices = islice(stream, skip, None)
     stride = batch_size * world_size
     bounds = _bounds([batch_size] * world_size)
@@ -53,7 +53,7 @@ def group_indices(
 def group_batches(
     stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool, skip: int = 0
 ) -> Iterator[GlobalBatch]:
-    """Yield global micro-batches from a stream of batches of any size, after skipping the first ``skip`` indices."""
+    """Yield global batches from a stream of batches of any size, after skipping the first ``skip`` indices."""
     # Empty batches are dropped, because a rank with an empty batch would have to join a step without samples.
     batches = filter(None, map(list, stream))
     if skip:
@@ -69,7 +69,7 @@ def group_batches(
 
 
 def rebalance_tail(groups: Iterator[GlobalBatch], world_size: int) -> Iterator[GlobalBatch]:
-    """Redistribute the last two global micro-batches if the last one has fewer than ``world_size`` samples.
+    """Redistribute the last two global batches if the last one has fewer than ``world_size`` samples.
 
     The two resulting micro-batches have nearly equal sizes, so that every rank has samples during evaluation.
     """

@@ -80,7 +80,7 @@ class Plan:
         """Return the plan as a text table, with one row for all units of the same class and size."""
         lines = [
             f"FSDP shards {_format_count(sum(unit.numel for unit in self.units))} parameters over {shards} "
-            f"({self.reason})"
+            f"ranks (units: {self.reason})"
         ]
         rows = [("unit", "count", "parameters each", "size each", "per rank")]
         groups: dict[tuple[str, int, int, int], list[Unit]] = {}
@@ -208,7 +208,7 @@ def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
     a container whose name contains ``experts`` belong to the enclosing block, because ranks may run different experts,
     and all ranks must gather the same units.
     """
-    for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
+    for is_block, reason in ((_is_block, "repeated blocks"), (_is_layer, "repeated layers")):
         units: dict[str, nn.Module] = {}
         for name, container in module.named_modules():
             if not isinstance(container, CONTAINERS) or any(_inside(name, unit) for unit in units):

@@ -445,7 +445,7 @@ def test_a_sampler_that_draws_twice_is_not_gone_on_with(tmp_path: Path) -> None:
         return DataLoader(numbered(11), batch_size=2, sampler=Own([1, 2, 3, 4, 1, 5]))
 
     cut_off(tmp_path / "out", at=2, loaders=twice())
-    with pytest.raises(CheckpointError, match="not complete: 5 of 6 were written"):
+    with pytest.raises(CheckpointError, match="not complete: 5 of 6 samples were written"):
         predict(tmp_path / "out", loaders=twice())
     with pytest.raises(CheckpointError, match="are incomplete"):
         read_predictions(tmp_path / "out")
