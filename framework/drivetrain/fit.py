@@ -431,7 +431,7 @@ class Fit(SessionContext):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "an instance is needed, because the instance holds the weights.",
+                "an instance of a TrainModule is needed, because it holds the weights.",
                 f"create an instance: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):

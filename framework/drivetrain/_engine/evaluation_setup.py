@@ -111,7 +111,7 @@ def build_prediction(
         reporting=Reporting(core.metrics, None, core.progress_reporter(), data.lengths),
         inference_mode=_inference_mode(core),
         keeps_outputs=core.request.return_predictions,
-        get_predicted_checks=partial(_predicted_before, core),
+        get_predicted_checks=partial(_existing_predictions, core),
     ).run
 
 
@@ -145,7 +145,7 @@ def run_sanity_check(
     evaluation.sanity_checking = False
 
 
-def _predicted_before(core: RunCore) -> list[IsPredicted]:
+def _existing_predictions(core: RunCore) -> list[IsPredicted]:
     """Return each callback's function that finds stored predictions; empty if a callback has stored none."""
     storing = [callback for callback in core.callbacks if is_overridden("existing_predictions", callback, Callback)]
     stored = [callback.existing_predictions(core.trainer, core.module) for callback in storing]

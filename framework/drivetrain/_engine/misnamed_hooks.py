@@ -38,7 +38,10 @@ _ZERO_GRAD_FIX = (
     "write on_before_zero_grad(self, optimizer), which is called before gradients are cleared; or set "
     "self.automatic_optimization = False and call zero_grad in training_step"
 )
-_MODE_FIX = "call train() or eval() of the layers that need another mode in on_{}_start(self), and restore it in on_{}_end(self)"
+_MODE_FIX = (
+    "call train() or eval() of the layers that need another mode in on_{}_start(self), and restore the mode in "
+    "on_{}_end(self)"
+)
 _LIGHTNING_FIXES = {
     "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
     "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),

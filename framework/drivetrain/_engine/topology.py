@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,14 @@ from drivetrain.launchers import World, current_world
 from drivetrain.strategies.strategy import Strategy
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
+
+_MAX_STORES = 8
+
+_stores: dict[tuple[str, int, Placement, str | None, bool], TCPStore] = {}
+"""The stores that this process hosts or has joined, by the arguments of `_connect`.
+
+They are kept for later runs: rank 0 cannot host a second store on a port, and no rank joins a store twice.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +189,17 @@ def _open_store(environment: Environment, placement: Placement) -> Store:
     if placement.world_size == 1:
         return HashStore()
     address, port = environment.main_address, environment.main_port
-    store = _connect(address, port, placement, environment.job, environment.agent_hosts_store)
-    if not _is_reachable(store):  # its host has ended, and another store may listen on the port now
-        _connect.cache_clear()
-        store = _connect(address, port, placement, environment.job, environment.agent_hosts_store)
+    key = address, port, placement, environment.job, environment.agent_hosts_store
+    store = _stores.get(key)
+    if store is None or not _is_reachable(store):  # its host may have ended, and another store listen on the port
+        store = _stores[key] = _connect(*key)
+        if len(_stores) > _MAX_STORES:
+            del _stores[next(iter(_stores))]
     # A store that outlives the processes still contains the keys from before a restart, so each restart has a prefix.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 
 
-@lru_cache(maxsize=8)
 def _connect(address: str, port: int, placement: Placement, name: str | None, agent_hosts: bool) -> TCPStore:
-    # The store is cached until the process ends: rank 0 cannot host a second one on the port, and no rank joins twice.
     ranks = (placement.rank, placement.local_rank, placement.node_rank)
     job = Job.of_this_process(name or ("none" if agent_hosts else None), ranks)
     if placement.rank == 0 and not agent_hosts:

@@ -169,7 +169,8 @@ def forget_root(root: nn.Module) -> None:
     # Another decorator hides the cache of this method. The cache's keys keep the module and its engine alive.
     coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
     method = coordinator._PartitionedParameterCoordinator__params_to_release
-    for part in (method, *inspect.getclosurevars(method).nonlocals.values()):
+    wrapped = inspect.getclosurevars(method).nonlocals.values() if inspect.isfunction(method) else ()
+    for part in (method, *wrapped):
         if hasattr(part, "cache_clear"):
             part.cache_clear()
 

@@ -31,6 +31,9 @@ REQUIRED_NAMES = {
         *("_release_swap_buffers", "_swappable_optimizer_subgroup", "clear_backward_seen_flag"),
         *("finalize_gradient_accumulation_boundary", "get_param_id", "reset_cpu_buffers"),
     ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": (
+        "_PartitionedParameterCoordinator__params_to_release",
+    ),
     "deepspeed.runtime.zero.partition_parameters.Init": ("_convert_to_deepspeed_param", "_enable_mem_efficient_linear"),
     "deepspeed.runtime.utils": ("combine_grad_norm_groups", "get_global_norm_of_tensors"),
 }

@@ -220,7 +220,7 @@ def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
         (
             lambda one: [{"optimizer": SGD(one[:1], lr=0.1), "closure": True}, {"optimizer": SGD(one[1:], lr=0.1)}],
             True,
-            "One evaluates the loss again in its step, and there are 2 optimizers",
+            "An optimizer evaluates the loss again in its step, and there are 2 optimizers",
         ),
     ],
 )

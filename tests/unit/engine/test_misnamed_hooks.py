@@ -48,7 +48,7 @@ def callback_with(*names: str, **methods: Callable[..., Any]) -> Callback:
         ("on_epoch_end", "on_train_epoch_end"),
         ("on_train_begin", "write on_train_start"),
         ("on_fit_finished", "write on_fit_end"),
-        ("on_sanity_check_start", "a hook of a callback"),
+        ("on_sanity_check_start", "write it in a callback, which has a hook of that name"),
         ("on_train_epoch_ends", "write on_train_epoch_end"),
         ("on_befor_optimizer_step", "write on_before_optimizer_step"),
         ("validation_steps", "write validation_step"),
@@ -253,7 +253,7 @@ def test_a_loader_that_hides_a_method_is_refused(tmp_path: Path) -> None:  # I-1
         ("on_epoch_end", "on_train_epoch_end"),
         ("on_init_start", "write setup"),
         ("on_keyboard_interrupt", "on_exception"),
-        ("on_before_batch_transfer", "a hook of a module and of a data module"),
+        ("on_before_batch_transfer", "write it in a module or in a data module, which has a hook of that name"),
         ("on_validation_ends", "write on_validation_end"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_callbacks_hook_without_the_trainer_is_refused(tmp_path: Path) -> None
     [
         ("valid_dataloader", "write val_dataloader"),
         ("prepare_datas", "write prepare_data"),
-        ("on_train_epoch_start", "a hook of a module and of a callback"),
+        ("on_train_epoch_start", "write it in a module or in a callback, which has a hook of that name"),
     ],
 )
 def test_a_data_module_is_checked_too(tmp_path: Path, name: str, way_out: str) -> None:  # I-10

@@ -74,7 +74,7 @@ def test_the_warning_is_logged_once(tmp_path: Path) -> None:  # I-18
         fit(tmp_path, seed=7).fit(Line(), loader(4))
         fit(tmp_path, seed=7).fit(Line(), loader(4))
     (line,) = lines
-    assert line.startswith("Fit(seed=7) seeds the run, and Line was built before it")
+    assert line.startswith("Fit(seed=7) seeds the run, but Line was built before the run with unseeded generators")
     assert "seed_everything(7)" in line
     assert "configure_model" in line
 
