@@ -37,7 +37,8 @@ def damage(run: Run, draw: random.Random) -> Damage | None:
     if len(paths) < 2:
         return None
     files = [path for path in sorted(paths[-1].rglob("*")) if path.is_file() and path.stat().st_size]
-    path, how = draw.choice([*files, run.folder / "latest"]), draw.choice(HOW)
+    latest = run.saves / "latest"  # an earlier damage may have removed it
+    path, how = draw.choice([*files, *([latest] if latest.is_file() else [])]), draw.choice(HOW)
     checkpoint = None if path.name == "latest" else paths[-1]
     content = bytearray(path.read_bytes())
     if how == "all gone" and checkpoint is not None:
