@@ -26,9 +26,9 @@ class RunEnding:
     def __init__(self, core: RunCore) -> None:
         self._core = core
         self._began = time.monotonic()
-        self._reasons: list[str] | None = None  # None leaves out the closing message
-        self._nothing_left = False
-        self._reason = ""
+        self._message_reasons: list[str] | None = None  # None leaves out the closing message
+        self._was_already_finished = False
+        self._recorded_reason = ""
         self.has_trained = False
         """Whether training has begun, so that the closing message reports a failure too."""
         self.exit_error: BaseException | None = None
@@ -41,14 +41,14 @@ class RunEnding:
             reasons: one or several sentences.
             nothing_left: whether the resumed run had already finished.
         """
-        self._reasons, self._nothing_left = list(reasons), nothing_left
-        self._reason = "; ".join(reasons)
+        self._message_reasons, self._was_already_finished = list(reasons), nothing_left
+        self._recorded_reason = "; ".join(reasons)
 
     def set_failure(self, error: BaseException) -> None:
         """Set the error that ended the run."""
-        self._reason = _described(error)
-        self._reasons = [self._reason.partition("\n")[0][:_LONGEST_LINE]] if self.has_trained else None
-        self._nothing_left = False
+        self._recorded_reason = _described(error)
+        self._message_reasons = [self._recorded_reason.partition("\n")[0][:_LONGEST_LINE]] if self.has_trained else None
+        self._was_already_finished = False
 
     def record(self, status: str) -> None:
         """Finish the loggers and write the end into the run's record. Called on rank 0 only.
@@ -66,8 +66,8 @@ class RunEnding:
             with core.profiling.span("logging"):
                 problem = finalize_loggers(core.trainer, status)
         if problem is not None:
-            status, self._reason = "failed", _described(problem)
-        core.folder.end({"success": "finished"}.get(status, status), self._reason, core.progress.global_step)
+            status, self._recorded_reason = "failed", _described(problem)
+        core.folder.end({"success": "finished"}.get(status, status), self._recorded_reason, core.progress.global_step)
         if problem is not None:
             raise problem
 
@@ -78,10 +78,10 @@ class RunEnding:
             written: the path of the last checkpoint that was written; None for none.
         """
         core = self._core
-        if self._reasons is None or core.strategy.rank > 0:
+        if self._message_reasons is None or core.strategy.rank > 0:
             return
         seconds = time.monotonic() - self._began
-        lines = [how_it_ended(self._reasons, core.progress, self._nothing_left, seconds)]
+        lines = [how_it_ended(self._message_reasons, core.progress, self._was_already_finished, seconds)]
         if core.trainer.settings["enable_progress_bar"].value and not core.trainer.barebones:
             from drivetrain._engine.run_summary import output_summary
 

@@ -43,7 +43,7 @@ class EarlyExit:
     def exits_immediately(self) -> bool:
         """Return whether the ranks exit before the validation begins. Collective."""
         self._stop.agree_after_pause("the beginning of a validation run")
-        return self._stop.leaves_together()
+        return self._stop.agreed_to_exit()
 
     def begin(self) -> None:
         """Record the state before any hook of the validation is called."""
@@ -60,7 +60,7 @@ class EarlyExit:
         return None if self._must_finish else self._exits
 
     def _exits(self) -> bool:
-        if not self._stop.leaves_here():
+        if not self._stop.polls_and_exits():
             return False
         if not self._must_finish:
             # With collective forwards, all ranks are at this point. Otherwise each rank checks its own replica.
@@ -83,7 +83,7 @@ class EarlyExit:
         if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
         self._stop.agree_when_all_arrive("the end of a validation loader", equal_counts=equal_counts)
-        if not self._stop.leaves_together():
+        if not self._stop.agreed_to_exit():
             return False
         self._must_finish = self._weights_changed("leaving a validation run")
         if self._must_finish:
@@ -117,7 +117,7 @@ class EarlyExit:
 
     @torch.no_grad()
     def _checksums(self) -> list[Tensor]:
-        """Return sums of the bits of the parameters that this rank would save, one tensor for each device."""
+        """Return checksums of the parameters that this rank would save, one tensor for each device."""
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         sums: dict[torch.device, list[Tensor]] = {}
         for name, value in self._strategy.model_state().items():

@@ -169,14 +169,14 @@ class StopRequest:
         if self.requested and not self._stop.requested:
             self._publish_reason()
             self._stop.request(self._point + 1, self._reason_code())
-        if self.leaves_here():
+        if self.polls_and_exits():
             return True
         if not self._stop.is_due(self._point):
             return False
         self.requested = True
         return self._may_stop(step, epoch)
 
-    def leaves_here(self) -> bool:
+    def polls_and_exits(self) -> bool:
         """Return whether all ranks leave now. Called on every rank at each point.
 
         Points are the ends of windows, of micro-batches within a window, and of micro-batches of an evaluation.
@@ -249,7 +249,7 @@ class StopRequest:
         keys = [f"points/{number}/{other}" for other in range(self._control.world_size)]
         return max(map(int, store.multi_get(keys)))
 
-    def leaves_together(self) -> bool:
+    def agreed_to_exit(self) -> bool:
         """Return whether all ranks leave, by the requests that `agree` has exchanged."""
         self.leaving = self._leave.reason
         return self.leaving > 0
@@ -260,7 +260,7 @@ class StopRequest:
 
     def after_epoch(self, step: int, epochs: int) -> bool:
         """Return whether the run ends between two epochs, by the requests that `agree` has exchanged."""
-        return self.leaves_together() or (self.requested and self._may_stop(step, epochs))
+        return self.agreed_to_exit() or (self.requested and self._may_stop(step, epochs))
 
     def _may_stop(self, step: int, epochs: int) -> bool:
         return step >= self._min_steps and epochs >= self._min_epochs

@@ -352,7 +352,7 @@ class TrainLoop:
                     return self._stop_within_epoch(micro_batches)
                 if snapshot is not None:
                     snapshot.take()
-            elif snapshot is not None and stop.leaves_here():
+            elif snapshot is not None and stop.polls_and_exits():
                 return self._leave()
         return EpochEnd.DATA
 

@@ -143,7 +143,7 @@ def _matmul_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
-        return None  # the combined flags differ, as explained in `_read`
+        return None  # the newer flags that this setting combines differ, as `_read` explains
 
 
 def _read(owner: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ from drivetrain._metrics.packing import Readback
 
 
 class LatestNumbers:
-    """Copies values to the host for display. CUDA values arrive one call late, so that they do not stall the run.
+    """Copies values to the host for display. CUDA values arrive a call late or more, so that they do not stall the run.
 
     `read` queues a copy of CUDA values and returns the newest copies that have completed. CPU values are
     always current.

@@ -36,7 +36,7 @@ class DeviceStatsMonitor(Callback):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
         self._log_every_n_steps = 0  # 0 logs nothing
-        self._open_step = 0  # the step of which only the statistics before the step are logged; 0 for none
+        self._step_awaiting_end = 0  # the step of which only the statistics before the step are logged; 0 for none
         self._logs_host_stats = False
 
     @property
@@ -66,7 +66,7 @@ class DeviceStatsMonitor(Callback):
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine after how many steps to log."""
         self._log_every_n_steps = trainer.log_every_n_steps if trainer.is_global_zero else 0
-        self._open_step = 0
+        self._step_awaiting_end = 0
         if self._log_every_n_steps and not trainer.loggers:
             self._log_every_n_steps = 0
             warnings.warn("DeviceStatsMonitor logs nothing: the run has no logger", stacklevel=2)
@@ -76,16 +76,16 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Log the statistics before every ``log_every_n_steps``-th step."""
         step = trainer.global_step + 1
-        if self._log_every_n_steps and step % self._log_every_n_steps == 0 and step != self._open_step:
-            self._open_step = step
+        if self._log_every_n_steps and step % self._log_every_n_steps == 0 and step != self._step_awaiting_end:
+            self._step_awaiting_end = step
             self._log(trainer, "on_train_batch_start", step)
 
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Log the statistics after every ``log_every_n_steps``-th step."""
-        if self._open_step and trainer.global_step == self._open_step:
-            self._open_step = 0
+        if self._step_awaiting_end and trainer.global_step == self._step_awaiting_end:
+            self._step_awaiting_end = 0
             self._log(trainer, "on_train_batch_end", trainer.global_step)
 
     def stats(self, device: torch.device) -> dict[str, float]:

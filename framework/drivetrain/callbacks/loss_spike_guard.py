@@ -132,7 +132,7 @@ class LossSpikeGuard(Callback):
         self.max_rollbacks = max_rollbacks
         self.rollbacks = 0
         """Number of rollbacks so far."""
-        self.passed_over: set[int] = set()
+        self.skipped_steps: set[int] = set()
         """Steps to skip after a rollback. Each is given as the `global_step` before the step."""
         self._statistic = SpikeStatistic(threshold, window, warmup)
         self._losses: Tensor | None = None
@@ -151,14 +151,14 @@ class LossSpikeGuard(Callback):
         return {
             "losses": self._statistic.state_dict(),
             "rollbacks": self.rollbacks,
-            "passed_over": sorted(self.passed_over),
+            "passed_over": sorted(self.skipped_steps),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the recent losses. Later rollbacks still count, and the steps that they skip are still skipped."""
         self._statistic.load_state_dict(state_dict["losses"])
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
-        self.passed_over |= set(state_dict["passed_over"])
+        self.skipped_steps |= set(state_dict["passed_over"])
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check that steps can be skipped, if necessary, and reset the buffers."""
@@ -221,7 +221,7 @@ class LossSpikeGuard(Callback):
         spikes: dict[int, float] = {}
         normal_range = ""
         for step, loss in means.items():
-            if self._statistic.is_spike(loss) and step not in self.passed_over:
+            if self._statistic.is_spike(loss) and step not in self.skipped_steps:
                 normal_range = normal_range or self._normal_range()  # before the statistic contains any of the spikes
                 spikes[step] = loss
             self._statistic.add(loss)
@@ -270,7 +270,7 @@ class LossSpikeGuard(Callback):
         A collective operation with action "skip".
         """
         if self.action == "rollback":
-            return self._step in self.passed_over
+            return self._step in self.skipped_steps
         assert self._losses is not None
         weights = [micro_batch.weight for micro_batch in self._micro_batches if micro_batch.step == self._step] + [
             trainer.micro_batch_weight
@@ -311,7 +311,7 @@ class LossSpikeGuard(Callback):
             )
         path, step = checkpoint
         self.rollbacks += 1
-        self.passed_over |= set(range(first, last + 1))
+        self.skipped_steps |= set(range(first, last + 1))
         self._warn(
             trainer,
             f"LossSpikeGuard: {description}. Rolling back from global_step={trainer.global_step} to {step}, {path} "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from drivetrain.errors import ConfigurationError
 
 # The range of ports for jobs lies below Linux's ephemeral ports, which start at 32768, and above the ports of services.
-_FIRST_PORT, _PORTS = 20_000, 10_000
+_FIRST_PORT, _PORT_COUNT = 20_000, 10_000
 
 
 class Variables:
@@ -80,4 +80,4 @@ class Variables:
 
 def job_port(*job: str) -> int:
     """Return a port that is derived from ``job``, the words of a job's name. Two jobs rarely get the same port."""
-    return _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _PORTS
+    return _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _PORT_COUNT

@@ -1,4 +1,7 @@
-"""Detects programs that run other code, such as pytest. Running such a program again repeats all of its work."""
+"""Detects programs that run other code, such as pytest.
+
+A launcher must not start such a program again for other ranks, because the program would repeat all of its work.
+"""
 
 from __future__ import annotations
 

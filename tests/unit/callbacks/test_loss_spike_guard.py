@@ -119,7 +119,7 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
     with caplog.at_level(logging.WARNING, "drivetrain"):
         fit, module = train(tmp_path, saving, watching)
     assert torch.equal(module.layer.weight, by_hand())
-    assert (watching.rollbacks, watching.passed_over, fit.global_step) == (1, {BAD}, STEPS)
+    assert (watching.rollbacks, watching.skipped_steps, fit.global_step) == (1, {BAD}, STEPS)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
     path = tmp_path / RUN / "checkpoints/epoch=0-step=12"
     assert f"Rolling back from global_step=16 to 12, {path} (rollback 1 of 3)" in said
@@ -204,16 +204,16 @@ def _on_a_rank(folder: str) -> dict[str, Any]:
         _, module = train(Path(folder, action), *callbacks, strategy="ddp", batch_size=2)
         seen[action] = module.layer.weight.detach()
     ends = []
-    passed_over: set[int] = set()
+    skipped_steps: set[int] = set()
     for name in ("as it comes about", "known from the start"):
         watching, module = guard("rollback", max_rollbacks=9), Drawing()
-        watching.passed_over |= passed_over
+        watching.skipped_steps |= skipped_steps
         saving = Checkpoint(Path(folder, name), every_n_train_steps=2, save_top_k=-1)
         options: dict[str, Any] = {"strategy": "fsdp", "callbacks": [saving, watching], "max_epochs": 2, "seed": 5}
         quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         fit = Fit(accelerator="cpu", default_root_dir=folder, **options, **quiet)
         fit.fit(module, DataLoader(data(), batch_size=2, shuffle=True))
-        passed_over = watching.passed_over
+        skipped_steps = watching.skipped_steps
         ends.append((watching.rollbacks, module.layer.weight.detach(), float(fit.callback_metrics["loss_epoch"])))
     return {**seen, "ends": ends}
 
