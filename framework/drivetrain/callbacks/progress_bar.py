@@ -70,7 +70,7 @@ class ProgressBar(Callback):
         self._training: Phase | None = None
         self._phase: Phase | None = None
         self._time_left: TimeLeft | None = None
-        self._remaining_text = ""
+        self._time_left_in_run = ""
         self._next_refresh = 0.0
         self._next_line = 0.0
         self._pending_line: _PendingLine | None = None
@@ -85,7 +85,7 @@ class ProgressBar(Callback):
     @property
     def remaining_time_text(self) -> str:
         """The remaining time of the whole run as text, "run 1:12 left"; "" outside of training."""
-        return self._remaining_text
+        return self._time_left_in_run
 
     def is_terminal(self) -> bool:
         """Return whether the stream is a terminal, on which lines can be redrawn."""
@@ -142,7 +142,7 @@ class ProgressBar(Callback):
         self._lines = None
         self._on_terminal = self._is_rank_zero = False
         self._training = self._phase = self._time_left = self._pending_line = None
-        self._remaining_text = ""
+        self._time_left_in_run = ""
 
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start to estimate the remaining time of the run."""
@@ -264,7 +264,7 @@ class ProgressBar(Callback):
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
-            self._remaining_text = self._remaining_text(trainer, phase, now)
+            self._time_left_in_run = self._remaining_text(trainer, phase, now)
             self.draw(phase, self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module)), now)
         # The interval starts after drawing, so that a slow terminal cannot take most of the run's time.
         self._next_refresh = _now() + self._refresh_interval
