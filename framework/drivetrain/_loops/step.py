@@ -284,7 +284,7 @@ class AutomaticStep:
     def _warn_of_no_step(self, skipped: bool) -> None:
         if not skipped:
             warnings.warn(
-                "An accumulation window made no optimizer step, because the weights of its batches sum to zero. "
+                "An accumulation window made no step, because the weights of its batches sum to zero. "
                 "This warning is not repeated.",
                 stacklevel=3,
             )

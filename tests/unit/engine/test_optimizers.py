@@ -396,7 +396,7 @@ class TestOverriddenHooks:
                 return 0 if batch[0, 0] == 4 else 1
 
         trainer = fit(tmp_path)
-        with pytest.warns(UserWarning, match="weights sum to zero"):
+        with pytest.warns(UserWarning, match="the weights of its batches sum to zero"):
             trainer.fit(Own(), loader(8))
         assert trainer.global_step == 3  # of four samples
 
@@ -423,7 +423,7 @@ def test_a_window_without_weight_makes_no_step_and_one_warning(tmp_path: Path) -
     module = Own()
     before = module.layer.weight.detach().clone()
     runner = fit(tmp_path, accumulate_grad_batches=2)
-    with pytest.warns(UserWarning, match="its weights sum to zero") as warned:
+    with pytest.warns(UserWarning, match="the weights of its batches sum to zero") as warned:
         runner.fit(module, regression(16))
     assert len([one for one in warned if "made no step" in str(one.message)]) == 1
     assert runner.global_step == 0
