@@ -77,7 +77,7 @@ class Noisy(TrainModule):
         self.validated.append(float(self.trainer.callback_metrics["val"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.6)
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.3)
 
 
 def rows() -> TensorDataset:
@@ -218,7 +218,12 @@ def _evaluated(strategy: str, world: int, path: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("fsdp", 2), ("single", 1)), (("single", 1), ("zero 3", 2)), (("zero 1", 2), ("fsdp", 2)), (("zero 3", 2), ("ddp", 2))],
+    [
+        (("fsdp", 2), ("single", 1)),
+        (("single", 1), ("zero 3", 2)),
+        (("zero 1", 2), ("fsdp", 2)),
+        (("zero 3", 2), ("ddp", 2)),
+    ],
     ids=str,
 )
 def test_averages_are_evaluated_under_another_strategy_and_world_size(
@@ -330,7 +335,14 @@ def test_the_command_line_chooses_too(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "options", [{"save_weights_only": True}, {"trainable_only": True}, {"save_async": True}, {"save_weights_only": True, "save_async": True}], ids=str
+    "options",
+    [
+        {"save_weights_only": True},
+        {"trainable_only": True},
+        {"save_async": True},
+        {"save_weights_only": True, "save_async": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("fsdp", 2), ("zero 3", 2)])
 def test_smaller_and_background_checkpoints_hold_the_averages(
@@ -351,20 +363,11 @@ def _fit_with_options(strategy: str, world: int, folder: Path, options: dict[str
 # Checkpoints that are saved while the module holds the averages
 
 
-class Saves(Callback):
-    """Saves in a hook in which the module holds the averages."""
+class SavesInValidation(Callback):
+    """Saves while the module holds the averages."""
 
     priority = -100
 
-    def __init__(self, path: Path, hook: str) -> None:
-        self.path = path
-        setattr(self, hook, self._save)
-
-    def _save(self, trainer: Any, module: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-class SavesInValidation(Saves):
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -465,13 +468,6 @@ def test_a_run_resumes_from_the_end_with_the_trained_statistics(tmp_path: Path) 
     assert (updates, after) == (EPOCHS, EPOCHS + 1)
 
 
-def _resumed_while_swapped_in(strategy: str, world: int, folder: Path) -> dict[str, Tensor]:
-    started = Started()
-    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=EPOCHS + 1, callbacks=[ema(), started])
-    fit.fit(Noisy(), DataLoader(rows(), batch_size=BATCH // world), everything(), ckpt_path=folder / "end")
-    return started.weights if hasattr(started, "weights") else started.state
-
-
 # Callbacks of others
 
 
@@ -508,18 +504,28 @@ def test_averages_of_any_callback_are_used(tmp_path: Path) -> None:  # Q-01
 # Predictions
 
 
-def test_predictions_of_averages_and_of_trained_weights_are_not_mixed(tmp_path: Path) -> None:  # Q-01
+class Interrupted(Noisy):
+    """Fails in the second batch of predictions."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise RuntimeError("killed")
+        return super().predict_step(batch, batch_idx)
+
+
+def test_a_prediction_does_not_continue_that_of_the_other_weights(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path)
 
-    def write(averaged: bool | None) -> None:
+    def write(module: Noisy, averaged: bool | None) -> None:
         fit = quiet(callbacks=[PredictionWriter(tmp_path / "out")], default_root_dir=tmp_path)
-        fit.predict(Noisy(), everything(), ckpt_path=path, return_predictions=False, averaged=averaged)
+        batches = DataLoader(rows(), batch_size=BATCH)
+        fit.predict(module, batches, ckpt_path=path, return_predictions=False, averaged=averaged)
 
-    write(None)
-    with pytest.raises(CheckpointError, match="complete"):
-        write(True)
+    with pytest.raises(RuntimeError, match="killed"):
+        write(Interrupted(), None)
     with pytest.raises(CheckpointError, match="weights"):
-        write(False)
+        write(Noisy(), False)
+    write(Noisy(), True)
 
 
 # Dtypes
