@@ -51,6 +51,7 @@ class Noisy(TrainModule):
         self.norm: nn.Module = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
         self.register_buffer("seen", torch.zeros(()))
         self.validated: list[float] = []
+        self.fails_at = -1
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.tied(self.norm(torch.tanh(self.inner(torch.tanh(self.frozen(x)))))))).squeeze(
@@ -71,6 +72,8 @@ class Noisy(TrainModule):
         self.log("test", self.loss(batch), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at:
+            raise RuntimeError("killed")
         return self(batch[0])
 
     def on_validation_end(self) -> None:
@@ -152,7 +155,9 @@ def newest(folder: Path) -> str:
 
 
 def whole(module: TrainModule) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    state: Any = module.state_dict()
+    values = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {name: value.detach().clone() for name, value in values.items()}
 
 
 TRAINED, AVERAGE = by_hand()
@@ -328,6 +333,7 @@ def test_the_command_line_chooses_too(tmp_path: Path, capsys: pytest.CaptureFixt
         torch.testing.assert_close(load_file(out)["head.weight"], wanted["head.weight"], atol=1e-5, rtol=1e-4)
     text = show(path)
     assert "EMAWeightAveraging: averages of 6 weights, with which the run evaluated" in text
+    assert "average of head.weight  F32" in " ".join(text.split(" " * 3))
     capsys.readouterr()
     fitted("single", 1, tmp_path / "none", kept(tmp_path / "none"))
     assert main(["consolidate", newest(tmp_path / "none"), out, "--averaged"]) == 2
@@ -431,7 +437,7 @@ def _swa(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], di
     return before.state, held.state
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2)])
 def test_the_checkpoint_of_the_end_gives_what_stochastic_averaging_left_in_the_module(
     strategy: str, world: int, tmp_path: Path
 ) -> None:  # Q-01
@@ -445,27 +451,31 @@ def test_the_checkpoint_of_the_end_gives_what_stochastic_averaging_left_in_the_m
     assert_near(whole(Noisy.load_from_checkpoint(newest(tmp_path))), before)
 
 
-def _swa_resumed(strategy: str, world: int, folder: Path, path: Path) -> tuple[dict[str, Tensor], Any, int]:
-    started = Started()
-    average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
-    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=EPOCHS + 1, callbacks=[average, started])
-    fit.fit(Noisy(True), DataLoader(rows(), batch_size=BATCH // world), ckpt_path=path)
-    return started.state, average.updates, started.updates
-
-
 class Started(Callback):
     """Keeps what a resumed run starts from."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.state = whole(module)
-        self.updates = next(one.updates for one in trainer.callbacks if hasattr(one, "updates"))
 
 
-def test_a_run_resumes_from_the_end_with_the_trained_statistics(tmp_path: Path) -> None:  # Q-01
-    before, _ = _swa("single", 1, tmp_path)
-    state, after, updates = _swa_resumed("single", 1, tmp_path, tmp_path / "end")
-    assert_near(state, before)
-    assert (updates, after) == (EPOCHS, EPOCHS + 1)
+def _swa_resumed(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    before, _ = _swa(strategy, world, folder)
+    average, started = StochasticWeightAveraging(0.3, swa_epoch_start=1), Started()
+    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=EPOCHS + 1, callbacks=[average, started])
+    fit.fit(Noisy(True), DataLoader(rows(), batch_size=BATCH // world), ckpt_path=folder / "end")
+    return before, started.state, average.updates
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_run_resumes_from_the_end_with_the_trained_statistics_of_each_rank(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    found = on_ranks(_swa_resumed, world, strategy, world, tmp_path, process_group=None)
+    for before, state, updates in found:
+        assert_near(state, before)
+        assert updates == EPOCHS + 1
+    if world > 1:
+        assert not torch.equal(found[0][0]["norm.running_mean"], found[1][0]["norm.running_mean"])
 
 
 # Callbacks of others
@@ -504,28 +514,21 @@ def test_averages_of_any_callback_are_used(tmp_path: Path) -> None:  # Q-01
 # Predictions
 
 
-class Interrupted(Noisy):
-    """Fails in the second batch of predictions."""
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            raise RuntimeError("killed")
-        return super().predict_step(batch, batch_idx)
-
-
 def test_a_prediction_does_not_continue_that_of_the_other_weights(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path)
 
-    def write(module: Noisy, averaged: bool | None) -> None:
+    def write(averaged: bool | None, fails_at: int = -1) -> None:
+        module = Noisy()
+        module.fails_at = fails_at
         fit = quiet(callbacks=[PredictionWriter(tmp_path / "out")], default_root_dir=tmp_path)
         batches = DataLoader(rows(), batch_size=BATCH)
         fit.predict(module, batches, ckpt_path=path, return_predictions=False, averaged=averaged)
 
     with pytest.raises(RuntimeError, match="killed"):
-        write(Interrupted(), None)
-    with pytest.raises(CheckpointError, match="weights"):
-        write(Noisy(), False)
-    write(Noisy(), True)
+        write(None, fails_at=1)
+    with pytest.raises(CheckpointError, match="have other weights"):
+        write(False)
+    write(True)
 
 
 # Dtypes

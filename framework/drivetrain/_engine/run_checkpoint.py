@@ -84,7 +84,7 @@ class RunCheckpoint:
         data_hyper_parameters: Any = {}
         if datamodule is not None:
             data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, warn=strategy.rank == 0)
-        replaced = self._replaced_weights()
+        replaced = self._replaced_weights(dry_run)
         contents = Contents(
             weights=self._weights(replaced),
             aliases=tied_names(module),
@@ -146,11 +146,12 @@ class RunCheckpoint:
         trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
         return weights | {name: value for name, value in trained.items() if name in weights}
 
-    def _replaced_weights(self) -> dict[str, Any]:
+    def _replaced_weights(self, dry_run: bool) -> dict[str, Any]:
         """Return the trained values of the weights that callbacks have replaced in the module."""
         replaced: dict[str, Any] = {}
         for callback in self._core.callbacks if self._running else ():
-            replaced |= callback.trained_weights(self._core.trainer, self._module)
+            with _ignoring_errors(dry_run):
+                replaced |= callback.trained_weights(self._core.trainer, self._module)
         return replaced
 
     def shard_of(self, value: Any) -> Any:

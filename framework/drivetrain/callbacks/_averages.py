@@ -114,9 +114,10 @@ class Averages:
             self._strategy.sync_buffers(self._module)
 
     def swap_out(self) -> None:
-        """Restore the trained weights that `swap_in` copied, bit for bit. A collective operation."""
-        trained, self._trained_weights = self._trained_weights, {}
-        self._load(trained)
+        """Restore the trained weights and buffers that were copied, bit for bit. A collective operation."""
+        trained = self.trained_state()
+        self._trained_weights, self._trained_buffers = {}, {}
+        self._strategy.load_model_state(trained, strict=False)
 
     @torch.no_grad()
     def keep_trained_buffers(self) -> None:
@@ -128,9 +129,7 @@ class Averages:
     def state(self) -> dict[str, Any]:
         """Return this rank's part of each average, and the buffers that fit the averages, if there are such buffers."""
         averages = self._as_strategy_state(self.averages)
-        return averages | {
-            name: buffer for name, buffer in self._buffer_values().items() if name in self._trained_buffers
-        }
+        return {**averages, **self._buffer_values()} if self._trained_buffers else averages
 
     def trained_state(self) -> dict[str, Any]:
         """Return this rank's part of the trained weights and buffers that the module lacks, because it has averages."""

@@ -30,18 +30,22 @@ def evaluated_weights(checkpoint: Checkpoint, averaged: bool | None = None, anno
         return checkpoint.averages() if averaged else checkpoint.weights()  # `averages` raises the error
     uses_averages = record.evaluated if averaged is None else averaged
     if announce:
-        used, others = ("averages", "trained weights") if uses_averages else ("trained weights", "averages")
-        with log_to_console(True):
-            logger.info(
-                "%r has trained weights and averages of %s: the %s are used%s; averaged=%s chooses the %s.",
-                checkpoint.path,
-                record.callback,
-                used,
-                ", with which the run evaluated" if averaged is None else "",
-                not uses_averages,
-                others,
-            )
+        announce_choice(checkpoint.path, uses_averages, is_default=averaged is None)
     return checkpoint.averages() if uses_averages else checkpoint.weights()
+
+
+def announce_choice(path: str, uses_averages: bool, is_default: bool) -> None:
+    """Log which weights of the checkpoint at ``path``, which has trained weights and averages, are used."""
+    used, others = ("averages", "trained weights") if uses_averages else ("trained weights", "averages")
+    with log_to_console(True):
+        logger.info(
+            "%r has trained weights and averages: the %s are used%s; averaged=%s chooses the %s.",
+            path,
+            used,
+            ", with which the run evaluated" if is_default else "",
+            not uses_averages,
+            others,
+        )
 
 
 def check_averaged(averaged: Any) -> None:

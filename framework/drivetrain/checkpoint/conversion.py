@@ -13,6 +13,7 @@ import torch
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
+from drivetrain.checkpoint._evaluated_weights import announce_choice, check_averaged
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
@@ -21,6 +22,7 @@ from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
 from drivetrain.errors import CheckpointError
 
 _LIGHTNING_TRAINED = "current_model_state"
+"""Key of the trained weights in a checkpoint of Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
 
 
 def convert(
@@ -74,6 +76,7 @@ def convert(
             'convert writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
+    check_averaged(averaged)
     weights, hyper_parameters = _read_other_format(Path(path), averaged)
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -112,11 +115,14 @@ def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, tor
 
         return load_file(path), {}
     document = load_safely(path, is_allowed=lambda name: True)  # objects outside of `state_dict` may be of any class
-    # Lightning's `WeightAveraging` saves the averages as the state_dict, and the trained weights beside them.
-    if averaged and _LIGHTNING_TRAINED not in document:
+    state = document.get("state_dict", document)
+    trained = document.get(_LIGHTNING_TRAINED)
+    if trained is not None:
+        uses_averages = averaged is not False
+        announce_choice(str(path), uses_averages, is_default=averaged is None)
+        state = state if uses_averages else trained
+    elif averaged:
         raise _no_averages_error(path)
-    trained = document.get(_LIGHTNING_TRAINED) if averaged is False else None
-    state = document.get("state_dict", document) if trained is None else trained
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.",

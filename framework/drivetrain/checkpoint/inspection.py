@@ -45,11 +45,14 @@ def show(path: str | os.PathLike[str]) -> str:
         lines.append(f"  optimizer {index}: {format_size(_total_bytes(checkpoint, part.files()))}")
     for key, part in manifest.callbacks.items():
         record = metadata.averages
-        averages = _describe_averages(checkpoint, record) if record is not None and record.callback == key else ""
-        lines.append(f"  {key}: {averages}{format_size(_total_bytes(checkpoint, part.files()))}")
+        use = _describe_averages(checkpoint, record) if record is not None and record.callback == key else ""
+        lines.append(f"  {key}: {use}{format_size(_total_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())
     lines.append(f"  in all  {format_size(nbytes)} in {len(manifest.files)} files")
     rows = [(name, *_type_shape(source), source.file.name) for name, source in sources.items()]
+    if metadata.averages is not None:
+        averages = checkpoint.callback_tensors(metadata.averages.callback).sources().items()
+        rows += [(f"average of {name}", *_type_shape(source), source.file.name) for name, source in averages]
     for tied, first in manifest.aliases.items():
         rows = [(*row[:3], f"tied to {first}") if row[0] == tied else row for row in rows]
     return "\n".join([*lines, "", *_table(("name", "type", "shape", "file"), rows)])

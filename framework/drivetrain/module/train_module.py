@@ -384,12 +384,11 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         # Imported only here, because most runs do not need it.
         from drivetrain.checkpoint._evaluated_weights import evaluated_weights
         from drivetrain.checkpoint._format import load
-        from drivetrain.launchers._rank_zero import this_rank
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
-        weights = evaluated_weights(checkpoint, averaged, announce=this_rank() == 0)
+        weights = evaluated_weights(checkpoint, averaged)
         metadata = checkpoint.manifest.metadata
         base, arguments, secrets = metadata.base, checkpoint.hyper_parameters, metadata.left_out
         if hparams_file is not None:
