@@ -301,11 +301,12 @@ def _saved_at_the_end(strategy: str, folder: Path) -> Any:
 def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None:  # L-01
     for found in on_ranks(_saved_at_the_end, 2, strategy, tmp_path, process_group=None):
         assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["average"])
-    ended = by_hand(1, lambda: get_ema_multi_avg_fn(0.8))["average"]
-    assert_near(
-        {name: value for name, value in load(tmp_path / "end").weights().items() if name != "seen"},
-        {name: value for name, value in ended.items() if name != "seen"},
-    )
+    checkpoint, ended = load(tmp_path / "end"), by_hand(1, lambda: get_ema_multi_avg_fn(0.8))
+    for found, wanted in ((checkpoint.weights(), ended["weights"]), (checkpoint.averages(), ended["average"])):
+        assert_near(
+            {name: value for name, value in found.items() if name != "seen"},
+            {name: value for name, value in wanted.items() if name != "seen"},
+        )
 
 
 # Update intervals

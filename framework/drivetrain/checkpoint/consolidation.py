@@ -47,9 +47,9 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], avera
     target = os.fspath(out)
     if not target.endswith(".safetensors"):
         target = f"{target.rstrip('/')}/model.safetensors"
-    tensors = _stored_tensors(load(path), averaged)
+    checkpoint = load(path)
     with create_file(target) as sink:
-        write_tensors(tensors, sink)
+        write_tensors(_stored_tensors(checkpoint, averaged), sink)
     return target
 
 

@@ -22,7 +22,7 @@ from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
 from drivetrain.errors import CheckpointError
 
 _LIGHTNING_TRAINED = "current_model_state"
-"""Key of the trained weights in a checkpoint of Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
+"""Key of the trained weights in a file with Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
 
 
 def convert(

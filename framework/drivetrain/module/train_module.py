@@ -384,12 +384,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         # Imported only here, because most runs do not need it.
         from drivetrain.checkpoint._evaluated_weights import evaluated_weights
         from drivetrain.checkpoint._format import load
+        from drivetrain.launchers._rank_zero import this_rank
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
-        weights = evaluated_weights(checkpoint, averaged)
         metadata = checkpoint.manifest.metadata
+        weights = evaluated_weights(checkpoint, averaged, announce=metadata.averages is not None and this_rank() == 0)
         base, arguments, secrets = metadata.base, checkpoint.hyper_parameters, metadata.left_out
         if hparams_file is not None:
             arguments, secrets = read_hyper_parameters(hparams_file), ()
