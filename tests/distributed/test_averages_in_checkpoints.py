@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, PredictionWriter, StochasticWeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
+from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
@@ -452,6 +455,13 @@ def test_the_checkpoint_of_the_end_gives_what_stochastic_averaging_left_in_the_m
     assert_near(whole(Noisy.load_from_checkpoint(newest(tmp_path))), before)
 
 
+class LastStep(Callback):
+    """Keeps what each rank held after its last step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.state = whole(module)
+
+
 class Started(Callback):
     """Keeps what a resumed run starts from."""
 
@@ -477,6 +487,73 @@ def test_a_run_resumes_from_the_end_with_the_trained_statistics_of_each_rank(
         assert updates == EPOCHS + 1
     if world > 1:
         assert not torch.equal(found[0][0]["norm.running_mean"], found[1][0]["norm.running_mean"])
+
+
+def _resumed_within_validation(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    last, started = LastStep(), Started()
+    fitted(strategy, world, folder, ema(), last, SavesInValidation(folder / "validation"), module=Noisy(True))
+    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=EPOCHS + 1, callbacks=[ema(), started])
+    loader = DataLoader(rows(), batch_size=BATCH // world)
+    fit.fit(Noisy(True), loader, everything(), ckpt_path=folder / "validation")
+    return last.state, started.state
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_run_resumes_from_within_a_validation_with_the_trained_statistics_of_each_rank(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    found = on_ranks(_resumed_within_validation, world, strategy, world, tmp_path, process_group=None)
+    for trained, resumed in found:
+        assert_near(resumed, trained)
+    if world > 1:
+        assert not torch.equal(found[0][0]["norm.running_mean"], found[1][0]["norm.running_mean"])
+
+
+# What is read
+
+
+def _elements_read(strategy: str, world: int, path: str) -> dict[str, list[int]]:
+    read: dict[str, list[int]] = {}
+    original = TensorSource.read
+
+    def counting(source: TensorSource, region: Any = None) -> Tensor:
+        value = original(source, region)
+        read.setdefault(source.entry.name, []).append(value.numel())
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorSource, "read", counting)
+        quiet(strategy=STRATEGIES[strategy](), devices=world).test(Noisy(), everything(), ckpt_path=path, verbose=False)
+    return read
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero 3"])
+def test_each_rank_reads_only_its_part_of_the_averages(strategy: str, tmp_path: Path) -> None:  # Q-01
+    found = on_ranks(_elements_read, 2, strategy, 2, saved(tmp_path), process_group=None)
+    for name in ("inner.weight", "head.weight"):
+        counts = [read[name] for read in found]
+        assert all(len(count) == 1 for count in counts)  # the average, and not the trained weight
+        assert sum(count[0] for count in counts) == AVERAGE[name].numel()
+
+
+# Earlier versions
+
+
+def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path: Path) -> None:  # Q-01
+    path = saved(tmp_path)
+    manifest = Path(path) / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["averages"], document["crc32"]
+    manifest.write_bytes(dump_with_checksum(document))
+    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
+    assert same_loss(values["test"], TRAINED)
+    with pytest.raises(CheckpointError, match=r"callback_tensors\('EMAWeightAveraging'\)"):
+        load(path).averages()
+    module = Noisy()
+    fit = quiet(max_epochs=EPOCHS + 1, callbacks=[average := ema()])
+    fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=path)
+    assert average.updates == STEPS + len(rows()) // BATCH
 
 
 # Callbacks of others

@@ -101,8 +101,6 @@ class RunCheckpoint:
                 pretrained=pretrained_models(module),
             ),
         )
-        contents.callbacks, averages = self._callback_tensors(dry_run, only_averages=weights_only)
-        contents.metadata = replace(contents.metadata, averages=averages)
         if not weights_only:
             contents.state = self._state(dry_run)
             contents.rank_state = self._rank_state(contents.weights, replaced)
@@ -110,6 +108,8 @@ class RunCheckpoint:
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(self._optimization.optimizers)
             ]
+        contents.callbacks, averages = self._callback_tensors(dry_run, only_averages=weights_only)
+        contents.metadata = replace(contents.metadata, averages=averages)
         if trainable_only:
             self._leave_out_base(contents)
         return contents
@@ -252,7 +252,11 @@ class RunCheckpoint:
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         snapshot, evaluation = self._snapshot, self._core.evaluation
-        overrides = {**replaced, **evaluation.buffers.values(), **({} if snapshot is None else snapshot.buffers)}
+        overrides = {
+            **replaced,
+            **evaluation.buffers.values(replaced),
+            **({} if snapshot is None else snapshot.buffers),
+        }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
 
     # Loading
