@@ -286,6 +286,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the validation loaders and return each loader's reduced values.
@@ -297,10 +298,18 @@ class Fit(SessionContext):
             datamodule: a data module that provides the loaders, if none are passed.
             ckpt_path: a checkpoint whose weights are loaded first.
             verbose: print the values.
+            averaged: which weights of a checkpoint that has averages to load: True for the averages, False for the
+                trained weights. None means those that the run evaluated with.
             model: another name of ``module``, as in Lightning.
         """
         return self._evaluate(
-            "validate", _module_argument("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
+            "validate",
+            _module_argument("validate", module, model),
+            dataloaders,
+            datamodule,
+            ckpt_path,
+            verbose,
+            averaged,
         )
 
     def test(
@@ -311,11 +320,12 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test loaders and return each loader's values. Arguments are as for `validate`."""
         return self._evaluate(
-            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose
+            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose, averaged
         )
 
     @overload
@@ -327,6 +337,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: Literal[True] = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[Any]: ...
 
@@ -339,6 +350,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         *,
         return_predictions: bool,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[Any] | None: ...
 
@@ -350,6 +362,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: bool = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[Any] | None:
         """Run ``predict_step`` and return each micro-batch's output in data-set order, on every rank.
@@ -361,6 +374,7 @@ class Fit(SessionContext):
             ckpt_path: a checkpoint whose weights are loaded first.
             return_predictions: whether to collect and return the outputs. False is meant for outputs that exceed memory
                 and that ``on_predict_batch_end`` writes to disk: ranks exchange no outputs, and the result is None.
+            averaged: see `validate`.
             model: another name of ``module``, as in Lightning.
 
         Returns:
@@ -370,7 +384,9 @@ class Fit(SessionContext):
             dataloaders, datamodule = None, dataloaders
         chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
         given = DataArguments(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch("predict", chosen, given, ckpt_path, return_predictions)
+        outputs: list[Any] | None = self._launch(
+            "predict", chosen, given, ckpt_path, return_predictions, averaged=averaged
+        )
         return outputs
 
     def _evaluate(
@@ -381,12 +397,13 @@ class Fit(SessionContext):
         datamodule: DataModule | None,
         ckpt_path: Any,
         verbose: bool,
+        averaged: bool | None,
     ) -> list[dict[str, float]]:
         module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(
-            stage, module, DataArguments(None, loaders, datamodule), ckpt_path
+            stage, module, DataArguments(None, loaders, datamodule), ckpt_path, averaged=averaged
         )
         if verbose and self.is_global_zero:
             from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
@@ -415,6 +432,7 @@ class Fit(SessionContext):
         ckpt_path: Any,
         return_predictions: bool = True,
         allow: tuple[str, ...] = (),
+        averaged: bool | None = None,
     ) -> Any:
         if module is None:
             raise ConfigurationError(
@@ -454,13 +472,23 @@ class Fit(SessionContext):
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
+        if averaged is not None:
+            from drivetrain.checkpoint._evaluated_weights import check_averaged  # only runs with checkpoints need it
+
+            check_averaged(averaged)
+            if path is None:
+                raise ConfigurationError(
+                    f"{stage}(averaged={averaged}) without a checkpoint.",
+                    "averaged chooses between the weights of a checkpoint; without one, the module is used as it is.",
+                    "pass ckpt_path=..., or leave averaged out.",
+                )
         self._log_queue = None  # discards the rows that a failed run has not delivered
         try:
             if any(is_overridden("before_launch", callback, Callback) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
                 run_before_launch_hooks(self, stage, module, given, path)
-            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
+            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow, averaged=averaged))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
 

@@ -251,6 +251,7 @@ def _worker(
     return_predictions: bool,
     allow: tuple[str, ...],
     trial: bool,
+    averaged: bool | None,
 ) -> Outcome:
     """Run one rank in a process that was started for the rank.
 
@@ -262,7 +263,7 @@ def _worker(
     before = InitialLayers.of(module)
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
-    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
+    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial, averaged))
     if not trial:
         _refuse_shards(trainer, module)  # checked again, because configure_model may have added parameters
     return Outcome.of(trainer, module, result, before, with_module=not trial)

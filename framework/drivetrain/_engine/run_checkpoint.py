@@ -22,7 +22,15 @@ from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
-from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, run_collectively
+from drivetrain.checkpoint._evaluated_weights import evaluated_weights
+from drivetrain.checkpoint._format import (
+    AveragesRecord,
+    Checkpoint,
+    CheckpointMetadata,
+    Contents,
+    Weights,
+    run_collectively,
+)
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.errors import listed
@@ -76,8 +84,9 @@ class RunCheckpoint:
         data_hyper_parameters: Any = {}
         if datamodule is not None:
             data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, warn=strategy.rank == 0)
+        replaced = self._replaced_weights(dry_run)
         contents = Contents(
-            weights=self._weights(),
+            weights=self._weights(replaced),
             aliases=tied_names(module),
             metadata=CheckpointMetadata(
                 strategy=type(strategy).__name__,
@@ -94,12 +103,13 @@ class RunCheckpoint:
         )
         if not weights_only:
             contents.state = self._state(dry_run)
-            contents.rank_state = self._rank_state(contents.weights)
+            contents.rank_state = self._rank_state(contents.weights, replaced)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(self._optimization.optimizers)
             ]
-            contents.callbacks = self._callback_tensors(dry_run)
+        contents.callbacks, averages = self._callback_tensors(dry_run, only_averages=weights_only)
+        contents.metadata = replace(contents.metadata, averages=averages)
         if trainable_only:
             self._leave_out_base(contents)
         return contents
@@ -124,13 +134,25 @@ class RunCheckpoint:
             contents.metadata, base={name: memory.base[tied.get(name, name)] for name in sorted(base)}
         )
 
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self, replaced: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the trained weights.
+
+        Args:
+            replaced: the trained values of the weights that callbacks have replaced in the module.
+        """
         if not self._running:
             return dict(self._module.state_dict())
         weights, snapshot = self._strategy.model_state(), self._snapshot
-        if snapshot is None:
-            return weights
-        return weights | {name: value for name, value in snapshot.buffers.items() if name in weights}
+        trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
+        return weights | {name: value for name, value in trained.items() if name in weights}
+
+    def _replaced_weights(self, dry_run: bool) -> dict[str, Any]:
+        """Return the trained values of the weights that callbacks have replaced in the module."""
+        replaced: dict[str, Any] = {}
+        for callback in self._core.callbacks if self._running else ():
+            with _ignoring_errors(dry_run):
+                replaced |= callback.trained_weights(self._core.trainer, self._module)
+        return replaced
 
     def shard_of(self, value: Any) -> Any:
         """Return this rank's part of a value."""
@@ -175,16 +197,27 @@ class RunCheckpoint:
             "data": self._data.state_dict(),
         }
 
-    def _callback_tensors(self, dry_run: bool) -> dict[str, Mapping[str, Any]]:
-        if not self._running:
-            return {}  # sharded tensors may no longer exist after the run
+    def _callback_tensors(
+        self, dry_run: bool, only_averages: bool
+    ) -> tuple[dict[str, Mapping[str, Any]], AveragesRecord | None]:
+        """Return the tensors of callbacks by key, and which of them are averages of the weights."""
         found: dict[str, Mapping[str, Any]] = {}
+        averages: AveragesRecord | None = None
+        if not self._running:
+            return found, averages  # sharded tensors may no longer exist after the run
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(dry_run):
-                tensors = callback.save_tensors(self._core.trainer, self._module)
+                evaluated = callback.evaluates_averages
+                tensors = (
+                    {}
+                    if only_averages and evaluated is None
+                    else callback.save_tensors(self._core.trainer, self._module)
+                )
                 if tensors:
                     found[key] = tensors
-        return found
+                    if evaluated is not None and (averages is None or evaluated > averages.evaluated):
+                        averages = AveragesRecord(key, evaluated)
+        return found, averages
 
     def _frozen(self) -> list[str]:
         """Return the names of frozen parameters."""
@@ -203,10 +236,10 @@ class RunCheckpoint:
             self._memory.trained |= self._trainables.trained
         return self._memory.trained
 
-    def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+    def _rank_state(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that differs between ranks."""
         core, data, snapshot = self._core, self._data, self._snapshot
-        buffers = self._own_buffers(weights) if self._running else {}
+        buffers = self._own_buffers(weights, replaced) if self._running else {}
         if snapshot is not None and snapshot.is_active:
             return {**snapshot.rank_state(), "buffers": buffers}
         source = None if data.stage_data is None else data.stage_data.train
@@ -217,9 +250,13 @@ class RunCheckpoint:
             "buffers": buffers,
         }
 
-    def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        snapshot = self._snapshot
-        overrides = self._core.evaluation.buffers.values() | ({} if snapshot is None else dict(snapshot.buffers))
+    def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
+        snapshot, evaluation = self._snapshot, self._core.evaluation
+        overrides = {
+            **replaced,
+            **evaluation.buffers.values(replaced),
+            **({} if snapshot is None else snapshot.buffers),
+        }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
 
     # Loading
@@ -247,14 +284,22 @@ class RunCheckpoint:
                     listed(dropped),
                 )
 
-    def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's weights and nothing else.
+    def load_weights(self, checkpoint: Checkpoint, averaged: bool | None) -> None:
+        """Load a checkpoint's weights and nothing else, for an evaluation. Collective.
+
+        Args:
+            checkpoint: a checkpoint of any run.
+            averaged: whether to load the averages; None loads the weights that the run evaluated with.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
+            CheckpointError: the checkpoint is damaged, does not fit, or lacks the averages; nothing was changed.
         """
+
+        def read() -> dict[str, Any]:
+            return self._read_weights(checkpoint, evaluated_weights(checkpoint, averaged, self._strategy.rank == 0))
+
         self._check_base(checkpoint)
-        self._load_weights(checkpoint, self._read_collectively(checkpoint, lambda: self._read_weights(checkpoint)))
+        self._load_weights(checkpoint, self._read_collectively(checkpoint, read))
 
     def load(self, checkpoint: Checkpoint, rolling_back: bool = False, reset: Collection[str] = ()) -> None:
         """Load everything that a resumed run needs.
@@ -273,7 +318,7 @@ class RunCheckpoint:
         def read() -> tuple[Any, ...]:
             optimizers = None if "optimizer" in reset else len(optimization.optimizers)
             check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in reset else len(optimization.schedulers))
-            weights = self._read_weights(checkpoint)
+            weights = self._read_weights(checkpoint, checkpoint.weights())
             states = [
                 checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
             ]
@@ -376,12 +421,12 @@ class RunCheckpoint:
         check_base(checkpoint.path, base, base_checksums(shards, self._strategy.control, precision))
         self._memory.trained |= set(checkpoint.weights())
 
-    def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _read_weights(self, checkpoint: Checkpoint, saved: Weights) -> dict[str, Any]:
         strategy, base = self._strategy, checkpoint.manifest.metadata.base
         own = {name: value for name, value in strategy.model_state().items() if name not in base}
         strict = self._module.strict_loading
-        check_weights_fit(checkpoint, own, type(self._module).__name__, strict)
-        weights = checkpoint.weights().staged(strategy.model_regions())
+        check_weights_fit(checkpoint.path, saved, own, type(self._module).__name__, strict)
+        weights = saved.staged(strategy.model_regions())
         if strict:
             return weights
         # Parameters that the checkpoint lacks keep their values.

@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
-from drivetrain._engine.console_logging import log_once, log_to_console
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
@@ -67,6 +66,7 @@ from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
+from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._run_handle import attach, detach

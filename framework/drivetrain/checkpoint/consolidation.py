@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain._distributed.shards import Span
+from drivetrain.checkpoint._evaluated_weights import evaluated_weights
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.file_writer import FileWriter
@@ -24,7 +25,7 @@ from drivetrain.errors import CheckpointError
 _PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
-def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
+def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], averaged: bool | None = None) -> str:
     """Write the weights of a checkpoint into one file that `safetensors.torch.load_file` opens.
 
     A tied tensor is stored under one name, as in the checkpoint. Values that are not tensors (``_extra_state``) are
@@ -34,24 +35,26 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> st
         path: the checkpoint's path or URL.
         out: path or URL of the file; if it does not end with ``.safetensors``, of a folder in which the file
             ``model.safetensors`` is written.
+        averaged: True for the averages of the weights, False for the trained weights. None means those that the run
+            evaluated with.
 
     Returns:
         The path of the file.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the file cannot be written.
+        CheckpointError: the checkpoint is damaged or lacks the averages, or the file cannot be written.
     """
     target = os.fspath(out)
     if not target.endswith(".safetensors"):
         target = f"{target.rstrip('/')}/model.safetensors"
     checkpoint = load(path)
     with create_file(target) as sink:
-        write_tensors(_stored_tensors(checkpoint), sink)
+        write_tensors(_stored_tensors(checkpoint, averaged), sink)
     return target
 
 
-def _stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorSource]:
-    stored = checkpoint.weights().sources()
+def _stored_tensors(checkpoint: Checkpoint, averaged: bool | None) -> dict[str, TensorSource]:
+    stored = evaluated_weights(checkpoint, averaged).sources()
     sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
     assert checkpoint.manifest.weights.tensors or not sources
     return sources

@@ -13,12 +13,16 @@ import torch
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
+from drivetrain.checkpoint._evaluated_weights import announce_choice, check_averaged
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
 from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
 from drivetrain.errors import CheckpointError
+
+_LIGHTNING_TRAINED = "current_model_state"
+"""Key of the trained weights in a file with Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
 
 
 def convert(
@@ -29,6 +33,7 @@ def convert(
     to: str = "checkpoint",
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_size: int | str = "50GB",
+    averaged: bool | None = None,
 ) -> str:
     """Convert weights of another library to a checkpoint, or a checkpoint to the Hugging Face layout.
 
@@ -53,23 +58,26 @@ def convert(
             checkpoint.
         max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``. A larger
             model is split into several files with an index.
+        averaged: True for the averages of the weights, False for the trained weights. None means those that the run
+            evaluated with, which in Lightning are the averages if its callback ``WeightAveraging`` saved some.
 
     Returns:
         ``out`` as text.
 
     Raises:
         CheckpointError: the input has an unsupported format, holds more than tensors and plain values, or lacks
-            weights; the model to convert is ambiguous; or ``out`` already holds weights.
+            weights or the averages; the model to convert is ambiguous; or ``out`` already holds weights.
     """
     if to == "hf":
-        return write_pretrained(path, out, prefix, config, max_shard_size)
+        return write_pretrained(path, out, prefix, config, max_shard_size, averaged)
     if to != "checkpoint" or config is not None:
         raise CheckpointError(
             f"convert(to={to!r}, config={config!r}) is not supported.",
             'convert writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
-    weights, hyper_parameters = _read_other_format(Path(path))
+    check_averaged(averaged)
+    weights, hyper_parameters = _read_other_format(Path(path), averaged)
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not weights:
@@ -85,7 +93,10 @@ def convert(
     return os.fspath(out)
 
 
-def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    is_pickle = path.is_file() and path.suffix != ".safetensors"
+    if averaged and not is_pickle:
+        raise _no_averages_error(path)
     if path.is_dir():
         if is_dcp(path):
             return read_dcp(path), {}
@@ -105,6 +116,13 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         return load_file(path), {}
     document = load_safely(path, is_allowed=lambda name: True)  # objects outside of `state_dict` may be of any class
     state = document.get("state_dict", document)
+    trained = document.get(_LIGHTNING_TRAINED)
+    if trained is not None:
+        uses_averages = averaged is not False
+        announce_choice(str(path), uses_averages, is_default=averaged is None)
+        state = state if uses_averages else trained
+    elif averaged:
+        raise _no_averages_error(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.",
@@ -120,6 +138,14 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
+
+
+def _no_averages_error(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} holds no averages of its weights.",
+        "of other libraries' formats, convert knows only the averages that Lightning's WeightAveraging saves.",
+        "leave averaged out.",
+    )
 
 
 def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights,
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save
 from drivetrain.checkpoint._format.collective_errors import run_collectively
 from drivetrain.checkpoint._format.folder import StorageError
-from drivetrain.checkpoint._format.manifest import CheckpointMetadata, Manifest, check_metadata
+from drivetrain.checkpoint._format.manifest import AveragesRecord, CheckpointMetadata, Manifest, check_metadata
 from drivetrain.checkpoint._format.staging import Contents, StagedCheckpoint, stage
 from drivetrain.checkpoint._format.verification import verify
 from drivetrain.checkpoint._format.write_plan import Sizes
 
 __all__ = [
+    "AveragesRecord",
     "Checkpoint",
     "CheckpointMetadata",
     "Contents",

@@ -15,7 +15,7 @@ from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_ther
 from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
 from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.read_memory import check_memory
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
+from drivetrain.checkpoint._format.tensor_reader import CastSource, CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.errors import CheckpointError, listed
 
 
@@ -50,7 +50,10 @@ class Checkpoint:
         return self.manifest.metadata.weights_only
 
     def weights(self) -> Weights:
-        """Return every parameter and buffer by name, including tied names. Each value is read when it is accessed."""
+        """Return every parameter and buffer by name, including tied names. Each value is read when it is accessed.
+
+        These are the trained weights, also if the checkpoint has averages, which `averages` returns.
+        """
         part = self.manifest.weights
         sources = self._sources(part)
         other_values = {} if part.document is None else self._read_document(part, sources)
@@ -58,6 +61,26 @@ class Checkpoint:
             raise damage_error(self.path, f"{part.document} is not a dict of names")
         tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
         return Weights({**tensors, **other_values}, self.manifest.aliases, self.readers)
+
+    def averages(self) -> Weights:
+        """Return the weights of the module with the averages: `weights`, with averages in place of what was averaged.
+
+        Averages are converted to the dtypes of their weights. `callback_tensors` returns them as they are stored, in at
+        least float32.
+
+        Raises:
+            CheckpointError: the checkpoint records no averages.
+        """
+        record = self.manifest.metadata.averages
+        if record is None:
+            others = sorted(self.manifest.callbacks)
+            raise CheckpointError(
+                f"{self.path!r} holds no averages of its weights.",
+                "the run averaged no weights, or averaging had not begun, or the checkpoint was saved after fit, with "
+                "what the module held then; earlier versions of drivetrain did not record which tensors are averages.",
+                f"use its weights, or its callback_tensors({others[0]!r})." if others else "use its weights.",
+            )
+        return self.weights().with_values(self.callback_tensors(record.callback).sources())
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Return an optimizer's state, keyed by parameter name.
@@ -218,6 +241,16 @@ class Weights(Mapping[str, Any]):
     def sources(self) -> dict[str, TensorSource]:
         """Return a `TensorSource` (with shape and dtype) per tensor, including tied names; nothing is read."""
         return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
+
+    def with_values(self, others: Mapping[str, TensorSource]) -> Weights:
+        """Return these weights with the values of ``others`` of equal name and shape, converted to the same dtypes."""
+        values = dict(self._values)
+        for name, source in others.items():
+            own = values.get(name)
+            # A buffer that has changed its shape since the last update of the averages has no average.
+            if isinstance(own, TensorSource) and own.shape == source.shape:
+                values[name] = source if source.dtype == own.dtype else CastSource(source.file, source.entry, own.dtype)
+        return Weights(values, self._aliases, self._readers)
 
     def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Read all values, or only the given regions of some tensors. Tied names share one object.
