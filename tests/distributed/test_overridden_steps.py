@@ -26,7 +26,7 @@ class Doubled(TrainModule):
         super().__init__()
         self.net = seeded(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1)))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return 2 * self.loss(batch)
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ class DoublesInBackward(Doubled):
         super().__init__()
         self.calls: list[Any] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ class OwnBackward(Precision):
     """Runs backward without `run_backward`, as precisions did before there was one."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 def _refused(**settings: Any) -> str:
