@@ -37,6 +37,7 @@ from drivetrain._loops.windows import (
     single_windows,
     weighted_windows,
 )
+from drivetrain._loops.zero_grad import zero_grad
 from drivetrain.data._batch_copies import copy_batch
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
@@ -247,7 +248,7 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     if is_overridden("optimizer_step", module, TrainModule):
         override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
     clip = _build_clipping(core, optimization.gradient_norm)
-    optimizer_step = OptimizerStep(optimization.optimizers, clip, override, _unscales_first(core))
+    optimizer_step = OptimizerStep(optimization.optimizers, clip, _zero_grad(core), override, _unscales_first(core))
     step_parts = wrapped, core.hooks, core.metrics, parts.trainables, optimizer_step, arguments
     if not optimization.closure:
         return AutomaticStep(*step_parts)
@@ -260,6 +261,14 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     from drivetrain._loops.closure_step import ClosureStep  # only closure optimizers need it
 
     return ClosureStep(*step_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
+
+
+def _zero_grad(core: RunCore) -> Callable[[Optimizer], object]:
+    """Return the function that clears the gradients of one optimizer."""
+    module, progress = core.module, core.progress
+    if not is_overridden("optimizer_zero_grad", module, TrainModule):
+        return zero_grad
+    return lambda optimizer: module.optimizer_zero_grad(progress.epoch, progress.batch_idx, optimizer)
 
 
 def _check_manual(core: RunCore) -> None:

@@ -9,16 +9,18 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.evaluation_interrupt import EarlyExit
-from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Position, Reporting
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
+from drivetrain.module._module_hooks import ModuleHooks
+from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy
 
 HOOK_STAGE_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -56,16 +58,29 @@ class EvaluationMode:
 
 
 @contextmanager
-def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> Iterator[None]:
-    """Put the module into eval mode, without gradients; restore the training flag of every child at the end."""
+def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManager[Any]) -> Iterator[None]:
+    """Put the module into eval mode, without gradients; restore the training flag of every child at the end.
+
+    Args:
+        module: the module, whose overrides of ``on_<name>_model_eval`` and ``on_<name>_model_train`` set the modes.
+        name: the stage's name in hooks: "validation", "test" or "predict".
+        no_gradient: the context without gradients.
+    """
     training_flags = [(child, child.training) for child in module.modules()]
-    module.eval()
+    sets_modes_after = is_overridden(f"on_{name}_model_train", module, ModuleHooks)
     try:
         with no_gradient:
+            getattr(module, f"on_{name}_model_eval")()
             yield
+            if sets_modes_after:
+                getattr(module, f"on_{name}_model_train")()
+    except BaseException:
+        sets_modes_after = False  # the hook may not have been called
+        raise
     finally:
         for child, training in training_flags:
-            child.training = training
+            if not sets_modes_after:
+                child.training = training
             # A buffer that a step created in inference mode could not be written to after the evaluation.
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_inference():
@@ -143,7 +158,7 @@ class EvaluateLoop:
             return []
         self._mode.sync_buffers()
         no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
-        with evaluating(self._module, no_gradient):
+        with evaluating(self._module, name, no_gradient):
             metrics.enter(self._stage)
             if early_exit is not None:
                 early_exit.begin()

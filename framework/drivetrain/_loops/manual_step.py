@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from drivetrain._loops.configured_optimizers import evaluates_once, explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Progress
-from drivetrain._loops.step import syncs_in_context
+from drivetrain._loops.step import resolve_backward, syncs_in_context
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.uneven_inputs import without_side_effects
@@ -222,7 +222,7 @@ class ManualStep:
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
         self._has_stepped = False
         self._versions_at_start = self._sum_versions()
-        self._backward: Callable[[torch.Tensor], object] = strategy.backward
+        self._backward = resolve_backward(wrapped.module, strategy) or strategy.backward
 
     def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap backward and the optimizers' steps, before the first step.

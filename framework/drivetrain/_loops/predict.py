@@ -75,7 +75,7 @@ class PredictLoop:
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
         no_gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
-        with evaluating(self._module, no_gradient):
+        with evaluating(self._module, "predict", no_gradient):
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()

@@ -97,6 +97,18 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
     # Overridable steps of the loop: clipping, optimizer and scheduler steps, and the batch transfer
 
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a loss of shape (), in automatic optimization and in `manual_backward`.
+
+        ``loss`` is already multiplied by the micro-batch's share of the accumulation window and, in fp16, by the loss
+        scale. DeepSpeed runs the backward itself, so that an override raises a `ConfigurationError` there.
+        """
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients of one optimizer, before the first micro-batch of a window."""
+        optimizer.zero_grad()
+
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,
