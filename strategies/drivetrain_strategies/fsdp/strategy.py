@@ -64,6 +64,7 @@ from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, refuse_changes_while_gathered
+from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
@@ -265,7 +266,11 @@ class FSDPStrategy(DistributedStrategy):
         param_names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in sharded.parameters}
         unused = UnusedParameters(find_unused, param_names, self.control)
         replicated = list(plan.replicated.values())
-        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
+        unsplit = None
+        if self.tensor_parallel > 1:
+            group = mesh.whole.get_group("tensor")
+            unsplit = UnsplitGradients(dict(module.named_parameters()), group, self.control)
+        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, unsplit, self.reshard_after_backward)
         if replicated or self.tensor_parallel > 1:  # an overflow may occur on some ranks only
             self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
