@@ -96,7 +96,8 @@ class FSDPStrategy(DistributedStrategy):
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
         backward_prefetch: number of units to prefetch in backward; 0 uses torch's default.
         compile: compile each unit separately. Takes a bool or a dict of options for `torch.compile`.
-        tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
+        tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``. Each
+            rank has only some heads, so write ``unflatten(-1, (-1, head_size))`` instead of a fixed number of heads.
         reshard_after_backward: reshard parameters after each backward within an accumulation window. False saves
             communication and needs more memory.
         find_unused_parameters: find, in every accumulation window, the parameters that no rank used. None does so only
@@ -110,7 +111,8 @@ class FSDPStrategy(DistributedStrategy):
             but also rounds the weights of norms and embeddings. None gathers parameters in float32, their stored dtype.
 
     Raises:
-        ConfigurationError: arguments contradict each other.
+        ConfigurationError: arguments contradict each other. In the first window of a run with ``tensor_parallel``: a
+            weight that is not split got another gradient on each rank of a group.
     """
 
     name: ClassVar[str] = "fsdp"
