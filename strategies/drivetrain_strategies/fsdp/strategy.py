@@ -47,6 +47,7 @@ from drivetrain_strategies.fsdp._checks import (
 from drivetrain_strategies.fsdp._closure_evaluation import step_with_closure
 from drivetrain_strategies.fsdp._custom_step import CustomStep
 from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
+from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
     Sharded,
@@ -254,6 +255,7 @@ class FSDPStrategy(DistributedStrategy):
             compile_options,
             self.param_dtype is not None,
         )
+        self._save_no_frozen_casts()
         broadcast_from_rank_0(plan.replicated.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
@@ -306,6 +308,14 @@ class FSDPStrategy(DistributedStrategy):
 
         return make_weight_casts
 
+    def _save_no_frozen_casts(self) -> None:
+        if self._weight_casts_factory() is None or self.reshard_after_forward is False:
+            return
+        assert self.plan is not None
+        assert self._forward_swap is not None
+        for unit in self.plan.units[:-1]:  # the root stays gathered
+            save_no_frozen_casts(unit.module.modules(), self._forward_swap)
+
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._adopted_optimizers is not None
         self._adopted_optimizers.adopt(optimizers)
@@ -341,6 +351,7 @@ class FSDPStrategy(DistributedStrategy):
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
         adapt_to_trainable(self._resharded_module(), self._sharded, self._require_gradients())
+        self._save_no_frozen_casts()
 
     # During a step: forward, gradients, backward and optimizer step
 
