@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
-from small_runs import Regression, global_batches, loader, quiet, seeded
+from small_runs import Regression, each, global_batches, loader, quiet, seeded
 from test_fsdp_memory import Watch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from drivetrain import Callback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
@@ -129,6 +130,42 @@ def test_memory_of_frozen_weights(dtype: torch.dtype, options: dict[str, Any], k
     # those of trainable weights; weights frozen in bf16 need no cast.
     for more in on_ranks(_by_depth, 2, "bf16-mixed", options, dtype):
         assert kept <= more["forward"] <= kept + REST
+
+
+class Freezing(Deep):
+    """Freezes its matrices after the first step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for block in self.net:
+            for layer in (block.up, block.down):
+                layer.weight.requires_grad_(False)
+
+
+class AfterForward(Callback):
+    """Records the live bytes after each forward."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live = live
+        self.found: list[int] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.found.append(self.live.now())
+
+
+def _freezing(depth: int) -> list[int]:
+    with LiveBytes() as live:
+        after = AfterForward(live)
+        module = Freezing(depth)
+        quiet(strategy=FSDPStrategy(wrap=[Block]), callbacks=after, precision="bf16-mixed").fit(module, loader(16, 4))
+    assert not any("forward" in child.__dict__ for child in module.modules())
+    return after.found
+
+
+def test_memory_of_weights_that_are_frozen_later() -> None:
+    # D-07, I-03
+    for shallow, deep in on_ranks(each, 2, _freezing, (2,), (6,)):
+        _, frozen = [(more - fewer) / 4 for fewer, more in zip(shallow, deep, strict=True)]
+        assert SHARD <= frozen <= SHARD + REST
 
 
 # Equal bits

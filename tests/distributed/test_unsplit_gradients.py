@@ -190,7 +190,7 @@ class _Scale(nn.Module):
         self._owner = [owner]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self._owner[0].query_scale
+        scale: Any = self._owner[0].query_scale
         return x * (scale.to_local(grad_placements=[Partial()]) if isinstance(scale, DTensor) else scale)
 
 
