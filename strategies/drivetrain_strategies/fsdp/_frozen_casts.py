@@ -27,8 +27,10 @@ def save_no_frozen_casts(modules: Iterable[nn.Module], swap: ForwardSwap) -> Non
         swap: replaces the forwards.
     """
     for module in modules:
-        if type(module) is nn.Linear and not module.weight.requires_grad and "forward" not in module.__dict__:
-            swap.put(module, partial(_saving_no_cast, module))
+        if type(module) is nn.Linear and "forward" not in module.__dict__:
+            weight = module.weight
+            if weight.dtype == torch.float32 and not weight.requires_grad:
+                swap.put(module, partial(_saving_no_cast, module))
 
 
 def _saving_no_cast(layer: nn.Linear, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ class UnsplitGradients:
         names = [name for name in self._windows_left if self._parameters[name].requires_grad]
         if not names:
             return
-        squares = torch.stack([self._squares(self._parameters[name]) for name in names]).cpu()
+        squares = torch.stack([self._squares(self._parameters[name]).cpu() for name in names])  # some may be offloaded
         # The shards of one parameter are on different ranks, so the squares are summed over all of them.
         totals = self._control.all_reduce_async(squares.reshape(-1)).wait().reshape(-1, 2)
         differing: dict[str, float] = {}
