@@ -19,6 +19,7 @@ from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
+from drivetrain.errors import ConfigurationError
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy
@@ -57,6 +58,10 @@ class EvaluationMode:
     early_exit: EarlyExit | None = None
 
 
+_NO_GRADIENT_MESSAGE = "does not require grad and does not have a grad_fn"
+"""Text of torch's error for a backward of a tensor that was computed without gradients."""
+
+
 @contextmanager
 def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManager[Any]) -> Iterator[None]:
     """Put the module into eval mode, without gradients; restore the training flag of every child at the end.
@@ -74,8 +79,15 @@ def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManag
             yield
             if sets_modes_after:
                 getattr(module, f"on_{name}_model_train")()
-    except BaseException:
+    except BaseException as error:
         sets_modes_after = False  # the hook may not have been called
+        if isinstance(error, RuntimeError) and _NO_GRADIENT_MESSAGE in str(error):
+            raise ConfigurationError(
+                f"{type(module).__name__} ran a backward in {name}.",
+                "evaluations run without gradients, so the loss requires none.",
+                "compute the loss within 'with torch.enable_grad():', and give Fit(inference_mode=False); or move the "
+                "backward to training_step.",
+            ) from error
         raise
     finally:
         for child, training in training_flags:

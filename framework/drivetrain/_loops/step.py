@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import explain_missing_closure
+from drivetrain._loops.first_step_checks import run_first_step
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
@@ -114,7 +115,8 @@ class AutomaticStep:
         self.module = wrapped.module
         self.strategy = strategy = wrapped.strategy
         self.optimizers = tuple(step.optimizers)
-        self._training_step = bind_step(wrapped.runner, wrapped.module.training_step, arguments)
+        self._training_step: Callable[[Any, int], Any] = self._run_first_step
+        self._later_training_step = bind_step(wrapped.runner, wrapped.module.training_step, arguments)
         self._metrics = metrics
         self._trainables = trainables
         self._tracks_trainables = trainables.checks_each_window
@@ -240,6 +242,10 @@ class AutomaticStep:
         if self._scales_loss:
             strategy.finish_step()
         return stepped
+
+    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
+        self._training_step = self._later_training_step
+        return run_first_step(self._training_step, self.module, self.optimizers, batch, batch_idx)
 
     # Closing and dropping windows, micro-batches without weight, and losses that are None or invalid
 

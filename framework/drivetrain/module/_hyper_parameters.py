@@ -19,7 +19,10 @@ class HyperParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; the names are {', '.join(self) or 'none'}") from None
+            advice = (
+                f"the names are {', '.join(self)}" if self else "call self.save_hyperparameters() in __init__ first"
+            )
+            raise AttributeError(f"no hyper-parameter {name!r}: {advice}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

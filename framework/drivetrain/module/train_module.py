@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain._runtime.class_only import class_only
 from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._hyper_parameters import HyperParametersMixin
@@ -360,7 +361,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
     # Load and freeze weights
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         path: Any = None,
