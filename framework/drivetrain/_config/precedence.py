@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from drivetrain._config.secret_values import names_a_secret
+from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain._config.setting_types import Accepted, accepted_values
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
@@ -245,14 +245,14 @@ def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping
 def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
     if accepted.only_objects:
         raise ConfigurationError(
-            f"{name} was set to {value!r} ({where}).",
+            f"{name} was set to {without_url_passwords(repr(value))} ({where}).",
             f"{name} takes Python objects, which the environment and files cannot represent.",
             f"Pass {name}= in code.",
         )
     fits, converted = accepted.read(value) if is_text else accepted.take(value)
     if not fits:
         raise ConfigurationError(
-            f"{name} was set to {value!r} ({where}).",
+            f"{name} was set to {without_url_passwords(repr(value))} ({where}).",
             f"{name} accepts {accepted}.",
             f"Correct the value in {where}, or remove it there.",
         )
@@ -261,9 +261,10 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
 
 def _format_argument(name: str, value: Any, sign: str = "=") -> str:
     """Format a name with its value for an error message. The value of a secret is replaced by ``...``."""
-    return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
+    public, _ = without_secrets({name: value})
+    return f"{name}{sign}{_short(public[name])}" if name in public else f"{name}{sign}..."
 
 
 def _short(value: Any, width: int = 60) -> str:
-    text = repr(value)
+    text = without_url_passwords(repr(value))
     return text if len(text) <= width else text[: width - 3] + "..."
