@@ -67,6 +67,11 @@ class Settings(Mapping[str, Setting]):
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
 
+    def format_call(self, owner: str) -> str:
+        """Return the call of ``owner`` with the arguments that code, the environment or a file set, without secrets."""
+        given = [_format_argument(name, each.value) for name, each in self.items() if each.source != "default"]
+        return f"{owner}({', '.join(given)})"
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings!r})"
 

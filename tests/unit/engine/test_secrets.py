@@ -252,3 +252,14 @@ def test_a_setting_with_a_password_in_its_url_is_recorded_without_it(tmp_path: P
     trainer.fit(Fetching(""), regression())
     (record,) = tmp_path.rglob("run.json")
     assert json.loads(record.read_text())["settings"]["default_root_dir"]["value"] == "memory://u:...@h/root"
+
+
+def test_a_fit_is_shown_with_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert repr(Fit()) == "Fit()"
+    assert repr(Fit(strategy="ddp", devices=2)) == "Fit(strategy='ddp', devices=2)"
+    Path("drivetrain.toml").write_text("max_epochs = 3\n")
+    monkeypatch.setenv("DRIVETRAIN_SEED", "7")
+    shown = repr(Fit(devices=1, default_root_dir=f"memory://u:{SECRET}@h"))
+    assert shown == "Fit(devices=1, max_epochs=3, default_root_dir=..., seed=7)"
+    assert SECRET not in shown
