@@ -312,7 +312,7 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
 
 
 def _check_clip_by_value(core: RunCore) -> None:
-    """Refuse clipping by value without a limit or of complex gradients. A strategy that clips by itself has own checks."""
+    """Refuse clipping by value without a limit or of complex gradients, unless the strategy clips by itself."""
     trainer, module = core.trainer, core.module
     value = trainer.gradient_clip_val
     if trainer.gradient_clip_algorithm != "value" or is_overridden("clip_gradients", core.strategy, Strategy):
