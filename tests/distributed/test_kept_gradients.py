@@ -75,7 +75,7 @@ class Program(NamedTuple):
             hand-written loop too.
     """
 
-    kind: type[Optimizer] = Optimistic
+    kind: type[Optimistic] | type[AddingSam] = Optimistic
     settings: dict[str, Any] = {}  # noqa: RUF012
     closure: bool = False
     manual: bool = False

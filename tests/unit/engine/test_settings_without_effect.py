@@ -41,7 +41,9 @@ class Complex(Linear):
 
 
 class OwnClipping(Linear):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
         self.read = gradient_clip_algorithm
         self.clip_gradients(optimizer, 0.1, gradient_clip_algorithm)
 
