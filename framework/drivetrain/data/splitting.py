@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from drivetrain.data._worker_info import replace_worker_info
+from drivetrain.data._loader_copy import replace_worker_info
 
 T = TypeVar("T")
 R = TypeVar("R")
