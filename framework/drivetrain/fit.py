@@ -247,6 +247,9 @@ class Fit(SessionContext):
 
     # Entry points: the methods that start a run
 
+    def __repr__(self) -> str:
+        return self.settings.format_call(type(self).__name__)
+
     def fit(
         self,
         module: TrainModule | None = None,

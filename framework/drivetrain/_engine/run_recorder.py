@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
+from drivetrain._config.secret_values import without_url_passwords
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
@@ -225,9 +226,10 @@ class RunRecorder:
 
         Args:
             status: a status of `runs._record`.
-            why: the reason, in words.
+            why: the reason, in words. Passwords in URLs are not written.
             step: the number of optimizer steps the run has made.
         """
+        why = without_url_passwords(why)
         self._heartbeat.stop()
         _liveness.running_ids.discard(self.id)
         # A run that was killed after its last checkpoint has made all its steps, but is not recorded as finished.

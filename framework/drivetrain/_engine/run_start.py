@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
+from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning, RunFolder
 from drivetrain._engine.run_location import (
     RunLocation,
@@ -294,7 +294,7 @@ def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
 
 def _description(run: RunCore) -> RunDescription:
     trainer, strategy = run.trainer, run.strategy
-    settings = {name: {"value": each.value, "source": each.source} for name, each in trainer.settings.items()}
+    settings = {name: {"value": _public(each.value), "source": each.source} for name, each in trainer.settings.items()}
     public, setting_secrets = without_secrets(settings)
     arguments, argument_secrets = arguments_without_secrets(sys.argv)
     datamodule = run.datamodule
@@ -313,6 +313,10 @@ def _description(run: RunCore) -> RunDescription:
         precision=strategy.precision.describe(),
         device=str(strategy.device),
     )
+
+
+def _public(value: Any) -> Any:
+    return without_url_passwords(value) if isinstance(value, str) else value
 
 
 def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:

@@ -190,7 +190,8 @@ class FunctionLauncher(Launcher):
         if len(failures) == world_size and len(kinds_of_failure) == 1 and cause.pickled_error is not None:
             original = cause.load_error()
             if original is not None:
-                original.__cause__ = error
+                # A cause would be printed with the error's text again, and below it the frames of this process.
+                original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
                 return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
             error.fix += (
