@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain._engine.batches import Move, safe_move
 from drivetrain._engine.run_parts import RunCore, RunData, Stopping
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
-from drivetrain._loops.evaluation_interrupt import EarlyExit
+from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress import Reporting
@@ -69,7 +69,7 @@ def build_validation(
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None
     if core.saves_on_signals:
-        early = EarlyExit(stopping.stop, core.module, core.metrics, core.strategy)
+        early = ValidationExit(stopping.stop, core.strategy, core.module, core.metrics)
     evaluate = build_evaluation(core, data, "validate", runner, move, early=early)
     evaluation = core.evaluation
 
@@ -96,9 +96,9 @@ def build_validation(
 
 
 def build_prediction(
-    core: RunCore, data: RunData, runner: StepRunner, move: Move | None
+    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, early: EarlyExit | None
 ) -> Callable[[], list[Any] | None]:
-    """Return a function that predicts with the run's module."""
+    """Return a function that predicts with the run's module, and that ``early`` may end early."""
     return PredictLoop(
         WrappedModule(core.module, runner, core.strategy),
         hooks=core.hooks,
@@ -112,6 +112,7 @@ def build_prediction(
         inference_mode=_inference_mode(core),
         keeps_outputs=core.request.return_predictions,
         get_predicted_checks=partial(_existing_predictions, core),
+        early_exit=early,
     ).run
 
 

@@ -62,6 +62,7 @@ from drivetrain._engine.training_setup import (
     under_context,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
+from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
@@ -149,8 +150,7 @@ class Session:
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
-        handled = handled_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
-        self._handled_signals = handled
+        self._handled_signals = handled = handled_signals(trainer.preemption_signals, os.environ)
         self._signals = Signals(handled, self._on_signal)
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
@@ -361,31 +361,44 @@ class Session:
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
         self.checkpoints.load_weights()
+        self.stopping = Stopping(StopRequest(core.strategy.control, None, None, None))
+        early = EarlyExit(self.stopping.stop, core.strategy) if core.saves_on_signals else None
         if core.stage == "predict":
-            evaluate: Callable[[], Any] = build_prediction(core, data, runner, move)
+            evaluate: Callable[[], Any] = build_prediction(core, data, runner, move, early)
         else:
-            evaluate = build_evaluation(core, data, core.stage, runner, move)
+            evaluate = build_evaluation(core, data, core.stage, runner, move, early=early)
+        self._signals.defer_to_run()
         with core.profiling.span(HOOK_STAGE_NAMES[core.stage]):
-            return evaluate()
+            result = evaluate()
+        if self.stopping.stop.leaving:
+            self._leave(self.stopping.stop.leaving)
+        return result
 
     # Signals
 
     def _on_signal(self, number: int) -> None:
-        self.stopping.stop.signal = number
+        self.stopping.stop.leave_after(number)
         if self.core.strategy.rank == 0:
             name = signal.Signals(number).name
-            trial = self.core.request.trial
-            reaction = "the trial ends after this step" if trial else "the run saves its last whole step and ends"
+            reaction = "the run saves its last whole step and ends"
+            if self.core.stage != "fit":
+                reaction = "the run ends after this batch"
+            elif self.core.request.trial:
+                reaction = "the trial ends after this step"
             logger.warning("%s: %s. A second signal ends it at once.", name, reaction)
 
     def _leave(self, number: int) -> None:
-        """End a run that a signal stopped early and that is saved already, without the hooks of the end of training."""
+        """End a run that a signal stopped early, and that is saved if it trains, without the hooks of its end."""
         self._signals.handled = True
         self._ending.exit_error = error = interruption_error(number)
-        self.data.rng_replay.end()
-        self.checkpoints.finish()
-        if self.core.strategy.rank == 0 and not self.core.request.trial:
-            self._ending.set_reasons([f"{signal.Signals(number).name} asked it to save and leave"])
+        name = signal.Signals(number).name
+        if self.core.stage != "fit":
+            self._ending.set_reasons([f"{name} asked it to leave"])
+        else:
+            self.data.rng_replay.end()
+            self.checkpoints.finish()
+            if not self.core.request.trial:
+                self._ending.set_reasons([f"{name} asked it to save and leave"])
         for hook in self._exception_hooks():
             hook(error)
 
