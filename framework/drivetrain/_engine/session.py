@@ -24,6 +24,7 @@ from drivetrain._engine.evaluation_setup import (
     build_evaluation,
     build_prediction,
     build_validation,
+    goes_on_when_repeated,
     run_sanity_check,
 )
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
@@ -377,6 +378,8 @@ class Session:
     # Signals
 
     def _on_signal(self, number: int) -> None:
+        if self.stopping.stop.signal:
+            return  # the other thread has reported it
         self.stopping.stop.leave_after(number)
         if self.core.strategy.rank == 0:
             name = signal.Signals(number).name
@@ -403,7 +406,7 @@ class Session:
             hook(error)
 
     def _requeue(self, number: int) -> None:
-        if self.core.strategy.rank == 0:
+        if self.core.strategy.rank == 0 and goes_on_when_repeated(self.core):
             from drivetrain._engine.requeue import requeue  # only preempted runs need it
 
             requeue(number, os.environ)
