@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_runs import FEATURES, quiet
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from drivetrain import Callback, TrainModule
 from drivetrain.callbacks import PredictionWriter
@@ -130,30 +130,30 @@ def test_a_signal_is_heard_when_fast_micro_batches_become_slow(name: str) -> Non
         assert found[0][2] == found[1][2], case  # the ranks leave after the same micro-batch
 
 
-class Uneven(IterableDataset[Any]):
-    """Rank 0 has one sample, and rank 1 has many."""
+class Apart(Slowing):
+    """Rank 0 is many micro-batches ahead of rank 1 when one of them is signalled, or has no data left.
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.ones(100 if int(os.environ["RANK"]) else 1, FEATURES))
+    Args:
+        signalled: the rank that is signalled.
+        far: the number of fast micro-batches of rank 0.
+    """
 
-
-class Pausing(Slowing):
-    """The signal arrives on one rank while the other waits for it at the end of its data."""
-
-    def __init__(self, signalled: int) -> None:
+    def __init__(self, signalled: int, far: int) -> None:
         super().__init__("none")
         self.signalled = signalled
+        self.far = far
 
     def run_step(self, stage: str, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.after += self.global_rank
-        if batch_idx == FAST:  # only rank 1 has as many batches
+        self.after += 1
+        if self.global_rank and batch_idx == 2:
+            time.sleep(1)  # rank 0 gets ahead
             os.kill(int(os.environ["RANK_PIDS"].split()[self.signalled]), signal.SIGUSR1)
-        if batch_idx >= FAST:
+        if batch_idx >= (2 if self.global_rank else self.far):
             time.sleep(SLOW)
         return super().run_step(stage, batch, batch_idx)
 
 
-def _uneven(folder: Path) -> list[Any]:
+def _apart(folder: Path) -> list[Any]:
     rank = int(os.environ["RANK"])
     (folder / f"{rank}.part").write_text(str(os.getpid()))
     (folder / f"{rank}.part").rename(folder / str(rank))
@@ -161,21 +161,21 @@ def _uneven(folder: Path) -> list[Any]:
         time.sleep(0.01)
     os.environ["RANK_PIDS"] = " ".join((folder / str(other)).read_text() for other in (0, 1))
     found = []
-    for entry in ("validate", "test", "predict"):
-        for signalled in (0, 1):
-            module = Pausing(signalled)
-            data = DataLoader(Uneven(), batch_size=1)
-            found.append((entry, signalled, *_leave(quiet(strategy="ddp"), entry, module, data), module.after))
+    for entry, signalled, far in APART:
+        module = Apart(signalled, far)
+        found.append((*_leave(quiet(strategy="ddp"), entry, module, loader()), module.after))
     return found
 
 
-def test_a_rank_that_has_no_data_left_hears_a_signal(tmp_path: Path) -> None:  # Q-06
-    by_rank = run_distributed(_uneven, 2, tmp_path, process_group=None, env=ENV, timeout=120)
-    for found in by_rank:
-        for *case, code, state, _ in found:
-            assert (code, state) == (128 + signal.SIGUSR1, "interrupted"), case
-    for *case, _, _, count in by_rank[1]:
-        assert FAST < count <= FAST + MOST, (case, count)
+APART = [("validate", 1, 40), ("validate", 0, 1000), ("predict", 0, 40), ("predict", 1, 1000), ("test", 1, 1000)]
+
+
+def test_ranks_that_are_many_micro_batches_apart_leave_together(tmp_path: Path) -> None:  # Q-06
+    ahead, behind = run_distributed(_apart, 2, tmp_path, process_group=None, env=ENV, timeout=120)
+    for case, first, second in zip(APART, ahead, behind, strict=True):
+        assert first[:2] == second[:2] == (128 + signal.SIGUSR1, "interrupted"), case
+        assert second[2] <= 2 + MOST, (case, second)
+        assert first[2] >= min(case[2], 70), (case, first)
 
 
 def _predict(folder: Path, name: str) -> list[Any]:

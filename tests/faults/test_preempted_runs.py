@@ -15,7 +15,6 @@ import torch
 from drawing_run import SAMPLES, STRATEGIES, Drawing, train
 
 from drivetrain import Fit
-from drivetrain._loops import stopping
 from drivetrain.testing import requires_linux, run_distributed
 
 HERE = Path(__file__).parent
@@ -56,8 +55,6 @@ def test_all_ranks_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) ->
 
 def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, int]]]:
     """Run until the last rank is preempted after ``step``; return the outcome, and the samples that were used."""
-    # prevents the epoch from ending within sixteen micro-batches, since a step takes almost no time here
-    stopping.AGREE_EVERY = 1
     seen: list[tuple[int, int]] = []
     window: list[tuple[int, int]] = []
     made = -1

@@ -18,7 +18,7 @@ from drivetrain.strategies.strategy import Strategy
 
 
 class EarlyExit:
-    """Lets all ranks exit an evaluation early, at the same micro-batch.
+    """Lets all ranks exit an evaluation early: at the same micro-batch, unless they are many micro-batches apart.
 
     Args:
         stop: the requests to end the run.
@@ -28,6 +28,7 @@ class EarlyExit:
     def __init__(self, stop: StopRequest, strategy: Strategy) -> None:
         self.stop = stop
         self._strategy = strategy
+        self._ranks_are_apart = not strategy.collective_forward and strategy.world_size > 1
 
     def exits_immediately(self, name: str) -> bool:
         """Return whether the ranks exit before the evaluation, called ``name``, begins. Collective."""
@@ -42,7 +43,11 @@ class EarlyExit:
 
     def exits(self) -> bool:
         """Return whether to exit. Called after each micro-batch, at least while ``stop.counts_points``."""
-        return self.stop.exits_at_point()
+        if not self.stop.exits_at_point(self._ranks_are_apart):
+            return False
+        if self._ranks_are_apart:
+            self.stop.release_ranks_behind(self._wait_for_device)
+        return True
 
     def has_exited(self, equal_counts: bool) -> bool:
         """Return whether the ranks exit. Called after a loader's last micro-batch, or after the one where they stopped.
@@ -52,9 +57,11 @@ class EarlyExit:
         Args:
             equal_counts: whether all ranks have the same number of micro-batches.
         """
-        if self._ranks_are_at_one_point:
+        if not self._ranks_are_apart:
             return self.stop.leaving > 0
-        self.stop.agree_when_all_arrive("the end of an evaluation's loader", equal_counts=equal_counts)
+        self.stop.agree_when_all_arrive(
+            "the end of an evaluation's loader", equal_counts=equal_counts, wait_for_device=self._wait_for_device
+        )
         return self.stop.agreed_to_exit()
 
     def undo(self) -> None:
@@ -63,9 +70,9 @@ class EarlyExit:
     def end(self) -> None:
         """Release the recorded state."""
 
-    @property
-    def _ranks_are_at_one_point(self) -> bool:
-        return self._strategy.collective_forward or self._strategy.world_size == 1
+    def _wait_for_device(self) -> None:
+        if self._strategy.device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.device)
 
 
 class ValidationExit(EarlyExit):
@@ -104,9 +111,9 @@ class ValidationExit(EarlyExit):
         if not self._must_finish:
             # If the ranks may be at different points, each checks its own replica.
             self._must_finish = (
-                self._weights_changed("leaving a validation run")
-                if self._ranks_are_at_one_point
-                else self._weights_differ()
+                self._weights_differ()
+                if self._ranks_are_apart
+                else self._weights_changed("leaving a validation run")
             )
         if self._must_finish:
             self.stop.defer_leaving()
@@ -115,7 +122,7 @@ class ValidationExit(EarlyExit):
     def has_exited(self, equal_counts: bool) -> bool:
         if not super().has_exited(equal_counts):
             return False
-        if not self._ranks_are_at_one_point:
+        if self._ranks_are_apart:
             self._must_finish = self._weights_changed("leaving a validation run")
             if self._must_finish:
                 self.stop.defer_leaving()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -109,10 +110,14 @@ class StopRequest:
         self.requested = True
         return self._may_stop(step, epoch)
 
-    def exits_at_point(self) -> bool:
+    def exits_at_point(self, apart: bool = False) -> bool:
         """Return whether all ranks leave now. Called on every rank at each point.
 
         Points are the ends of windows, of micro-batches within a window, and of micro-batches of an evaluation.
+
+        Args:
+            apart: whether ranks may be many points apart, because no forward or backward is collective. A rank that is
+                behind then leaves once another rank has called `release_ranks_behind`.
         """
         if self._store is None:
             self.leaving = self.signal
@@ -121,11 +126,10 @@ class StopRequest:
             self._leave.request(self.signal, self._store)
         self._point = point = self._point + 1
         if self._held:
-            self._held = False
-            self._leave.conclude()
-            self._stop.conclude()
+            self._conclude()
         if point < self._leave.point:
-            return False
+            if not (apart and self._leave.reason and self._store.check(["leave/reached"])):
+                return False
         self.leaving = self._leave.reason
         return True
 
@@ -145,7 +149,25 @@ class StopRequest:
         self._leave.act_on_requests(leaving)
         self.requested = self._agreed = stopping > 0
 
-    def agree_when_all_arrive(self, purpose: str, *, equal_counts: bool) -> None:
+    def release_ranks_behind(self, wait_for_device: Callable[[], object]) -> None:
+        """After a request to leave, let the ranks that are behind leave before they reach the agreed point.
+
+        This rank has left an evaluation, or its data has ended. It has passed all its points without the ranks that are
+        behind, so the micro-batches that they skip contain no collective of all ranks. (If one did, the device would
+        still wait in it.)
+
+        Args:
+            wait_for_device: waits until the device has done this rank's work.
+        """
+        if self._held:
+            self._conclude()
+        if self._store is not None and self._leave.reason:
+            wait_for_device()
+            self._store.set("leave/reached", "")
+
+    def agree_when_all_arrive(
+        self, purpose: str, *, equal_counts: bool, wait_for_device: Callable[[], object]
+    ) -> None:
         """Exchange requests at a point that one rank may reach before the others. Collective.
 
         A rank that makes a request before it arrives ignores the ranks that wait. It acts at its current point, and
@@ -155,8 +177,10 @@ class StopRequest:
             purpose: the purpose of the agreement, the same on every rank.
             equal_counts: whether all ranks have passed the same number of points. Otherwise all ranks continue from
                 the largest number.
+            wait_for_device: as for `release_ranks_behind`.
         """
         self._waits = True
+        self.release_ranks_behind(wait_for_device)
         if equal_counts or self._store is None:
             self.agree(purpose)
         else:
@@ -202,6 +226,11 @@ class StopRequest:
 
     def _reason_code(self) -> int:
         return _TIME_IS_UP if self._time_is_up else 1
+
+    def _conclude(self) -> None:
+        self._held = False
+        self._leave.conclude()
+        self._stop.conclude()
 
     def _hold(self) -> int:
         """Hold the main thread, and return the next point at which it is held. Called in either thread.

@@ -339,9 +339,7 @@ def test_a_signal_ends_an_evaluation_after_the_batch(
 
 
 @pytest.mark.parametrize(("at", "batches"), [("setup", 0), ("on_test_start", 1), ("on_test_end", 6)])
-def test_a_signal_between_the_batches_of_an_evaluation_ends_it(
-    tmp_path: Path, at: str, batches: int
-) -> None:
+def test_a_signal_between_the_batches_of_an_evaluation_ends_it(tmp_path: Path, at: str, batches: int) -> None:
     module, closing = Evaluated(signal.SIGTERM, at=at), Closing()
     run = fit(tmp_path, callbacks=closing)
     with pytest.raises(SystemExit) as caught:
