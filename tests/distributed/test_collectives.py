@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
-import threading
 import time
 from collections import Counter
 from datetime import timedelta

@@ -65,7 +65,7 @@ def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseExcepti
 class Signals:
     """Handles signals within its ``with`` block, which has no effect in threads other than the main thread.
 
-    Until `defer_to_run` is called, there is nothing to save or to close: a signal that would have ended the process raises
+    Until `defer_to_run` is called, there is nothing to save: a signal that would have ended the process raises
     immediately, and handlers of the user stay in place. From then on, the first signal is passed to the run, and a
     second signal raises in the main thread. Python runs no handler while the main thread is in a call that does not
     return, such as a collective. In this case a watcher thread ends the process.
@@ -111,7 +111,7 @@ class Signals:
         return self._pipe is not None
 
     def defer_to_run(self) -> None:
-        """Pass the first signal to the run from now on, since there is state to save or to close."""
+        """Pass the first signal to the run from now on, since there is something to save or to complete."""
         if self._watcher is None:
             return
         self._watcher.expect(self._numbers, at_once=False)
@@ -242,7 +242,7 @@ class _Watcher:
         """Whether the main thread has raised for the first signal."""
 
     def expect(self, numbers: Sequence[int], *, at_once: bool) -> None:
-        """Act on these signals from now on: end the process on the first signal if ``at_once``, else on a second one."""
+        """Watch these signals. The process has to end on the first one if ``at_once``, otherwise on a second one."""
         self._expected = (numbers, at_once)
 
     def run(self) -> None:

@@ -111,9 +111,7 @@ class ValidationExit(EarlyExit):
         if not self._must_finish:
             # If the ranks may be at different points, each checks its own replica.
             self._must_finish = (
-                self._weights_differ()
-                if self._ranks_are_apart
-                else self._weights_changed("leaving a validation run")
+                self._weights_differ() if self._ranks_are_apart else self._weights_changed("leaving a validation run")
             )
         if self._must_finish:
             self.stop.defer_leaving()

@@ -127,9 +127,8 @@ class StopRequest:
         self._point = point = self._point + 1
         if self._held:
             self._conclude()
-        if point < self._leave.point:
-            if not (apart and self._leave.reason and self._store.check(["leave/reached"])):
-                return False
+        if point < self._leave.point and not (apart and self._may_leave_behind()):
+            return False
         self.leaving = self._leave.reason
         return True
 
@@ -165,9 +164,7 @@ class StopRequest:
             wait_for_device()
             self._store.set("leave/reached", "")
 
-    def agree_when_all_arrive(
-        self, purpose: str, *, equal_counts: bool, wait_for_device: Callable[[], object]
-    ) -> None:
+    def agree_when_all_arrive(self, purpose: str, *, equal_counts: bool, wait_for_device: Callable[[], object]) -> None:
         """Exchange requests at a point that one rank may reach before the others. Collective.
 
         A rank that makes a request before it arrives ignores the ranks that wait. It acts at its current point, and
@@ -226,6 +223,9 @@ class StopRequest:
 
     def _reason_code(self) -> int:
         return _TIME_IS_UP if self._time_is_up else 1
+
+    def _may_leave_behind(self) -> bool:
+        return self._leave.reason > 0 and self._store is not None and self._store.check(["leave/reached"])
 
     def _conclude(self) -> None:
         self._held = False
