@@ -15,8 +15,19 @@ from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
+from drivetrain._loops.stopping import StopRequest
 from drivetrain.callback import Callback
 from drivetrain.strategies.strategy import StepRunner
+
+
+def build_stage(
+    core: RunCore, data: RunData, stop: StopRequest, runner: StepRunner, move: Move | None
+) -> Callable[[], Any]:
+    """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
+    early = EarlyExit(stop, core.strategy) if core.saves_on_signals else None
+    if core.stage == "predict":
+        return build_prediction(core, data, runner, move, early)
+    return build_evaluation(core, data, core.stage, runner, move, early=early)
 
 
 def build_evaluation(

@@ -21,8 +21,7 @@ from drivetrain._engine.console_logging import log_once, log_to_console
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
-    build_evaluation,
-    build_prediction,
+    build_stage,
     build_validation,
     goes_on_when_repeated,
     run_sanity_check,
@@ -51,7 +50,7 @@ from drivetrain._engine.run_parts import (
     TrainingInputs,
 )
 from drivetrain._engine.seeding import seed_rank, warn_unseeded
-from drivetrain._engine.signals import Signals, as_interruption, handled_signals, interruption_error
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
@@ -63,7 +62,6 @@ from drivetrain._engine.training_setup import (
     under_context,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
-from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
@@ -357,17 +355,13 @@ class Session:
         self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: _Prepared) -> Any:
-        core, data, runner, move = self.core, self.data, prepared.runner, prepared.move
+        core = self.core
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
         self.checkpoints.load_weights()
         self.stopping = Stopping(StopRequest(core.strategy.control, None, None, None))
-        early = EarlyExit(self.stopping.stop, core.strategy) if core.saves_on_signals else None
-        if core.stage == "predict":
-            evaluate: Callable[[], Any] = build_prediction(core, data, runner, move, early)
-        else:
-            evaluate = build_evaluation(core, data, core.stage, runner, move, early=early)
+        evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.profiling.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
@@ -382,26 +376,19 @@ class Session:
             return  # the other thread has reported it
         self.stopping.stop.leave_after(number)
         if self.core.strategy.rank == 0:
-            name = signal.Signals(number).name
-            reaction = "the run saves its last whole step and ends"
-            if self.core.stage != "fit":
-                reaction = "the run ends after this batch"
-            elif self.core.request.trial:
-                reaction = "the trial ends after this step"
-            logger.warning("%s: %s. A second signal ends it at once.", name, reaction)
+            announce(number, self.core.stage, self.core.request.trial)
 
     def _leave(self, number: int) -> None:
-        """End a run that a signal stopped early, and that is saved if it trains, without the hooks of its end."""
+        """End a run that a signal stopped early, without the hooks of its end. A fit is saved already."""
         self._signals.handled = True
         self._ending.exit_error = error = interruption_error(number)
-        name = signal.Signals(number).name
         if self.core.stage != "fit":
-            self._ending.set_reasons([f"{name} asked it to leave"])
+            self._ending.set_failure(error)
         else:
             self.data.rng_replay.end()
             self.checkpoints.finish()
             if not self.core.request.trial:
-                self._ending.set_reasons([f"{name} asked it to save and leave"])
+                self._ending.set_reasons([f"{signal.Signals(number).name} asked it to save and leave"])
         for hook in self._exception_hooks():
             hook(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
@@ -18,6 +19,8 @@ from typing import Any, Self
 from drivetrain._config.arguments import signal_numbers
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.launchers.choose import is_interactive
+
+logger = logging.getLogger("drivetrain")
 
 _DUPLICATE_INTERVAL = 0.5
 """Seconds within which a repeated signal is a duplicate: launchers forward signals that each process got already."""
@@ -47,6 +50,14 @@ def handled_signals(setting: str | list[str] | None, variables: Mapping[str, str
 def interruption_error(number: int) -> BaseException:
     """Return the exception that a run raises when it stops for signal ``number``."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def announce(number: int, stage: str, trial: bool) -> None:
+    """Log how a run of ``stage``, or a trial, reacts to its first signal."""
+    reaction = "the run saves its last whole step and ends" if stage == "fit" else "the run ends after this batch"
+    if trial:
+        reaction = "the trial ends after this step"
+    logger.warning("%s: %s. A second signal ends it at once.", signal.Signals(number).name, reaction)
 
 
 def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseException:

@@ -322,8 +322,13 @@ EVALUATIONS = {"validate": {"verbose": False}, "test": {"verbose": False}, "pred
 @pytest.mark.parametrize("entry", EVALUATIONS)
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_ends_an_evaluation_after_the_batch(
-    tmp_path: Path, entry: str, number: signal.Signals, raised: type[BaseException]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    entry: str,
+    number: signal.Signals,
+    raised: type[BaseException],
 ) -> None:  # Q-06
+    caplog.set_level("INFO", logger="drivetrain")
     module, closing, ended = Evaluated(number), Closing(), Ended()
     before = signal.getsignal(number), signal.set_wakeup_fd(-1)
     run = fit(tmp_path, callbacks=closing, logger=ended)
@@ -333,6 +338,7 @@ def test_a_signal_ends_an_evaluation_after_the_batch(
         assert caught.value.code == 143
     assert module.batches == 3
     assert closing.calls == [raised.__name__, f"teardown {entry}"]
+    assert "The run ended" not in caplog.text  # it did not train
     assert (run.state, ended.status) == ("interrupted", "interrupted")
     assert (signal.getsignal(number), signal.set_wakeup_fd(-1)) == before
     assert not [one for one in threading.enumerate() if one.name.startswith("drivetrain")]
