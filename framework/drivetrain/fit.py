@@ -99,8 +99,9 @@ class Fit(SessionContext):
             package registers, or a `drivetrain.launchers.Launcher`.
         environment: what started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", a name
             that a package registers, or an `Environment`.
-        preemption_signals: signals that, like Ctrl-C, make a run save and exit so that it can be resumed: a name or a
-            list of names; "auto" for SIGTERM, and in a SLURM job also SIGUSR1; None for none, not even Ctrl-C.
+        preemption_signals: signals that, like Ctrl-C, make a fit save and exit so that it can be resumed, and end
+            `validate`, `test` and `predict` after a batch: a name or a list of names; "auto" for SIGTERM, and in a
+            SLURM job also SIGUSR1; None for none, not even Ctrl-C.
         barebones: run the bare loop, without progress bar, summary, checkpoints and logging.
         plugins: a reserved name; any value except None is refused.
 

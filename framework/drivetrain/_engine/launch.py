@@ -158,8 +158,7 @@ class _WorkOfRun(Work):
         self.device = device
         self.done = False
         self.result: Any = None
-        fitting = request.stage == "fit"
-        self.signals = handled_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
+        self.signals = handled_signals(request.trainer.preemption_signals, os.environ)
 
     def run_in_this_process(self, world: World) -> Any:
         store = world.store("runs")

@@ -166,7 +166,7 @@ class EvaluateLoop:
     def run(self) -> list[dict[str, float]]:
         """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
         metrics, hooks, name, early_exit = self._metrics, self._hooks, self._name, self._early_exit
-        if early_exit is not None and early_exit.exits_immediately():
+        if early_exit is not None and early_exit.exits_immediately(name):
             return []
         self._mode.sync_buffers()
         no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
@@ -212,7 +212,6 @@ class EvaluateLoop:
         """Evaluate one loader; return False if the ranks exit early, after undoing the effects of the evaluation."""
         metrics, arguments, runner, step = self._metrics, self._arguments, self._runner, self._step
         early_exit = self._early_exit
-        should_exit = None if early_exit is None else early_exit.exit_check()
         several, count, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         previous = position.enter("evaluation")
@@ -223,7 +222,7 @@ class EvaluateLoop:
                 # Repeated batches of a joining rank have start == -1 and do not count.
                 count += shard.start >= 0
                 self._join(host_batch, batch_idx, index)
-                if should_exit is not None and should_exit():
+                if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                     break
                 continue
             count += 1
@@ -237,7 +236,7 @@ class EvaluateLoop:
             outputs = runner(step, *arguments(batch, batch_idx, index))
             for hook in self._batch_end:
                 hook(outputs, *hook_arguments)
-            if should_exit is not None and should_exit():
+            if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                 break
         metrics.batch = None
         position.leave(previous)
