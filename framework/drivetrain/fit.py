@@ -477,7 +477,7 @@ class Fit(SessionContext):
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         if averaged is not None:
-            from drivetrain.checkpoint._evaluated_weights import check_averaged  # only runs with checkpoints need it
+            from drivetrain.checkpoint.averaged_weights import check_averaged  # only runs with checkpoints need it
 
             check_averaged(averaged)
             if path is None:

@@ -403,7 +403,7 @@ def _edit_checkpoint_reads(tree: ast.AST, edits: Edits, remaining: list[tuple[in
             rewritten.add(id(node.value))
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
-            new = f"drivetrain.checkpoint.load({ast.unparse(path)}).weights()"
+            new = f"drivetrain.checkpoint.evaluated_weights({ast.unparse(path)})"
             edits[node.lineno, node.col_offset] = (node.end_lineno, node.end_col_offset), "", new
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and id(node) not in rewritten and _loaded_checkpoint(node) is not None:

@@ -22,7 +22,6 @@ from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
-from drivetrain.checkpoint._evaluated_weights import evaluated_weights
 from drivetrain.checkpoint._format import (
     AveragesRecord,
     Checkpoint,
@@ -33,6 +32,7 @@ from drivetrain.checkpoint._format import (
 )
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
+from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import listed
 from drivetrain.module._hyper_parameters import hyper_parameters_argument
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regroup_parameters

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import evaluates_once, explain_missing_closure
-from drivetrain._loops.first_step_checks import refuse_step
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Progress
 from drivetrain._loops.step import resolve_backward, syncs_in_context
@@ -94,6 +93,8 @@ class OptimizerHandle:
             ConfigurationError: the optimizer needs a closure and got none.
         """
         if not self.may_step:
+            from drivetrain._loops.first_step_checks import refuse_step  # only this error needs it
+
             refuse_step(self.optimizer)
         if closure is not None and self._passes_closure:
             return self._step_with(closure)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import explain_missing_closure
-from drivetrain._loops.first_step_checks import run_first_step
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
@@ -244,6 +243,8 @@ class AutomaticStep:
         return stepped
 
     def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
+        from drivetrain._loops.first_step_checks import run_first_step  # later steps do not need it
+
         self._training_step = self._later_training_step
         return run_first_step(self._training_step, self.module, self.optimizers, batch, batch_idx)
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint._evaluated_weights import evaluated_weights
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.checkpoint.consolidation import create_file, write_tensors
 from drivetrain.errors import CheckpointError, listed, nearest
 

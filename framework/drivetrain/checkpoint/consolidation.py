@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain._distributed.shards import Span
-from drivetrain.checkpoint._evaluated_weights import evaluated_weights
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.file_writer import FileWriter
@@ -20,6 +19,7 @@ from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError
 
 _PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger

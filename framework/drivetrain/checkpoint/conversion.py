@@ -13,12 +13,12 @@ import torch
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
-from drivetrain.checkpoint._evaluated_weights import announce_choice, check_averaged
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
 from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
+from drivetrain.checkpoint.averaged_weights import announce_choice, check_averaged
 from drivetrain.errors import CheckpointError
 
 _LIGHTNING_TRAINED = "current_model_state"

@@ -9,9 +9,8 @@ from typing import Any, Self
 
 import torch
 
-from drivetrain._runtime.class_only import class_only
 from drivetrain._runtime.transfer import move_to
-from drivetrain.module._hyper_parameters import HyperParametersMixin
+from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
 from drivetrain.module._run_handle import RunHandle
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain._runtime.class_only import class_only
 from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import ConfigurationError
-from drivetrain.module._hyper_parameters import HyperParametersMixin
+from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module._run_handle import RunHandle
 
@@ -395,8 +394,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
                 the checkpoint.
         """
         # Imported only here, because most runs do not need it.
-        from drivetrain.checkpoint._evaluated_weights import evaluated_weights
         from drivetrain.checkpoint._format import load
+        from drivetrain.checkpoint.averaged_weights import evaluated_weights
         from drivetrain.launchers._rank_zero import this_rank
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 

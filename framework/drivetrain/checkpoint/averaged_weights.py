@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from drivetrain._runtime.console_logging import log_to_console
-from drivetrain.checkpoint._format import Checkpoint, Weights
+from drivetrain.checkpoint._format import Checkpoint, Weights, load
 from drivetrain.errors import ConfigurationError
 
 logger = logging.getLogger("drivetrain")
 
 
-def evaluated_weights(checkpoint: Checkpoint, averaged: bool | None = None, announce: bool = True) -> Weights:
+def evaluated_weights(
+    checkpoint: Checkpoint | str | os.PathLike[str], averaged: bool | None = None, announce: bool = True
+) -> Weights:
     """Return the weights to evaluate, load or export. If the checkpoint has averages, a message says which are used.
 
     Args:
-        checkpoint: the checkpoint.
+        checkpoint: the checkpoint, or its path or fsspec URL.
         averaged: True for the averages, False for the trained weights, None for those that the run evaluated with.
         announce: whether to log the message; False on ranks other than 0.
 
@@ -25,6 +28,8 @@ def evaluated_weights(checkpoint: Checkpoint, averaged: bool | None = None, anno
         CheckpointError: ``averaged`` is True and the checkpoint has no averages.
     """
     check_averaged(averaged)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = load(checkpoint)
     record = checkpoint.manifest.metadata.averages
     if record is None:
         return checkpoint.averages() if averaged else checkpoint.weights()  # `averages` raises the error
