@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._engine.handshake import check_ranks_agree, optimizer_facts
+from drivetrain._engine.optimizer_settings import describe_groups
 from drivetrain._engine.resume_compatibility import class_names
 from drivetrain._engine.run_parts import Optimization, RunCore
 from drivetrain._loops.configured_optimizers import (
@@ -34,7 +35,7 @@ def set_up_optimizers(
     Args:
         core: the run.
         trainables: tracks which parameters train.
-        components: receives the classes of optimizers and schedulers.
+        components: receives the classes of optimizers and schedulers, and the optimizers' groups.
         regroup: restores the parameter groups that the optimizers had in the resumed run.
     """
     module, strategy = core.module, core.strategy
@@ -44,10 +45,15 @@ def set_up_optimizers(
     schedulers = [config.scheduler for config in configs]
     if strategy.world_size > 1:  # reading a learning rate that is a tensor waits for the device
         check_ranks_agree(strategy.control, optimizer_facts(optimizers, schedulers))
-    components |= {"optimizers": class_names(optimizers), "schedulers": class_names(schedulers)}
     automatic = module.automatic_optimization
     closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)
+    components |= {
+        "optimizers": class_names(optimizers),
+        "schedulers": class_names(schedulers),
+        "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),
+        "frozen_parameters": trainables.frozen(),
+    }
     regroup(optimizers)
     check_optimizers(module, optimizers, configs, automatic, closure)
     if strategy.rank == 0:

@@ -93,6 +93,11 @@ class Checkpoint:
         """Return the parameter names of each group of an optimizer, without reading tensors."""
         return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
 
+    def optimizer_settings(self, index: int = 0) -> list[dict[str, Any]]:
+        """Return the parameter groups of an optimizer with parameter names as ``params``, without reading its state."""
+        groups: list[dict[str, Any]] = _read_tensors(self.optimizer_document(index)["param_groups"], {}, self.readers)
+        return groups
+
     def optimizer_document(self, index: int) -> dict[str, Any]:
         """Return an optimizer's state with a `TensorSource` in place of each tensor; no tensor is read.
 
