@@ -244,10 +244,20 @@ class RunCheckpoints:
         self._report_saved_numbers([difference for difference in found if difference.kind not in self._allow])
 
     def _differences(self, checkpoint: Checkpoint, current: dict[str, Any]) -> list[Difference]:
-        from drivetrain._engine.resume_compatibility import find_differences, unrecorded_optimizers
+        from drivetrain._engine.resume_compatibility import (
+            find_differences,
+            immovable_optimizers,
+            unrecorded_optimizers,
+        )
 
-        saved = checkpoint.state().get("made_of")
+        state, strategy = checkpoint.state(), self._core.strategy
+        saved = state.get("made_of")
         found = find_differences(saved, current)
+        if "optimizers" in current:
+            manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
+            layouts = (manifest.metadata.strategy, manifest.world_size), own
+            flattened = state.get("flattened_optimizer_state") or {}
+            found += immovable_optimizers(flattened, *layouts, strategy.shards_parameters, found)
         if "optimizer" in self._allow and not any(difference.kind == "optimizer" for difference in found):
             found += unrecorded_optimizers(saved, current)
         return found
@@ -293,8 +303,8 @@ class RunCheckpoints:
         """Restore the parameter groups and the frozen parameters of the resumed run.
 
         Raises:
-            ConfigurationError: optimizers or schedulers have other classes, or optimizers other groups, and ``allow`` does
-                not name the difference.
+            ConfigurationError: optimizers or schedulers have other classes, or optimizers other groups, and ``allow``
+                does not name the difference.
         """
         self._compare()
         frozen = self._frozen_names()
@@ -412,6 +422,37 @@ class RunCheckpoints:
                         logger.warning(
                             "After a preemption signal this run could not save a checkpoint to resume from: %s", error
                         )
+
+    def repeat_dry_run_after_first_step(self) -> None:
+        """Request another `dry_run_save` after the first step, which creates the state of most optimizers.
+
+        In manual optimization, an optimizer may step for the first time later: the dry run is then repeated after that
+        step too.
+        """
+        core, optimizers = self._core, self._collect_parts().optimization.optimizers
+        saving = [callback for callback in core.callbacks if callback.writes_to]
+        if not any(callback.saves_resumable or core.saves_on_signals for callback in saving):
+            return  # no checkpoint of this run will contain optimizer state
+        before = core.progress.global_step
+        waiting = [] if core.module.automatic_optimization else [each for each in optimizers if not each.state]
+
+        def repeat() -> None:
+            if core.progress.global_step == before:  # the first windows may make no step
+                self.requests.ask(repeat)
+                return
+            self.dry_run_save()
+            for optimizer in waiting:
+                if not optimizer.state:
+                    self._dry_run_after_step_of(optimizer)
+
+        self.requests.ask(repeat)
+
+    def _dry_run_after_step_of(self, optimizer: Optimizer) -> None:
+        def ask(*_: Any) -> None:
+            handle.remove()
+            self.requests.ask(self.dry_run_save)
+
+        handle = optimizer.register_step_post_hook(ask)
 
     def _dry_run_save(self, weights_only: bool) -> None:
         from drivetrain.checkpoint._format import check_metadata, run_collectively, stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.utils.data.sampler import BatchSampler
 from drivetrain._engine.optimizer_settings import compare_groups
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data.combined import CombinedLoader
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError, listed, nearest
 
 ALLOWABLE_DIFFERENCES = ("data", "optimizer", "scheduler", "module")
 """The differences from the saved run that `fit(..., allow=)` may permit."""
@@ -188,6 +188,39 @@ def unrecorded_optimizers(saved: Any, now: dict[str, Any]) -> list[Difference]:
         Difference("optimizer", f"no record of the settings of {_describe([name])}", "those of this run", index)
         for index, name in enumerate(now.get("optimizers", ()))
     ]
+
+
+def immovable_optimizers(
+    flattened: Mapping[str, Any],
+    saved: tuple[str, int],
+    now: tuple[str, int],
+    shards: bool,
+    found: Sequence[Difference],
+) -> list[Difference]:
+    """Return a difference for each optimizer whose state this run would have to cut, although it is stored in blocks.
+
+    Args:
+        flattened: what the checkpoint says about state of tensor subclasses.
+        saved: the strategy and the number of ranks of the saved run.
+        now: the strategy and the number of ranks of this run.
+        shards: whether this run's strategy shards parameters.
+        found: the other differences. Optimizers that differ anyway are left out.
+    """
+    differing = {each.optimizer for each in found if each.kind == "optimizer" and not each.is_number}
+    return [
+        Difference(
+            "optimizer",
+            f"block-wise optimizer state ({listed(entry['names'])}) on {_layout(saved)}",
+            _layout(now),
+            int(index),
+        )
+        for index, entry in flattened.items()
+        if saved != now and (entry["per_rank"] or shards) and not differing & {int(index), None}
+    ]
+
+
+def _layout(layout: tuple[str, int]) -> str:
+    return f"{layout[1]} rank{'s' * (layout[1] > 1)} of {layout[0]}"
 
 
 def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
 from drivetrain._engine.optimizer_settings import add_later_groups, keep_implementation
 from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
+from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.resume_compatibility import StartsAnew
 from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
 from drivetrain._engine.saved_state_schema import check_optimizer_groups, check_rank_state, reporting_malformed
@@ -101,6 +102,9 @@ class RunCheckpoint:
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(self._optimization.optimizers)
             ]
+            control = strategy.control if self._running and strategy.shards_parameters else None
+            flattened, own = set_apart(contents.optimizers, self.shard_of, control)
+            contents.state["flattened_optimizer_state"], contents.rank_state["optimizer_shards"] = flattened, own
             contents.callbacks = self._callback_tensors(dry_run)
         if trainable_only:
             self._leave_out_base(contents)
@@ -301,6 +305,11 @@ class RunCheckpoint:
                 check_optimizer_groups(checkpoint, index, optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
+            for index, saved in states.items():
+                if state.get("flattened_optimizer_state", {}).get(str(index), {}).get("per_rank"):
+                    with reporting_malformed(checkpoint, "the ranks' documents", "optimizer_shards"):
+                        own = ranks[0]["optimizer_shards"][str(index)]
+                        add_own_shards(checkpoint.path, saved, own, strategy.optimizer_regions(index))
             with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
                 core.metrics.check_states([rank_state["metrics"] for rank_state in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)

@@ -56,6 +56,10 @@ def _is_group(value: Any) -> bool:
     return _is_dict(value) and _are_names(value.get("params")) and all(map(is_plain, value.values()))
 
 
+def _is_flattened(value: Any) -> bool:
+    return _is_dict(value) and _are_names(value.get("names")) and type(value.get("per_rank")) is bool
+
+
 def check_progress(checkpoint: Checkpoint) -> None:
     """Check that the saved counters are non-negative integers.
 
@@ -113,6 +117,9 @@ def check_state(checkpoint: Checkpoint) -> None:
             value = values.get(key) if isinstance(values, dict) else None
             if not is_valid(value) or (value is None and key not in values):
                 raise _malformed(checkpoint, file, f"{prefix}{key}", value)
+    flattened = state.get("flattened_optimizer_state", {})
+    if not _is_dict(flattened) or not all(key.isdecimal() and _is_flattened(entry) for key, entry in flattened.items()):
+        raise _malformed(checkpoint, file, "flattened_optimizer_state", flattened)
     _check_loop(checkpoint, file, state["loop"])
     made_of = state.get("made_of")
     made_of = made_of if isinstance(made_of, dict) else {}

@@ -332,6 +332,7 @@ class Session:
         if already_ended is None:
             with core.profiling.span("set-up"):
                 checkpoints.dry_run_save()
+                checkpoints.repeat_dry_run_after_first_step()
             self._record_beginning()
             ending.has_trained = True
             loop.run()
