@@ -51,6 +51,10 @@ class Quantised(torch.Tensor):
         if name in ("detach", "view", "clone", "_to_copy", "alias"):
             device = (kwargs or {}).get("device")
             return cls(value.codes.to(device), value.scales.to(device), value.dtype)
+        if name == "is_pinned":
+            return False
+        if name == "slice":  # of all elements or a part, as DeepSpeed cuts the state of its flat tensors
+            return func(value.dequantise(), *args[1:], **(kwargs or {}))
         raise NotImplementedError(f"Quantised does not implement {name}")
 
 

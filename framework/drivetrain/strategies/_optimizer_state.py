@@ -69,6 +69,30 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
         start += len(group_names)
     state = {positions[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for position, values in state.items():
+        loaded = optimizer.state[parameters[position]]
+        for key, value in values.items():
+            if key in loaded and key != "step":
+                loaded[key] = _uncast(loaded[key], value)
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """Return the loaded value without the conversions that suit only moments of torch's own optimizers.
+
+    ``Optimizer.load_state_dict`` converts every tensor to the parameter's dtype if that is a floating-point type, which
+    changes counts, masks and complex numbers, and it rebuilds a string from the characters' generator.
+    """
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        keeps_dtype = loaded.dtype == saved.dtype or saved.is_floating_point()
+        return loaded if keeps_dtype else saved.to(loaded.device)
+    if isinstance(saved, str) and isinstance(loaded, str):
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict) and saved.keys() == loaded.keys():
+        return type(saved)({key: _uncast(loaded[key], value) for key, value in saved.items()})
+    if isinstance(saved, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(map(_uncast, loaded, saved))
+    return loaded
 
 
 def regroup_parameters(

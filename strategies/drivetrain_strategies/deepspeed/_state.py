@@ -218,8 +218,8 @@ class State:
                 raise CheckpointError(
                     f"The state {key!r} of {type(optimizer).__name__} is of class {type(value).__name__}, which wraps "
                     "other tensors.",
-                    "ZeRO keeps the parameters of a group in one flat tensor, and state that is stored in blocks cannot "
-                    "be cut into the parts of the parameters.",
+                    "ZeRO keeps the parameters of a group in one flat tensor, and state that is stored in blocks "
+                    "cannot be cut into the parts of the parameters.",
                     "use strategy='fsdp' or 'ddp' with this optimizer, or save only weights: "
                     "Checkpoint(save_weights_only=True).",
                 )

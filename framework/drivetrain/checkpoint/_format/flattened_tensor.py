@@ -80,8 +80,8 @@ def is_flattenable(value: Any) -> bool:
     """Return whether a value is a tensor of a subclass that can be taken apart. A DTensor is not: it has shards."""
     return (
         isinstance(value, torch.Tensor)
-        and hasattr(value, "__tensor_flatten__")
-        and hasattr(value, "__tensor_unflatten__")
+        and callable(getattr(value, "__tensor_flatten__", None))
+        and callable(getattr(value, "__tensor_unflatten__", None))
         and not hasattr(value, "full_tensor")
     )
 
