@@ -20,7 +20,7 @@ class Quantised(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Quantised:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
         self.codes, self.scales = codes, scales
@@ -46,7 +46,7 @@ class Quantised(torch.Tensor):
         return cls(tensors["codes"], tensors["scales"], dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, value = func.overloadpacket.__name__, args[0]
         if name in ("detach", "view", "clone", "_to_copy", "alias"):
             device = (kwargs or {}).get("device")

@@ -1,7 +1,8 @@
-"""Optimizer state of a tensor subclass on several ranks: resumed with the same shards, and refused by name otherwise."""
+"""State of a tensor subclass on several ranks: resumed with the same shards, and refused by name otherwise."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +33,7 @@ def own(params: Any) -> Any:
 
 
 def eight_bit(params: Any) -> Any:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(params, lr=0.01)
+    return importlib.import_module("torchao.optim").AdamW8bit(params, lr=0.01)
 
 
 class Module(TrainModule):
@@ -158,7 +157,7 @@ class Unreadable(WithoutFlatten):
     """Fails in every operation."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError("cannot be read")
 
 

@@ -21,7 +21,7 @@ which tells whether ranks store their own part of it.
 
 
 def set_apart(
-    optimizers: Sequence[dict[str, Any]], shard_of: Callable[[Any], Any], control: ControlPlane | None
+    optimizers: Sequence[Mapping[str, Any]], shard_of: Callable[[Any], Any], control: ControlPlane | None
 ) -> tuple[FlattenedState, dict[str, Any]]:
     """Remove the state that only its rank can store from optimizer states.
 

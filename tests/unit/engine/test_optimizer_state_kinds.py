@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections import Counter
@@ -55,15 +56,11 @@ def fit(module: TrainModule, *callbacks: Callback, max_epochs: int = 2, **option
 
 
 def eight_bit(params: Any) -> Any:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(params, lr=0.01)
+    return importlib.import_module("torchao.optim").AdamW8bit(params, lr=0.01)
 
 
 def four_bit(params: Any) -> Any:
-    from torchao.optim import AdamW4bit
-
-    return AdamW4bit(params, lr=0.01)
+    return importlib.import_module("torchao.optim").AdamW4bit(params, lr=0.01)
 
 
 SUBCLASSES = [
@@ -277,7 +274,7 @@ def test_a_malformed_subclass_is_a_checkpoint_error(content: Any, tmp_path: Path
     from drivetrain.checkpoint._format.checkpoint_reader import _read_tensors
 
     with pytest.raises((CheckpointError, ValueError)):
-        _read_tensors(documents.decode({"$subclass": content}, {}.__getitem__), {}, 1)
+        _read_tensors(documents.decode({"$subclass": content}, dict[str, Any]().__getitem__), {}, 1)
 
 
 def test_weights_of_a_subclass_are_refused_before_the_first_step(tmp_path: Path) -> None:
