@@ -47,7 +47,8 @@ def fit(module: TrainModule, *callbacks: Callback, max_epochs: int = 2, **option
     names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     off: dict[str, Any] = dict.fromkeys(names, False)
     trainer = Fit(max_epochs=max_epochs, seed=1, accelerator="cpu", callbacks=list(callbacks), **off)
-    with torch.random.fork_rng():
+    # torchao compiles its step, which takes minutes.
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         for layer in module.children():
             layer.reset_parameters()  # type: ignore[operator]
