@@ -300,7 +300,9 @@ class RunCheckpoint:
             states = {
                 index: checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in optimizers
             }
+            dtypes = {name: source.dtype for name, source in checkpoint.weights().sources().items()}
             for index, saved in states.items():
+                saved["weight_dtypes"] = dtypes
                 keep_implementation(optimizers[index], saved)
                 check_optimizer_groups(checkpoint, index, optimizers[index], saved)
             state = checkpoint.state()

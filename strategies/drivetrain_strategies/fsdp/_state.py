@@ -112,7 +112,7 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     for name, values in saved["state"].items():
         target = parameters.get(name)
         state[name] = values if target is None else _in_layout_of_parameter(values, target)
-    return {"state": state, "param_groups": saved["param_groups"]}
+    return {**saved, "state": state}
 
 
 def _in_layout_of_parameter(value: Any, target: torch.Tensor) -> Any:

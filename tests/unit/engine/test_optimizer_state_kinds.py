@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(16, WIDTH, generator=generator)), batch_size=4)
 
 
-def fit(module: TrainModule, *callbacks: Callback, max_epochs: int = 2, **options: Any) -> Fit:
+def fit(
+    module: TrainModule, *callbacks: Callback, max_epochs: int = 2, precision: str = "32-true", **options: Any
+) -> Fit:
     names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
     off: dict[str, Any] = dict.fromkeys(names, False)
-    trainer = Fit(max_epochs=max_epochs, seed=1, accelerator="cpu", callbacks=list(callbacks), **off)
+    off |= {"max_epochs": max_epochs, "seed": 1, "accelerator": "cpu", "precision": precision}
+    trainer = Fit(callbacks=list(callbacks), **off)
     # torchao compiles its step, which takes minutes.
     with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
@@ -142,6 +146,28 @@ def test_values_of_many_kinds_are_kept(kind: str, tmp_path: Path) -> None:
     module = Model(lambda params: Keeping(params, lambda: "not restored"))
     (optimizer,) = fit(module, ckpt_path=path).optimizers
     assert plain(optimizer.state[module.wide.weight]["kept"]) == plain(make())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
+def test_state_of_a_higher_precision_than_the_weights_is_not_rounded(precision: str, tmp_path: Path) -> None:
+    # torch converts state to the dtype of its parameter
+    make = partial(torch.full, (3,), 1 / 3)
+    fit(Model(lambda params: Keeping(params, make)), Checkpoint(tmp_path), max_epochs=1, precision=precision)
+    (path,) = (each for each in tmp_path.iterdir() if each.is_dir() and not each.is_symlink())
+    module = Model(lambda params: Keeping(params, make))
+    (optimizer,) = fit(module, ckpt_path=path, precision=precision).optimizers
+    kept = optimizer.state[module.wide.weight]["kept"]
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept, make())
+
+
+def test_state_of_the_weights_precision_follows_them_to_another(tmp_path: Path) -> None:
+    # torch's optimizers need their moments in the dtype of the weights
+    fit(Model(lambda params: torch.optim.Adam(params)), Checkpoint(tmp_path), max_epochs=1)
+    (path,) = (each for each in tmp_path.iterdir() if each.is_dir() and not each.is_symlink())
+    module = Model(lambda params: torch.optim.Adam(params))
+    (optimizer,) = fit(module, ckpt_path=path, precision="bf16-true").optimizers
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
