@@ -266,8 +266,7 @@ class Fit(SessionContext):
             val_dataloaders: one or several validation loaders.
             datamodule: a data module that provides the loaders, if none are passed.
             ckpt_path: the checkpoint to resume from: a path or URL, "last", "best" or "auto".
-            allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module". The
-                part that differs starts anew.
+            allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
                 State that no longer fits is reset: an optimizer's or a scheduler's, or the position in the epoch.
             model: another name of ``module``, as in Lightning.
 
