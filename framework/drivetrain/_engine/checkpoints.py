@@ -18,7 +18,6 @@ from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
-from drivetrain._runtime.generators import preserved_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
@@ -398,75 +397,19 @@ class RunCheckpoints:
 
     # Writing the checkpoints of this run
 
-    def dry_run_save(self) -> None:
-        """Check, before the first step, that the state that the callbacks will save can be saved. Collective.
-
-        The check does everything that a save does, except copying and writing. If all callbacks save only weights, the
-        rest of the state is saved only after a preemption signal, and a problem with the rest is logged as a warning.
+    def rehearse_saves(self) -> None:
+        """Check that the state that the callbacks will save can be saved: now, and after the first step. Collective.
 
         Raises:
             CheckpointError: a part of the state cannot be saved. The error is raised on every rank.
         """
-        core = self._core
-        saving = [callback for callback in core.callbacks if callback.writes_to]
-        if not saving:
-            return
-        with preserved_generators(core.strategy.device):  # the hooks that a save calls may use the generators
-            saves_resumable = any(callback.saves_resumable for callback in saving)
-            self._dry_run_save(weights_only=not saves_resumable)
-            if not saves_resumable and core.saves_on_signals:
-                try:
-                    self._dry_run_save(weights_only=False)
-                except CheckpointError as error:
-                    if core.strategy.rank == 0:
-                        logger.warning(
-                            "After a preemption signal this run could not save a checkpoint to resume from: %s", error
-                        )
+        if any(callback.writes_to for callback in self._core.callbacks):
+            from drivetrain._engine.save_rehearsal import SaveRehearsal
 
-    def repeat_dry_run_after_first_step(self) -> None:
-        """Request another `dry_run_save` after the first step, which creates the state of most optimizers.
-
-        In manual optimization, an optimizer may step for the first time later: the dry run is then repeated after that
-        step too.
-        """
-        core, optimizers = self._core, self._collect_parts().optimization.optimizers
-        saving = [callback for callback in core.callbacks if callback.writes_to]
-        if not any(callback.saves_resumable or core.saves_on_signals for callback in saving):
-            return  # no checkpoint of this run will contain optimizer state
-        before = core.progress.global_step
-        waiting = [] if core.module.automatic_optimization else [each for each in optimizers if not each.state]
-
-        def repeat() -> None:
-            if core.progress.global_step == before:  # the first windows may make no step
-                self.requests.ask(repeat)
-                return
-            self.dry_run_save()
-            for optimizer in waiting:
-                if not optimizer.state:
-                    self._dry_run_after_step_of(optimizer)
-
-        self.requests.ask(repeat)
-
-    def _dry_run_after_step_of(self, optimizer: Optimizer) -> None:
-        def ask(*_: Any) -> None:
-            handle.remove()
-            self.requests.ask(self.dry_run_save)
-
-        handle = optimizer.register_step_post_hook(ask)
-
-    def _dry_run_save(self, weights_only: bool) -> None:
-        from drivetrain.checkpoint._format import check_metadata, run_collectively, stage
-
-        control, checkpoint = self._core.strategy.control, self._run_state()
-        contents = checkpoint.contents(weights_only, dry_run=True)
-        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
-
-        def check() -> None:
-            if staged.problem is not None:
-                raise staged.problem
-            check_metadata(contents.metadata)
-
-        run_collectively(control, "The state of this run cannot be saved", check)
+            optimizers = self._collect_parts().optimization.optimizers
+            rehearsal = SaveRehearsal(self._core, optimizers, self.requests, self._run_state)
+            rehearsal.run()
+            rehearsal.repeat_after_first_step()
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, now or at the end of the current window. Collective.

@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._engine.handshake import check_ranks_agree, optimizer_facts
-from drivetrain._engine.optimizer_settings import describe_groups
 from drivetrain._engine.resume_compatibility import class_names
 from drivetrain._engine.run_parts import Optimization, RunCore
 from drivetrain._loops.configured_optimizers import (
@@ -38,6 +37,8 @@ def set_up_optimizers(
         components: receives the classes of optimizers and schedulers, and the optimizers' groups.
         regroup: restores the parameter groups that the optimizers had in the resumed run.
     """
+    from drivetrain._engine.optimizer_settings import describe_groups  # importing drivetrain does not need it
+
     module, strategy = core.module, core.strategy
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import BatchSampler
 
-from drivetrain._engine.optimizer_settings import compare_groups
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.errors import ConfigurationError, listed, nearest
@@ -161,6 +160,8 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
 
 
 def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
+    from drivetrain._engine.optimizer_settings import compare_groups  # only a run that resumes needs it
+
     classes, current = saved["optimizers"], now["optimizers"]
     if len(classes) != len(current):
         yield Difference("optimizer", _describe(classes), _describe(current))

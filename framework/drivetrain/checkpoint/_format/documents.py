@@ -7,6 +7,7 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,16 +63,13 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     if is_flattenable(value):
         flat = FlattenedTensor.of(value)
         encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
-        context = _encode(flat.context, tensors, (*path, "context"))
+        context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))
         return {SUBCLASS: [flat.class_name, encoded, context, list(flat.shape), list(flat.stride)]}
     if isinstance(value, torch.Tensor | ParameterShard):
         name = _unused_name("/".join(path) or "tensor", tensors)
         tensors[name] = value
         return {TENSOR: name}
-    # An instance of a subclass (a NumPy float64, a str Enum) is restored as an equal value of the built-in type, and so
-    # is a NumPy scalar of another class.
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
+    # An instance of a subclass (a NumPy float64, a str Enum) is restored as an equal value of the built-in type.
     if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
         raise CheckpointError(
             f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, an integer of {value.bit_length()} bits.",
@@ -92,13 +90,29 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {str(key): _encode(part, tensors, (*path, key)) for key, part in value.items()}
         return {PAIRS: _encode_pairs(value, tensors, path)}
-    if isinstance(value, torch.dtype):
-        return {DTYPE: str(value).removeprefix("torch.")}
+    if isinstance(value, _Dtype):
+        return {DTYPE: value.name}
     raise CheckpointError(
         f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, a {type(value).__name__}.",
         "a checkpoint holds only JSON-able values and tensors, so that loading a checkpoint runs no code.",
         "save numbers, strings, lists, tuples, dicts or tensors.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtype:
+    """A dtype in the context of a tensor subclass. Elsewhere a dtype is refused, like other objects."""
+
+    name: str
+
+
+def _with_dtypes(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return _Dtype(str(value).removeprefix("torch."))
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        parts = [_with_dtypes(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return {key: _with_dtypes(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def _encode_pairs(value: Mapping[Any, Any], tensors: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
