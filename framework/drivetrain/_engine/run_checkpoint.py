@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
+from drivetrain._engine.optimizer_settings import add_later_groups, keep_implementation
 from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
+from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
+from drivetrain._engine.resume_compatibility import StartsAnew
 from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
 from drivetrain._engine.saved_state_schema import check_optimizer_groups, check_rank_state, reporting_malformed
 from drivetrain._engine.seeding import seed_rank
@@ -108,6 +111,9 @@ class RunCheckpoint:
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(self._optimization.optimizers)
             ]
+            control = strategy.control if self._running and strategy.shards_parameters else None
+            flattened, own = set_apart(contents.optimizers, self.shard_of, control)
+            contents.state["flattened_optimizer_state"], contents.rank_state["optimizer_shards"] = flattened, own
         contents.callbacks, averages = self._callback_tensors(dry_run, only_averages=weights_only)
         contents.metadata = replace(contents.metadata, averages=averages)
         if trainable_only:
@@ -261,19 +267,25 @@ class RunCheckpoint:
 
     # Loading
 
-    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
+    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], anew: StartsAnew) -> None:
         """Restore the saved parameter groups, some of which may have been added during the saved run. Collective.
 
-        The groups' settings, such as the learning rates, are loaded later by `load`.
+        The groups' settings, such as the learning rates, are loaded later by `load`. An optimizer that starts anew
+        keeps its groups, and gets those that were added during the saved run.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
             return  # `load` reports this error
         saved = self._read_collectively(
-            checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
+            checkpoint, lambda: [checkpoint.optimizer_settings(index) for index in range(len(optimizers))]
         )
         named = self._strategy.named_parameters()
+        configured = (checkpoint.state().get("made_of") or {}).get("optimizer_groups")
         for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
-            dropped = regroup_parameters(optimizer, groups, named)
+            if anew.optimizer(number):
+                if configured is not None and len(configured) == len(optimizers):
+                    add_later_groups(optimizer, configured[number], groups, named)
+                continue
+            dropped = regroup_parameters(optimizer, [group["params"] for group in groups], named)
             if dropped and self._strategy.rank == 0:
                 logger.warning(
                     "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
@@ -301,31 +313,50 @@ class RunCheckpoint:
         self._check_base(checkpoint)
         self._load_weights(checkpoint, self._read_collectively(checkpoint, read))
 
-    def load(self, checkpoint: Checkpoint, rolling_back: bool = False, reset: Collection[str] = ()) -> None:
+    def load(self, checkpoint: Checkpoint, anew: StartsAnew, rolling_back: bool = False) -> None:
         """Load everything that a resumed run needs.
 
         Args:
             checkpoint: a checkpoint of this run or another.
+            anew: the parts whose state is not loaded, because it does not fit.
             rolling_back: whether this run returns to one of its checkpoints. The frozen parameters and the parameter
                 groups are then restored too.
-            reset: state not to load because it does not fit: some of "optimizer", "scheduler" and "data".
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
         """
         core, strategy, optimization = self._core, self._strategy, self._optimization
+        optimizers = {
+            index: optimizer for index, optimizer in enumerate(optimization.optimizers) if not anew.optimizer(index)
+        }
+        schedulers = {
+            number: config.scheduler
+            for number, config in enumerate(optimization.schedulers)
+            if not anew.scheduler(config.scheduler, optimization.optimizers)
+        }
 
         def read() -> tuple[Any, ...]:
-            optimizers = None if "optimizer" in reset else len(optimization.optimizers)
-            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in reset else len(optimization.schedulers))
+            check_optimizers_fit(
+                checkpoint,
+                None if anew.optimizers is None else len(optimization.optimizers),
+                None if not schedulers and optimization.schedulers else len(optimization.schedulers),
+            )
             weights = self._read_weights(checkpoint, checkpoint.weights())
-            states = [
-                checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
-            ]
-            for index, saved in enumerate(states):
-                check_optimizer_groups(checkpoint, index, optimization.optimizers[index], saved)
+            states = {
+                index: checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in optimizers
+            }
+            dtypes = {name: source.dtype for name, source in checkpoint.weights().sources().items()}
+            for index, saved in states.items():
+                saved["weight_dtypes"] = dtypes
+                keep_implementation(optimizers[index], saved)
+                check_optimizer_groups(checkpoint, index, optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
+            for index, saved in states.items():
+                if state.get("flattened_optimizer_state", {}).get(str(index), {}).get("per_rank"):
+                    with reporting_malformed(checkpoint, "the ranks' documents", "optimizer_shards"):
+                        own = ranks[0]["optimizer_shards"][str(index)]
+                        add_own_shards(checkpoint.path, saved, own, strategy.optimizer_regions(index))
             with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
                 core.metrics.check_states([rank_state["metrics"] for rank_state in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
@@ -336,21 +367,23 @@ class RunCheckpoint:
         if rolling_back and state.get("frozen") is not None:
             assert self._trainables is not None
             self._trainables.freeze_as_saved(state["frozen"], None)
-            self.regroup(checkpoint, optimization.optimizers)
+            self.regroup(checkpoint, optimization.optimizers, anew)
             self._trainables.has_new_parameters = True
+        if rolling_back:
+            for index in range(len(optimization.optimizers)):  # one that starts anew loses the state of undone steps
+                states.setdefault(index, {**strategy.optimizer_state(index), "state": {}})
         self._memory.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
-        for index, optimizer_state in enumerate(states):
+        for index, optimizer_state in states.items():
             with reporting_malformed(checkpoint, f"the state of optimizer {index}", "state"):
                 strategy.load_optimizer_state(optimizer_state, index)
-        if "scheduler" not in reset:
-            for number, scheduler_state in enumerate(state["schedulers"]):
-                with reporting_malformed(checkpoint, "the run's state", f"schedulers/{number}"):
-                    optimization.schedulers[number].scheduler.load_state_dict(scheduler_state)
+        for number, scheduler in schedulers.items():
+            with reporting_malformed(checkpoint, "the run's state", f"schedulers/{number}"):
+                scheduler.load_state_dict(state["schedulers"][number])
         with reporting_malformed(checkpoint, "the run's state", "precision"):
             strategy.precision.load_state_dict(state["precision"])
         core.progress.load_state_dict(checkpoint.progress)
-        if "data" in reset:
+        if anew.data:
             self._restart_epoch()
         else:
             with reporting_malformed(checkpoint, "the ranks' documents", "source"):

@@ -330,7 +330,7 @@ class Session:
         checkpoints.restore_trainables_after_start_hooks()
         if already_ended is None:
             with core.profiling.span("set-up"):
-                checkpoints.dry_run_save()
+                checkpoints.rehearse_saves()
             self._record_beginning()
             ending.has_trained = True
             loop.run()

@@ -82,7 +82,7 @@ def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[st
     for index in range(min(counts)):
         parts = (left.manifest.optimizers[index], right.manifest.optimizers[index])
         lines += _differences(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
-        groups = [checkpoint.optimizer_state(index)["param_groups"] for checkpoint in (left, right)]
+        groups = [checkpoint.optimizer_settings(index) for checkpoint in (left, right)]
         if repr(groups[0]) != repr(groups[1]):
             lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
     for key in dict.fromkeys([*left.manifest.callbacks, *right.manifest.callbacks]):

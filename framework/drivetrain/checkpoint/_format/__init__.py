@@ -3,6 +3,7 @@
 from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save
 from drivetrain.checkpoint._format.collective_errors import run_collectively
+from drivetrain.checkpoint._format.flattened_tensor import is_flattenable
 from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.manifest import AveragesRecord, CheckpointMetadata, Manifest, check_metadata
 from drivetrain.checkpoint._format.staging import Contents, StagedCheckpoint, stage
@@ -21,6 +22,7 @@ __all__ = [
     "Weights",
     "check_metadata",
     "commit",
+    "is_flattenable",
     "load",
     "run_collectively",
     "save",

@@ -11,6 +11,7 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
+from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
 from drivetrain.checkpoint._format.parallel_io import map_in_threads
@@ -106,15 +107,22 @@ class Checkpoint:
         wanted_regions: dict[int, Region] = {}
         for name, values in document["state"].items():
             region = None if regions is None else regions.get(name)
-            for value in values.values():
-                if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
-                    wanted_regions[id(value)] = region
+            sources: dict[int, TensorSource] = {}
+            _collect_sources(values, sources, within_subclasses=False)
+            for key, value in sources.items():
+                if region is not None and value.shape == shapes.get(name):
+                    wanted_regions[key] = region
         state: dict[str, Any] = _read_tensors(document, wanted_regions, self.readers)
         return state
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
         """Return the parameter names of each group of an optimizer, without reading tensors."""
         return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
+
+    def optimizer_settings(self, index: int = 0) -> list[dict[str, Any]]:
+        """Return the parameter groups of an optimizer with parameter names as ``params``, without reading its state."""
+        groups: list[dict[str, Any]] = _read_tensors(self.optimizer_document(index)["param_groups"], {}, self.readers)
+        return groups
 
     def optimizer_document(self, index: int) -> dict[str, Any]:
         """Return an optimizer's state with a `TensorSource` in place of each tensor; no tensor is read.
@@ -342,15 +350,14 @@ def _optimizer_state_problem(document: Any) -> str | None:
     return None
 
 
-def _collect_sources(value: Any, sources: dict[int, TensorSource]) -> None:
+def _collect_sources(value: Any, sources: dict[int, TensorSource], within_subclasses: bool = True) -> None:
     if isinstance(value, TensorSource):
         sources[id(value)] = value
-    elif isinstance(value, dict):
-        for part in value.values():
-            _collect_sources(part, sources)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _collect_sources(part, sources)
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            _collect_sources(part, sources, within_subclasses)
+    elif isinstance(value, FlattenedTensor) and within_subclasses:
+        _collect_sources(dict(value.tensors), sources)
 
 
 def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
@@ -360,4 +367,6 @@ def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
         return type(value)({key: _replace_sources(part, replacements) for key, part in value.items()})
     if isinstance(value, list | tuple):
         return type(value)(_replace_sources(part, replacements) for part in value)
+    if isinstance(value, FlattenedTensor):
+        return value.map(lambda part: _replace_sources(part, replacements)).restore()
     return value
