@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain._engine.saved_state_schema import is_plain
 from drivetrain.errors import listed
 
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -67,12 +68,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is of a type that a description of a group contains."""
-    parts = value if isinstance(value, list) else [value]
-    return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
 
 
 def compare_groups(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._engine.optimizer_settings import is_plain
 from drivetrain._runtime.generators import preserved_generators, restore_generators
 from drivetrain.errors import CheckpointError
 
@@ -54,6 +53,12 @@ def _are_groups(value: Any, optimizers: int) -> bool:
 
 def _is_group(value: Any) -> bool:
     return _is_dict(value) and _are_names(value.get("params")) and all(map(is_plain, value.values()))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is of a type that the description of a parameter group contains."""
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
 
 
 def _is_flattened(value: Any) -> bool:

@@ -263,7 +263,7 @@ def test_of_several_optimizers_only_the_one_that_differs_starts_anew(tmp_path: P
 def test_options_that_do_not_change_the_result_are_those_of_this_run(tmp_path: Path) -> None:
     # a checkpoint of a GPU with fused=True resumes on a CPU, with this run's choice
     saved = save(tmp_path / "saved", adam(foreach=True))
-    for option in ("foreach", "fused", "differentiable"):
+    for option in ("foreach", "fused"):
         trainer = fit(Model(adam(**{option: option != "foreach"})), ckpt_path=saved)
         group = trainer.optimizers[0].param_groups[0]
         assert group[option] is (option != "foreach")
