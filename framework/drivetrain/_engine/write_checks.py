@@ -79,15 +79,30 @@ def write_problem(folder: str) -> str | None:
     if filesystem is not None:
         return _object_problem(filesystem, path.rstrip("/"), folder)
     path = os.path.abspath(path)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path):
-        return f"{path!r} is not a folder"
+    missing = []
     try:
+        while not _exists(path):
+            path, name = os.path.split(path)
+            missing.append(name)
+        if not os.path.isdir(path):
+            return f"{path!r} is not a folder"
+        longest = os.pathconf(path, "PC_NAME_MAX")
+        if too_long := [name for name in missing if len(os.fsencode(name)) > longest]:
+            return f"{too_long[0]!r} is longer than {longest} bytes"
         with tempfile.TemporaryFile(dir=path):
             return None
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a NUL character
+        return str(error)
+
+
+def _exists(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -13,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
+from drivetrain.callbacks._checkpoint_arguments import check_arguments, check_monitor
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
     DEFAULT_TEMPLATE,
@@ -20,7 +22,7 @@ from drivetrain.callbacks._checkpoint_names import (
     checkpoint_name,
     names_in,
 )
-from drivetrain.callbacks._monitored_value import monitored_value
+from drivetrain.callbacks._monitored_value import missing_value, monitored_value
 from drivetrain.checkpoint._folders import (
     LATEST,
     child,
@@ -32,7 +34,7 @@ from drivetrain.checkpoint._folders import (
 )
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import Retention, SavedCheckpoint
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-_MODES = ("min", "max")
 _TIME_CHECK_INTERVAL = 16  # optimizer steps between checks of the elapsed time, each of which is a broadcast
 
 
@@ -53,6 +54,12 @@ class Checkpoint(Callback):
     checkpoints that this run has written are removed: folders directly in ``dirpath`` with an identifier of this run in
     their manifest. If a new checkpoint would have the name of one that is kept, ``-v1``, ``-v2``, ... is appended to
     the new name. A small file ``latest`` contains the name of the newest checkpoint.
+
+    A save that is due before the first validation and needs a value that only the validation logs (by ``monitor`` or
+    ``filename``) waits for it. With ``save_last`` or ``keep_last`` the newest state is saved meanwhile, without a score
+    and with ``nan`` in its name. If no validation follows, the state at the end of the run is saved like that.
+
+    Of checkpoints with equal monitored values the earlier is kept.
 
     Without ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval``, the callback saves once per epoch,
     or after each validation if an epoch has several validations.
@@ -117,15 +124,15 @@ class Checkpoint(Callback):
                 "a checkpoint could overwrite another one that is kept.",
                 "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
             )
-        _check_monitor(monitor, mode)
+        check_monitor(monitor, mode)
         check_digest("Checkpoint", digest)
-        _check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
+        check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
         self._disabled = False
         self.filename = DEFAULT_TEMPLATE if filename is None else filename
-        check_template(self.filename)
+        check_template(self.filename, auto_insert_metric_name)
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
@@ -151,6 +158,9 @@ class Checkpoint(Callback):
     def _reset(self) -> None:
         self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
         self._last_saved_step = -1  # global_step of the last save
+        self._waiting_in: int | None = None  # the epoch in which a save waits for a value that it needs; None for none
+        self._has_validated = False  # whether a validation has run since training started or was resumed
+        self._said_that_it_waits = False
         self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
@@ -235,6 +245,7 @@ class Checkpoint(Callback):
             "best": "" if best is None else best.name,
             "saved_at": self._last_saved_step,
             "asked_at": self._last_considered_step,
+            "waiting_in": self._waiting_in,
             "interim": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
             "going": [asdict(saved) for saved in self._to_remove],
             **self._retention.state_dict(),
@@ -245,6 +256,8 @@ class Checkpoint(Callback):
         self._last_saved_step, self._last_considered_step = (
             _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
         )
+        waiting_in = state_dict.get("waiting_in")
+        self._waiting_in = waiting_in if type(waiting_in) is int else None
         folder = state_dict.get("dirpath")
         same_run = state_dict.get("run", self._run_id) in (self._run_id, "")  # older versions had no run id
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
@@ -375,18 +388,28 @@ class Checkpoint(Callback):
                 self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save a checkpoint if checkpoints are saved at the end of validations."""
-        if not self._fitting or self._at_epoch_end or trainer.sanity_checking:
+        """Save a checkpoint if checkpoints are saved at the end of validations, or if a save waits for a validation."""
+        if not self._fitting or trainer.sanity_checking:
             return
+        self._has_validated = True
         every = self.every_n_epochs if self.save_on_train_epoch_end is False else None
-        if self._uses_default_interval or (every and (trainer.current_epoch + 1) % every == 0):
+        is_due = self._uses_default_interval or (every and (trainer.current_epoch + 1) % every == 0)
+        if is_due and not self._at_epoch_end:
             self._request_save(trainer)
+        elif self._waiting_in is not None:
+            self._request_save(trainer, may_wait=True)  # the end of the epoch may still log the value
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save a checkpoint if checkpoints are saved at the end of epochs and ``every_n_epochs`` is reached."""
         every = self.every_n_epochs or int(self._uses_default_interval and self._at_epoch_end)
-        if every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0:
+        is_due = every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0
+        if is_due or self._waiting_in is not None:
             self._request_save(trainer)
+
+    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
+        """Save the state without a score if a save still waits for a value."""
+        if self._waiting_in is not None:
+            self._request_save(trainer, is_last=True)
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
         """Save a checkpoint if ``save_on_exception`` is set."""
@@ -418,34 +441,77 @@ class Checkpoint(Callback):
 
     # How to save
 
-    def _request_save(self, trainer: RunContext) -> None:
+    def _request_save(self, trainer: RunContext, may_wait: bool = False, is_last: bool = False) -> None:
+        """Request a save, or wait for a later validation if a value that the save needs is not logged yet. Collective.
+
+        Args:
+            trainer: the run.
+            may_wait: whether to wait although a validation has run, instead of raising an error.
+            is_last: whether the run ends, so that the state is saved even without the values.
+
+        Raises:
+            ConfigurationError: no validation is to come, and a value was not logged.
+        """
         if self._disabled or (self.save_top_k == 0 and self.keep_last == 0):
             return
-        score = None if self.monitor is None else self._score(trainer, self.monitor)
+        logged = {name: monitored_value(trainer, name) for name in self.monitors}
+        missing = [name for name, value in logged.items() if value is None]
+        # In `on_train_end` the current epoch is already the next one.
+        epoch = self._waiting_in if is_last and self._waiting_in is not None else trainer.current_epoch
+        self._waiting_in = epoch if missing and not is_last else None
+        if missing:
+            if not (is_last or may_wait or self._awaits_validation(trainer)):
+                raise missing_value(trainer, self.monitors[missing[0]], missing[0])
+            if may_wait:
+                return
+            self._say_what_is_missing(trainer, missing[0], is_last)
+            if not (is_last or self.keep_last):
+                return
+        score = None if self.monitor is None else self._score(trainer, logged)
         self._current_score = score
-        values = (
-            {name: float(value) for name, value in trainer.callback_metrics.items()} if self._name_needs_values else {}
-        )
-        values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        values = {name: math.nan if value is None else value for name, value in logged.items()}
+        values |= {"epoch": epoch, "step": trainer.global_step}
         trainer.defer_save(lambda: self._save(trainer, score, values))
 
-    @property
-    def _name_needs_values(self) -> bool:
-        """Whether the checkpoint's name may contain logged values, which have to be copied from the device."""
-        return self.filename != DEFAULT_TEMPLATE
+    def _score(self, trainer: RunContext, logged: Mapping[str, float | None]) -> float | None:
+        assert self.monitor is not None
+        if self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics:
+            return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
+        return logged[self.monitor] if self.monitor in logged else monitored_value(trainer, self.monitor)
+
+    def _awaits_validation(self, trainer: RunContext) -> bool:
+        """Whether the run validates, and has not validated yet."""
+        return not self._has_validated and any(trainer.num_val_batches)
+
+    def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
+        if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
+            return
+        self._said_that_it_waits = True
+        if is_last:
+            text = "%s: no value of that name was logged until the end. The last state is saved without a score."
+            logger.warning(text, self.monitors[name])
+            return
+        logger.warning(
+            "%s: the save that is due at step %d waits for the first validation, because no value of that name is "
+            "logged yet.%s This message is not repeated.",
+            self.monitors[name],
+            trainer.global_step,
+            "" if self.keep_last else " keep_last=1 would save the newest state meanwhile.",
+        )
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
-        if trainer.global_step == self._last_saved_step and score is None:
-            return  # the epoch's last step has been saved already
-        self._last_saved_step = trainer.global_step
+        step = trainer.global_step
+        if self._retention.rescore(step, score) or (step == self._last_saved_step and score is None):
+            return  # the state of this step is saved already
+        self._last_saved_step = step
         if not self._retention.would_keep(score):
             return
         preferred_name = self._name(self.filename, values)
         name, identifier = self._choose_name(trainer, preferred_name, self._retention.to_remove(score))
-        self._to_remove += self._retention.add(name, identifier, score, trainer.global_step)
+        self._to_remove += self._retention.add(name, identifier, score, step)
         if not self.save_weights_only:
-            self._last_resumable_step = trainer.global_step
-            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < trainer.global_step:
+            self._last_resumable_step = step
+            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < step:
                 self._to_remove.append(self._interrupt_checkpoint)
                 self._interrupt_checkpoint = None
         if self.verbose and trainer.strategy.control.rank == 0:
@@ -522,59 +588,6 @@ class Checkpoint(Callback):
     def _path(self, saved: SavedCheckpoint | None) -> str:
         return "" if saved is None else child(self._folder(), saved.name)
 
-    def _score(self, trainer: RunContext, monitor: str) -> float:
-        if monitor in COUNTERS and monitor not in trainer.callback_metrics:
-            return float(trainer.current_epoch if monitor == "epoch" else trainer.global_step)
-        value = monitored_value(trainer, monitor)
-        if value is None:
-            known = sorted(trainer.callback_metrics)
-            raise ConfigurationError(
-                f"Checkpoint(monitor={monitor!r}): no value of that name was logged.{nearest(monitor, known)}",
-                f"logged so far: {', '.join(known)}" if known else "nothing was logged so far",
-                f"call self.log({monitor!r}, ...) before a checkpoint is saved, or monitor another key",
-            )
-        return value
-
 
 def _step_or_unset(number: Any) -> int:
     return number if type(number) is int else -1
-
-
-def _check_monitor(monitor: Any, mode: str) -> None:
-    if monitor is not None and not isinstance(monitor, str):
-        raise ConfigurationError(
-            f"Checkpoint(monitor={monitor!r}).",
-            "monitor is the name of a logged value.",
-            "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
-        )
-    if monitor is None and mode == "max":
-        raise ConfigurationError(
-            "Checkpoint(mode='max') without a monitor.",
-            "without a monitored value the newest checkpoint is kept, whatever the mode.",
-            "set monitor= to the name of a logged value, or remove mode.",
-        )
-
-
-def _check_arguments(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
-    if mode not in _MODES:
-        raise ConfigurationError(
-            f"Checkpoint(mode={mode!r}).{nearest(str(mode), _MODES)}",
-            "mode is the direction in which the monitored value improves",
-            "give 'min' or 'max'",
-        )
-    for name, value, least in (
-        ("save_top_k", top_k, -1),
-        ("keep_last", keep_last, 0),
-        ("every_n_train_steps", steps, 0),
-        ("every_n_epochs", epochs, 0),
-    ):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigurationError(
-                f"Checkpoint({name}={value!r}).", f"{name} is an integer, {least} or more.", f"give at least {least}."
-            )
-    if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
-        raise ConfigurationError(
-            f"Checkpoint(train_time_interval={interval!r}).",
-            "train_time_interval is the time between two checkpoints.",
-            "give a datetime.timedelta, such as timedelta(minutes=30).",
-        )
