@@ -486,7 +486,9 @@ class RunCheckpoints:
         run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
         return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
-    def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
+    def write_after_failure(
+        self, path: str, digest: str | None, trainable_only: bool, then: Callable[[], None], identifier: str
+    ) -> None:
         """Save the state that a failed run had after its last step. A run of several processes only logs a warning."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
@@ -496,7 +498,8 @@ class RunCheckpoints:
         if snapshot is not None:
             snapshot.go_back()
         core.progress.reset_to_window_start()
-        self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
+        self.abandon()  # an earlier save that ended later would be named as the newest
+        self.write(path, False, False, then, identifier, digest, trainable_only)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +21,11 @@ from drivetrain.callbacks._checkpoint_names import (
     checkpoint_name,
     names_in,
 )
+from drivetrain.callbacks._claimed_names import ClaimedNames
 from drivetrain.callbacks._monitored_value import missing_value, monitored_value
 from drivetrain.checkpoint._folders import (
     LATEST,
     child,
-    claim_name,
-    is_checkpoint_at,
     remove,
     resolve_folder,
     write_latest,
@@ -75,7 +73,8 @@ class Checkpoint(Callback):
         every_n_epochs: epochs between checkpoints; 0 to not save by epochs.
         train_time_interval: time between checkpoints.
         save_weights_only: whether to save only the weights, from which a run cannot resume.
-        save_on_exception: whether to save the state after the last step if the run fails. Needs a single process.
+        save_on_exception: whether to save the state after the last step, unless it is saved already, if the run fails.
+            Needs a single process. The checkpoint is removed once the resumed run has saved a later one.
         save_async: whether to copy the state and write it in the background while training continues.
         keep_last: how many of the newest checkpoints to keep besides the best.
         trainable_only: whether to leave out parameters that were never trained, so that an adapter is saved without its
@@ -164,11 +163,11 @@ class Checkpoint(Callback):
         self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
-        self._interrupt_checkpoint: SavedCheckpoint | None = None  # written by `save_before_leaving`
+        self._interrupt_checkpoint: SavedCheckpoint | None = None  # written as the run was interrupted
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
-        self._claims: dict[str, Callable[[], None]] = {}  # functions that release names of unfinished checkpoints
+        self._claims = ClaimedNames()
         self._to_remove: list[SavedCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
@@ -268,6 +267,7 @@ class Checkpoint(Callback):
             # Older versions stored paths without identifiers; such checkpoints are not removed.
             self._to_remove = [SavedCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
             self._interrupt_checkpoint = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
+            self._last_resumable_step = self._newest_resumable_step()
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
@@ -275,6 +275,11 @@ class Checkpoint(Callback):
                 folder,
                 error,
             )
+
+    def _newest_resumable_step(self) -> int:
+        interim = -1 if self._interrupt_checkpoint is None else self._interrupt_checkpoint.step
+        kept = [] if self.save_weights_only else self._retention.kept
+        return max([interim, *(saved.step for saved in kept)])
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
         """Copy rank 0's list of checkpoints, and rank 0's folder if the run chose the folder."""
@@ -299,8 +304,9 @@ class Checkpoint(Callback):
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
-        """Paths of all checkpoints that are kept."""
-        return list(self.best_k_models)
+        """Paths of all checkpoints that are kept, and of one that an interrupted run has written."""
+        interrupted = [] if self._interrupt_checkpoint is None else [self._path(self._interrupt_checkpoint)]
+        return [*self.best_k_models, *interrupted]
 
     @property
     def saves_resumable(self) -> bool:
@@ -358,8 +364,7 @@ class Checkpoint(Callback):
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
         self._fitting = False
-        for name in list(self._claims):
-            self._release_claim(name)
+        self._claims.release_all()
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove obsolete checkpoints that an interrupted run has left behind."""
@@ -412,32 +417,52 @@ class Checkpoint(Callback):
             self._request_save(trainer, is_last=True)
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
-        """Save a checkpoint if ``save_on_exception`` is set."""
-        if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step == trainer.global_step:
-            return  # `save_before_leaving` has saved this step already
-        if self._fitting and self.save_on_exception and not self._disabled:
-            path = child(self._folder(), f"exception-step={trainer.global_step}")
-            trainer.save_after_failure(path, self.digest, self.trainable_only)
+        """Save a checkpoint if ``save_on_exception`` is set and the state of the last step is not saved yet."""
+        if not self._fitting or not self.save_on_exception or self._disabled or self._is_saved(trainer):
+            return
+        if trainer.world_size > 1:
+            trainer.save_after_failure("")  # only warns, because the ranks cannot save together any more
+            return
+        name, identifier, replaced = self._name_interrupted(trainer, "exception")
+        path, then = child(self._folder(), name), self._on_complete(trainer, name, replaced)
+        trainer.save_after_failure(path, self.digest, self.trainable_only, then, identifier)
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
         """Save a checkpoint to resume from. A collective operation.
 
         If a run has several `Checkpoint` callbacks, only one saves: the first without ``save_weights_only``, or else
-        the first. The saved checkpoint does not count towards ``save_top_k`` and ``keep_last``, and is removed once a
-        later checkpoint is complete.
+        the first; none if one of them has saved the state of this step. The saved checkpoint does not count towards
+        ``save_top_k`` and ``keep_last``, and is removed once a later checkpoint is complete.
         """
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+        savers = _savers(trainer)
         if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
             return False
-        step = trainer.global_step
-        if self._last_resumable_step == step:
-            return True
-        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
-        name, identifier = self._choose_name(trainer, f"interrupted-step={step}", earlier)
-        self._to_remove += [saved for saved in earlier if saved.name != name]
-        self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
-        self._write(trainer, name, identifier, weights_only=False, background=False)
+        if all(saver._last_resumable_step != trainer.global_step for saver in savers):
+            name, identifier, _ = self._name_interrupted(trainer, "interrupted")
+            self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
+
+    def _name_interrupted(self, trainer: RunContext, prefix: str) -> tuple[str, str, list[SavedCheckpoint]]:
+        """Return the name and identifier of a checkpoint that goes once a later one is complete, and what it replaces.
+
+        Collective.
+        """
+        step = trainer.global_step
+        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+        name, identifier = self._choose_name(trainer, f"{prefix}-step={step}", earlier)
+        replaced = [saved for saved in earlier if saved.name != name]
+        self._to_remove += replaced
+        self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
+        return name, identifier, replaced
+
+    def _is_saved(self, trainer: RunContext) -> bool:
+        """Whether a complete checkpoint holds the state of the last step of a run that failed."""
+        step = trainer.global_step
+        if all(saver._last_resumable_step != step for saver in _savers(trainer)):
+            return False
+        with suppress(Exception):  # the write that failed may be the reason why the run fails
+            return trainer.world_size > 1 or (trainer.checkpoint_before(step) or ("", -1))[1] == step
+        return False
 
     # How to save
 
@@ -520,41 +545,24 @@ class Checkpoint(Callback):
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
     def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
-        """Return a name and an identifier, chosen by rank 0. Only checkpoints in ``to_remove`` may be overwritten."""
-        control = trainer.strategy.control
-        chosen: tuple[str, str] = control.from_rank_0(self._claim(name, to_remove) if control.rank == 0 else None)
-        return chosen[0], chosen[1]
-
-    def _claim(self, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
-        folder = self._folder()
-
-        def may_overwrite(existing: str) -> bool:
-            with suppress(OSError):  # If the storage fails, another name is chosen.
-                return any(
-                    saved.name == existing and is_checkpoint_at(folder, existing, saved.identifier)
-                    for saved in to_remove
-                )
-            return False
-
-        name, release = claim_name(folder, name, may_overwrite)
-        self._claims[name] = release
-        return name, secrets.token_hex(16)
+        return self._claims.claim(trainer.strategy.control, self._folder(), name, to_remove)
 
     def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
-        is_rank_0 = trainer.strategy.control.rank == 0
-        removable = list(self._to_remove)  # entries added later wait for the next checkpoint
+        then = self._on_complete(trainer, name, list(self._to_remove))  # later entries wait for the next checkpoint
+        path = child(self._folder(), name)
+        trainer.write_checkpoint(path, weights_only, background, then, identifier, self.digest, self.trainable_only)
+
+    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[SavedCheckpoint]) -> Callable[[], None]:
+        """Return the function to call once a checkpoint is complete."""
 
         def on_complete() -> None:
-            if is_rank_0:
+            if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
-                self._release_claim(name)
+                self._claims.release(name)
             else:
                 self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 
-        path = child(self._folder(), name)
-        trainer.write_checkpoint(
-            path, weights_only, background, on_complete, identifier, self.digest, self.trainable_only
-        )
+        return on_complete
 
     def _clean_up(self, trainer: RunContext, removable: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
@@ -576,17 +584,16 @@ class Checkpoint(Callback):
             except Exception as error:
                 logger.warning("Cannot remove %r in %r; the run will try again: %s", saved.name, folder, error)
 
-    def _release_claim(self, name: str) -> None:
-        release = self._claims.pop(name, None)
-        if release is not None:
-            release()
-
     def _folder(self) -> str:
         assert self.dirpath is not None
         return self.dirpath
 
     def _path(self, saved: SavedCheckpoint | None) -> str:
         return "" if saved is None else child(self._folder(), saved.name)
+
+
+def _savers(trainer: RunContext) -> list[Checkpoint]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
 
 
 def _step_or_unset(number: Any) -> int:
