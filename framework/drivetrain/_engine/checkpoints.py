@@ -124,10 +124,13 @@ class RunCheckpoints:
                 path = find_in_folders(core, added_in_setup, self._path or "", _check_schema)
             if path is None and self._path != "auto":
                 raise CheckpointError(
-                    f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
+                    f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if fitting else 'evaluate'}.",
                     f"looked in {', '.join([runs_folder(core), *self._callback_folders()])}, for checkpoints "
-                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.",
-                    "pass a path, or ckpt_path='auto', which starts a new run if there is none.",
+                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.{beginning.skipped}",
+                    "pass a path, or ckpt_path='auto', which starts a new run if there is none."
+                    if fitting
+                    else "pass a path, or ckpt_path='last' for the newest checkpoint; 'best' needs a run with "
+                    "Checkpoint(monitor=...).",
                 )
         if path is None:
             if fitting:
