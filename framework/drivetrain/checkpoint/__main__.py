@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "show":
         print(show(options.path))
     elif options.command == "consolidate":
-        print(consolidate(options.path, options.out))
+        print(consolidate(options.path, options.out, overwrite=options.overwrite))
     elif options.command == "convert":
         print(
             convert(
@@ -72,9 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     command("diff", "List the tensors, matched by name, in which two checkpoints differ.").add_argument(
         "other", metavar="OTHER", help="path or fsspec URL of the other checkpoint"
     )
-    command("consolidate", "Write a checkpoint's weights into one safetensors file.").add_argument(
+    consolidate_parser = command("consolidate", "Write a checkpoint's weights into one safetensors file.")
+    consolidate_parser.add_argument(
         "out", metavar="OUT", help="the .safetensors file to write, or a folder in which model.safetensors is written"
     )
+    consolidate_parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     convert_parser = command(
         "convert",
         "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
