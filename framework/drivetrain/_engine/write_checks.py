@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
 from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
@@ -78,6 +79,8 @@ def write_problem(folder: str) -> str | None:
         return error.what
     if filesystem is not None:
         return _object_problem(filesystem, path.rstrip("/"), folder)
+    if lacks_its_start(path):
+        return REMOVED
     path = os.path.abspath(path)
     missing = []
     try:

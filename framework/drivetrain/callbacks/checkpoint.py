@@ -12,6 +12,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_arguments import check_arguments, check_monitor
 from drivetrain.callbacks._checkpoint_names import (
@@ -126,7 +127,7 @@ class Checkpoint(Callback):
         check_monitor(monitor, mode)
         check_digest("Checkpoint", digest)
         check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
-        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self.dirpath = None if dirpath is None else resolved_path(dirpath)
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
         self._disabled = False
