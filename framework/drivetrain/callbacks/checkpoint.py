@@ -268,7 +268,9 @@ class Checkpoint(Callback):
             # Older versions stored paths without identifiers; such checkpoints are not removed.
             self._to_remove = [SavedCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
             self._interrupt_checkpoint = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
-            self._last_resumable_step = self._newest_resumable_step()
+            resumable = [] if self.save_weights_only else self._retention.kept
+            interrupted = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+            self._last_resumable_step = max([-1, *(saved.step for saved in (*resumable, *interrupted))])
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
@@ -276,11 +278,6 @@ class Checkpoint(Callback):
                 folder,
                 error,
             )
-
-    def _newest_resumable_step(self) -> int:
-        interim = -1 if self._interrupt_checkpoint is None else self._interrupt_checkpoint.step
-        kept = [] if self.save_weights_only else self._retention.kept
-        return max([interim, *(saved.step for saved in kept)])
 
     def take_over(self, state_dict: Mapping[str, Any]) -> None:
         """Copy rank 0's list of checkpoints, and rank 0's folder if the run chose the folder."""
@@ -512,11 +509,11 @@ class Checkpoint(Callback):
     def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
         if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
             return
-        self._said_that_it_waits = True
         if is_last:
             text = "%s: no value of that name was logged until the end. The last state is saved without a score."
             logger.warning(text, self.monitors[name])
             return
+        self._said_that_it_waits = True
         logger.warning(
             "%s: the save that is due at step %d waits for the first validation, because no value of that name is "
             "logged yet.%s This message is not repeated.",
