@@ -17,6 +17,7 @@ from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
 from drivetrain._engine.resume_compatibility import check_allow
+from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.session_context import SessionContext
@@ -24,6 +25,7 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
+from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
@@ -208,7 +210,7 @@ class Fit(SessionContext):
         self.environment = environment
         self.preemption_signals = preemption_signals
         self.barebones = barebones
-        self.default_root_dir = os.getcwd() if default_root_dir is None else os.path.expanduser(default_root_dir)
+        self.default_root_dir = resolved_path(os.curdir if default_root_dir is None else default_root_dir)
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):
@@ -475,7 +477,7 @@ class Fit(SessionContext):
                 f"call {stage} after the run, on every rank; to validate within fit, set val_check_interval.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
-        path = None if ckpt_path is None else os.fspath(ckpt_path)
+        path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
         if averaged is not None:
             from drivetrain.checkpoint.averaged_weights import check_averaged  # only runs with checkpoints need it
 
@@ -495,6 +497,19 @@ class Fit(SessionContext):
             return launch(RunRequest(self, stage, module, given, path, return_predictions, allow, averaged=averaged))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
+
+
+def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
+    """Return a keyword or URL unchanged, and a local path as an absolute one."""
+    path = os.fspath(ckpt_path)
+    resolved = path if path in CKPT_PATH_KEYWORDS else resolved_path(path)
+    if path not in CKPT_PATH_KEYWORDS and lacks_its_start(resolved):
+        raise ConfigurationError(
+            f"ckpt_path={path!r}: {REMOVED}.",
+            "a relative path begins there.",
+            "pass an absolute path or a URL, or change to a folder that exists.",
+        )
+    return resolved
 
 
 def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:

@@ -124,10 +124,13 @@ class RunCheckpoints:
                 path = find_in_folders(core, added_in_setup, self._path or "", _check_schema)
             if path is None and self._path != "auto":
                 raise CheckpointError(
-                    f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
+                    f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if fitting else 'evaluate'}.",
                     f"looked in {', '.join([runs_folder(core), *self._callback_folders()])}, for checkpoints "
-                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.",
-                    "pass a path, or ckpt_path='auto', which starts a new run if there is none.",
+                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.{beginning.skipped}",
+                    "pass a path, or ckpt_path='auto', which starts a new run if there is none."
+                    if fitting
+                    else "pass a path, or ckpt_path='last' for the newest checkpoint; 'best' needs a run with "
+                    "Checkpoint(monitor=...).",
                 )
         if path is None:
             if fitting:
@@ -508,7 +511,9 @@ class RunCheckpoints:
         run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
         return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
-    def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
+    def write_after_failure(
+        self, path: str, digest: str | None, trainable_only: bool, then: Callable[[], None], identifier: str
+    ) -> None:
         """Save the state that a failed run had after its last step. A run of several processes only logs a warning."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
@@ -518,7 +523,8 @@ class RunCheckpoints:
         if snapshot is not None:
             snapshot.go_back()
         core.progress.reset_to_window_start()
-        self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
+        self.abandon()  # an earlier save that ended later would be named as the newest
+        self.write(path, False, False, then, identifier, digest, trainable_only)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.

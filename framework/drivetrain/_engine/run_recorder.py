@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from drivetrain._config.secret_values import without_url_passwords
+from drivetrain._runtime.working_directory import working_directory
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
@@ -354,7 +355,7 @@ def _first_document(identifier: str, run: RunDescription, before: Mapping[str, A
         "process": process,
         "job": jobs,
         "argv": run.argv,
-        "working_directory": _working_directory(),
+        "working_directory": working_directory(),
         "world_size": run.world_size,
         "strategy": run.strategy,
         "precision": run.precision,
@@ -410,13 +411,6 @@ def _relative(path: str, folder: str) -> str:
         return path.removeprefix(f"{folder.rstrip('/')}/")
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
     return os.path.abspath(path) if relative.startswith("..") else relative
-
-
-def _working_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # the working directory has been removed
-        return None
 
 
 def _list(value: Any) -> list[dict[str, Any]]:

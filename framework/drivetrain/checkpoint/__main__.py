@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "show":
         print(show(options.path))
     elif options.command == "consolidate":
-        print(consolidate(options.path, options.out, options.averaged))
+        print(consolidate(options.path, options.out, options.averaged, overwrite=options.overwrite))
     elif options.command == "convert":
         print(
             convert(
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     consolidate_parser.add_argument(
         "out", metavar="OUT", help="the .safetensors file to write, or a folder in which model.safetensors is written"
     )
+    consolidate_parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     convert_parser = command(
         "convert",
         "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
