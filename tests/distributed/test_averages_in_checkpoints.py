@@ -265,7 +265,7 @@ def test_averages_that_have_not_begun_cannot_be_chosen(tmp_path: Path) -> None: 
     with pytest.raises(CheckpointError, match="holds no averages"):
         Noisy.load_from_checkpoint(path, averaged=True)
     with pytest.raises(CheckpointError, match="holds no averages"):
-        consolidate(path, tmp_path / "out", averaged=True)
+        consolidate(path, tmp_path / "out", averaged=True, overwrite=True)
 
 
 def test_averaged_chooses_from_a_checkpoint_only(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.Log
         for use in (
             lambda averaged: quiet().test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False),
             lambda averaged: Noisy.load_from_checkpoint(path, averaged=averaged),
-            lambda averaged: consolidate(path, tmp_path / "out", averaged=averaged),
+            lambda averaged: consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True),
         ):
             for averaged, used in ((None, "averages"), (False, "trained weights")):
                 caplog.clear()
@@ -300,7 +300,7 @@ def test_the_line_is_on_the_console_outside_a_run(tmp_path: Path, capsys: pytest
     for handler in handlers:  # pytest's own
         root.removeHandler(handler)
     try:
-        assert main(["consolidate", path, str(tmp_path / "out")]) == 0
+        assert main(["consolidate", "--overwrite", path, str(tmp_path / "out")]) == 0
     finally:
         for handler in handlers:
             root.addHandler(handler)
@@ -325,14 +325,14 @@ def test_what_loads_a_checkpoint_gets_the_averages(strategy: str, world: int, tm
     assert checkpoint.averages().keys() == checkpoint.weights().keys() == AVERAGE.keys()
     stored = AVERAGE.keys() - {"tied.weight", "seen"}
     for averaged, wanted in ((None, AVERAGE), (True, AVERAGE), (False, TRAINED)):
-        file = load_file(consolidate(path, tmp_path / "out", averaged=averaged))
+        file = load_file(consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True))
         assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)
 
 
 def test_the_command_line_chooses_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = saved(tmp_path), str(tmp_path / "out.safetensors")
     for flags, wanted in (([], AVERAGE), (["--averaged"], AVERAGE), (["--no-averaged"], TRAINED)):
-        assert main(["consolidate", path, out, *flags]) == 0
+        assert main(["consolidate", "--overwrite", path, out, *flags]) == 0
         torch.testing.assert_close(load_file(out)["head.weight"], wanted["head.weight"], atol=1e-5, rtol=1e-4)
     text = show(path)
     assert "EMAWeightAveraging: averages of 6 weights, with which the run evaluated" in text
@@ -340,7 +340,7 @@ def test_the_command_line_chooses_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ["average", "of", "head.weight", "F32", "1x4", "callback-0.safetensors"] in rows
     capsys.readouterr()
     fitted("single", 1, tmp_path / "none", kept(tmp_path / "none"))
-    assert main(["consolidate", newest(tmp_path / "none"), out, "--averaged"]) == 2
+    assert main(["consolidate", "--overwrite", newest(tmp_path / "none"), out, "--averaged"]) == 2
     assert "holds no averages" in capsys.readouterr().err
 
 
@@ -616,7 +616,7 @@ def test_exported_averages_have_the_dtype_of_their_weights(tmp_path: Path) -> No
     fitted("single", 1, tmp_path, ema(), kept(tmp_path), precision="bf16-true")
     checkpoint = load(newest(tmp_path))
     assert {one.dtype for one in checkpoint.callback_tensors("EMAWeightAveraging").values()} == {torch.float32}
-    file = load_file(consolidate(newest(tmp_path), tmp_path / "out"))
+    file = load_file(consolidate(newest(tmp_path), tmp_path / "out", overwrite=True))
     assert {one.dtype for one in file.values()} == {torch.bfloat16}
     for name, average in checkpoint.callback_tensors("EMAWeightAveraging").items():
         assert torch.equal(file[name], average.bfloat16())

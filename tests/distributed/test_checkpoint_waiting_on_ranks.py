@@ -38,7 +38,12 @@ def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | No
     checkpoint = Checkpoint(
         folder, "{step}-{of_rank_0:.0f}", "val_loss", every_n_train_steps=3, save_top_k=-1, save_async=save_async
     )
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 0}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "num_sanity_val_steps": 0,
+    }
     trainer = Fit(
         accelerator="cpu", strategy=strategy, callbacks=checkpoint, max_epochs=2, default_root_dir=folder, **quiet
     )
