@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 
-from fuzz.check import Difference, check, found_in  # noqa: E402
+from fuzz.check import Difference, check, judge  # noqa: E402
 from fuzz.draw import STRATEGIES, ZERO  # noqa: E402
 from fuzz.plants import PLANTS  # noqa: E402
 from fuzz.program import Program  # noqa: E402
@@ -47,29 +48,43 @@ def main() -> int:
         close_worlds()
 
 
+@dataclass
+class Tally:
+    """Checks programs, and counts the drawn ones: those that ran, and those that the engine rightly refused."""
+
+    ran: int = 0
+    refused: int = 0
+    shrinks: bool = False
+
+    def check(self, program: Program) -> None:
+        self.ran += 1
+        try:
+            refused = check(program)
+        except Difference:
+            self.shrinks = True  # what is tried from now on are smaller programs
+            raise
+        self.refused += refused and not self.shrinks
+
+
 def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> int:
     """Run ``count`` programs and print the differences; returns the number of findings."""
     print(f"COUNT={count} SEED={seed}, under {', '.join(strategies)}", flush=True)
-    began, found, done = time.monotonic(), 0, 0
-    ran = [0]
-
-    def attempt(program: Program) -> None:
-        ran[0] += 1
-        check(program)
-
+    began, found, done, refused = time.monotonic(), 0, 0, 0
     while done < count and found < findings:
         size = min(_AT_ONCE, count - done)
-        ran[0] = 0
+        tally = Tally()
         # Chunks are drawn independently: a long Hypothesis search concentrates on programs that it has already tried.
-        one = search(size, seed * 1_000_003 + done, strategies, attempt=attempt)
+        one = search(size, seed * 1_000_003 + done, strategies, attempt=tally.check)
+        refused += tally.refused
         if one is None:
-            done += ran[0]
+            done += tally.ran
         else:
             program, text, first = one
             done += first
             found += 1
             print(script(program, text), flush=True)
-    print(f"{done} programs in {time.monotonic() - began:.0f} s, {found} findings", flush=True)
+    took = time.monotonic() - began
+    print(f"{done} programs, {refused} refused, {found} findings ({took:.0f} s)", flush=True)
     return found
 
 
@@ -99,7 +114,7 @@ def check_with(plant: str, program: Program) -> None:
     try:
         check(program, plant)
     except Difference:
-        if not found_in(program):
+        if not judge(program).found:
             raise
 
 

@@ -18,7 +18,7 @@ def search(
     seed: int,
     strategies: Sequence[str] = STRATEGIES,
     shrinks: bool = True,
-    attempt: Callable[[Program], None] = check,
+    attempt: Callable[[Program], object] = check,
 ) -> tuple[Program, str, int] | None:
     """Try ``count`` programs; return the first failing one, shrunk, with its message and the number of tries, or
     None.

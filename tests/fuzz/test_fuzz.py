@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuzz.check import check, found_in
+from fuzz.check import check, judge
 from fuzz.examples import EXAMPLES, Example
 from fuzz.program import Log, Net, Program
 from fuzz.script import script
@@ -40,7 +40,7 @@ def test_the_comparison_detects_another_program() -> None:
 
     program = Program(net=Net(dropout=0.3), epochs=2, logs=(Log(),))
     expected = interpret(program)
-    assert found_in(program) == []
+    assert judge(program).found == []
     for other in (
         replace(program, seed=1),
         replace(program, net=Net(dropout=0.31)),
