@@ -88,7 +88,7 @@ class Drawn:
             resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
             if resume is not None and resume.ranks != ranks and net.dropout:
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
-            if resume is not None and self.chance(50):
+            if resume is not None and self.chance(60):
                 optimizers, resume = self.changed(optimizers, resume, precision)
             if resume is not None:  # a resumed run calls on_train_start again
                 logs = tuple(log for log in logs if log.where != "on_train_start")

@@ -18,7 +18,7 @@ COUNT, SEED = 60, 16
 
 def test_a_fixed_set_of_programs_equals_the_loop() -> None:
     one = search(COUNT, SEED)
-    assert one is None, script(*one[:2])
+    assert one is None, script(*one)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[one.name for one in EXAMPLES])
