@@ -65,7 +65,7 @@ def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[s
     return in_time(program, expected, ranks)
 
 
-NAMES = {"groups": "group", "members": "parameter", "amsgrad": "amsgrad", "class": "AdamW"}
+NAMES = {"groups": "group", "members": "weight", "amsgrad": "amsgrad", "class": "AdamW"}
 """What an error that refuses another optimizer says, by what has changed."""
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cpu_kernels import FP16
 from fuzz.program import (
-    NUMBERS,
     OWN_PARTS,
     Average,
     Change,
@@ -333,7 +332,7 @@ class Drawn:
     ) -> tuple[tuple[Optimizer, ...], Resume]:
         """Let the resumed run have another first optimizer; return the optimizers, and how it goes on."""
         first, *rest = optimizers
-        kinds = ["lr"]
+        kinds = ["", "lr"]
         if not first.evaluates_again:
             kinds += ["weight_decay", "groups"]
             kinds += [] if first.closure else ["class"]
@@ -346,8 +345,7 @@ class Drawn:
             first = replace(first, amsgrad=self.chance(50))
         elif what == "members":
             first = replace(first, of=self.one_of("all", "body"))
-        allow = what not in NUMBERS and self.chance(60)
-        return (first, *rest), replace(resume, changed=what, allow=allow)
+        return (first, *rest), replace(resume, changed=what, allow=self.chance(60))
 
     def average(self) -> Average:
         return Average(self.one_of(0.5, 0.9), self.one_of(0, 0, 2, 5), self.one_of(True, True, False))

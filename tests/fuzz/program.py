@@ -252,11 +252,11 @@ class Resume:
     @property
     def anew(self) -> bool:
         """Whether the first optimizer starts without state and with the new process' settings."""
-        return self.changed not in ("", *NUMBERS) and self.allow
+        return bool(self.changed) and self.allow
 
 
 NUMBERS = ("lr", "weight_decay")
-"""Changes of an optimizer after which the checkpoint's values go on."""
+"""Changes of an optimizer after which the checkpoint's values go on, unless ``allow`` consents to them."""
 
 
 @dataclass(frozen=True)
