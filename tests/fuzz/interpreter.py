@@ -127,10 +127,20 @@ class Loop:
                     rank.gradients[position] = mean.clone()
             parameter.grad = self.ranks[0].gradients[position]
 
-    def begin_forward(self, at: int) -> None:
-        """Broadcast buffers as DDP does before micro-batch ``at`` of a window: after a backward that synchronised."""
+    @contextlib.contextmanager
+    def forwards(self, batches: list[tuple[Parts, bool]], at: int) -> Iterator[None]:
+        """Run all ranks' forwards of micro-batch ``at`` of a window within the context.
+
+        Buffers are broadcast as DDP does, after a backward that synchronised. A rank that only joins has its buffers of
+        before again afterwards.
+        """
+        joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
+        before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
         if self.broadcasts() and at == 0:
             self.give_out_buffers()
+        yield
+        for rank, buffers in zip(joiners, before, strict=True):
+            rank.buffers = buffers
 
     def give_out_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
@@ -253,16 +263,16 @@ class Loop:
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
-                self.begin_forward(at)
-                self.turns(micro, parts)
+                with self.forwards(parts, at):
+                    self.turns(micro, parts)
                 stepped = True
             else:
                 if at == 0:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
-                self.begin_forward(at)
-                evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
+                with self.forwards(parts, at):
+                    evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
                 closes = at == len(window) - 1
                 stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
             self.batch_idx += 1
@@ -340,7 +350,6 @@ class Loop:
             return part
         for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
             with self.playing(rank):
-                before = {name: one.clone() for name, one in self.net.named_buffers()}
                 with self.autocast():
                     loss = self.net.loss(parts)
                     if program.nothing == "nan":
@@ -352,8 +361,6 @@ class Loop:
                 if weight:
                     (loss * (self.world * weight / total) * self.scale).backward()
                     part += float(loss.detach()) * weight / total
-                if joins:
-                    put_buffers(self.net, before)
         if first:
             self.hook("on_before_backward", micro)
             self.hook("on_after_backward", micro)
@@ -402,8 +409,8 @@ class Loop:
         with torch.enable_grad():
             value = 0.0
             for at, micro in enumerate(window):
-                self.begin_forward(at)
-                value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
+                with self.forwards(batches[at], at):
+                    value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
         self.average_gradients()
         return value
 
@@ -442,8 +449,6 @@ class Loop:
         """Run the module's own loop on all ranks in lockstep."""
         finite = True
         losses: list[Tensor] = []
-        buffers = [dict(rank.buffers) for rank in self.ranks]
-        copies = [{name: one.clone() for name, one in each.items()} for each in buffers]
         for turn in self.program.manual:
             optimizer = self.optimizers[turn.optimizer]
             held = [one for group in optimizer.param_groups for one in group["params"]]
@@ -458,9 +463,7 @@ class Loop:
         if not finite:
             self.scale *= 0.5
         for rank, (parts, joins) in enumerate(batches):
-            if joins:
-                self.ranks[rank].buffers = copies[rank]
-            else:
+            if not joins:
                 self.diary.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
 
     def manual_step(
