@@ -103,4 +103,4 @@ def is_stable(program: Program, expected: Outcome) -> bool:
 
 def on(ranks: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run on the given number of shared ranks."""
-    return on_ranks(fn, ranks, *arguments, timeout=30)
+    return on_ranks(fn, ranks, *arguments, timeout=120)
