@@ -8,6 +8,8 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 
-from fuzz.check import Difference, check, found_in  # noqa: E402
+from fuzz.check import Difference, check, judge  # noqa: E402
 from fuzz.draw import STRATEGIES, ZERO  # noqa: E402
 from fuzz.plants import PLANTS  # noqa: E402
 from fuzz.program import Program  # noqa: E402
@@ -24,7 +26,7 @@ from fuzz.search import search  # noqa: E402
 from worlds import close_worlds  # noqa: E402
 
 PRESET_SEEDS = (1, 2, 3)
-_AT_ONCE = 100  # programs that one search of Hypothesis draws
+_AT_ONCE = 20  # programs that one search of Hypothesis draws: the longer it is, the more often it repeats programs
 
 
 def main() -> int:
@@ -47,29 +49,61 @@ def main() -> int:
         close_worlds()
 
 
+@dataclass
+class Tally:
+    """Draws programs until enough different ones ran.
+
+    Attributes:
+        check: runs one and raises `Difference`; returns whether the engine refused it, as it may.
+        ran: different programs that ran, without those that the search shrank a finding to.
+        refused: those that were refused.
+    """
+
+    check: Callable[[Program], bool]
+    ran: int = 0
+    refused: int = 0
+    _searches: int = 0
+    _passed: set[str] = field(default_factory=set)
+    _shrinks: bool = False
+
+    def search(
+        self, count: int, seed: int, strategies: tuple[str, ...], shrinks: bool = True
+    ) -> tuple[Program, str] | None:
+        """Go on until ``count`` programs ran, or one of them differed; return that one, with what differs."""
+        while self.ran < count:
+            self._shrinks = False
+            drawn_from = seed * 1_000_003 + self._searches
+            self._searches += 1
+            size = min(_AT_ONCE, count - self.ran)
+            one = search(size, drawn_from, strategies, shrinks=shrinks, attempt=self._attempt)
+            if one is not None:
+                return one
+        return None
+
+    def _attempt(self, program: Program) -> None:
+        key = repr(program)
+        if key in self._passed:
+            return
+        self.ran += not self._shrinks
+        try:
+            refused = self.check(program)
+        except Difference:
+            self._shrinks = True
+            raise
+        self.refused += refused and not self._shrinks
+        self._passed.add(key)
+
+
 def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> int:
-    """Run ``count`` programs and print the differences; returns the number of findings."""
+    """Run ``count`` different programs and print the differences; returns the number of findings."""
     print(f"COUNT={count} SEED={seed}, under {', '.join(strategies)}", flush=True)
-    began, found, done = time.monotonic(), 0, 0
-    ran = [0]
-
-    def attempt(program: Program) -> None:
-        ran[0] += 1
-        check(program)
-
-    while done < count and found < findings:
-        size = min(_AT_ONCE, count - done)
-        ran[0] = 0
-        # Chunks are drawn independently: a long Hypothesis search concentrates on programs that it has already tried.
-        one = search(size, seed * 1_000_003 + done, strategies, attempt=attempt)
-        if one is None:
-            done += ran[0]
-        else:
-            program, text, first = one
-            done += first
-            found += 1
-            print(script(program, text), flush=True)
-    print(f"{done} programs in {time.monotonic() - began:.0f} s, {found} findings", flush=True)
+    began, found, tally = time.monotonic(), 0, Tally(check)
+    while found < findings and (one := tally.search(count, seed, strategies)) is not None:
+        found += 1
+        print(script(*one), flush=True)
+        print(f"This was program {tally.ran}.", flush=True)
+    took = time.monotonic() - began
+    print(f"{tally.ran} programs, {tally.refused} refused, {found} findings ({took:.0f} s)", flush=True)
     return found
 
 
@@ -78,29 +112,22 @@ def find_plants(names: list[str], count: int, strategies: tuple[str, ...], seeds
     missed = 0
     for name in names:
         for seed in seeds:
-            began = time.monotonic()
-            done, first = 0, 0
-            text = ""
-            while done < count and not first:
-                size = min(_AT_ONCE, count - done)
-                attempt = functools.partial(check_with, name)
-                one = search(size, seed * 1_000_003 + done, strategies, shrinks=False, attempt=attempt)
-                if one is not None:
-                    first, text = done + one[2], one[1]
-                done += size
-            missed += not first
-            said = f"found by program {first}: {text[:150]}" if first else f"not found in {done}"
+            began, tally = time.monotonic(), Tally(functools.partial(check_with, name))
+            one = tally.search(count, seed, strategies, shrinks=False)
+            missed += one is None
+            said = f"not found in {tally.ran}" if one is None else f"found by program {tally.ran}: {one[1][:150]}"
             print(f"{name}, seed {seed}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
     return missed
 
 
-def check_with(plant: str, program: Program) -> None:
+def check_with(plant: str, program: Program) -> bool:
     """Check ``program`` with a planted defect; failures that also occur without it do not count."""
     try:
-        check(program, plant)
+        return check(program, plant)
     except Difference:
-        if not found_in(program):
+        if not judge(program).found:
             raise
+        return False
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from drivetrain.errors import DrivetrainError
-from fuzz.compare import LOOSE, differences, weights_of
+from fuzz.compare import LOOSE, OURS, differences, evaluation_of, weights_of
 from fuzz.engine import launched, run
+from fuzz.engine_evaluation import evaluate
 from fuzz.interpreter import interpret
 from fuzz.outcome import Outcome
 from fuzz.program import Program
@@ -18,38 +21,73 @@ class Difference(AssertionError):
     """Raised when results differ from the expected ones."""
 
 
-def check(program: Program, plant: str = "") -> None:
-    """Run ``program`` under the engine and by hand.
+@dataclass
+class Verdict:
+    """How a program came out.
+
+    Attributes:
+        found: the differences, as one phrase each.
+        refused: the engine refused to run, to resume or to evaluate the program, whether rightly or not.
+    """
+
+    found: list[str]
+    refused: bool = False
+
+
+def check(program: Program, plant: str = "") -> bool:
+    """Run ``program`` under the engine and by hand; return whether the engine refused it, as it may.
 
     Raises:
         Difference: the results differ; the message states in what.
     """
-    found = found_in(program, plant)
-    if found:
-        raise Difference("; ".join(found[:6]))
+    verdict = judge(program, plant)
+    if verdict.found:
+        raise Difference("; ".join(verdict.found[:6]))
+    return verdict.refused
 
 
-def found_in(program: Program, plant: str = "") -> list[str]:
-    """Return the differences, as one phrase each."""
+def judge(program: Program, plant: str = "") -> Verdict:
+    """Run ``program`` under the engine and by hand, and compare."""
     expected = interpret(program)
     if program.launcher:
-        return differences(program, expected, [launched(program, plant)])
+        return Verdict(differences(program, expected, [launched(program, plant)]))
     with tempfile.TemporaryDirectory(prefix="drivetrain-fuzz-") as folder:
-        root = folder if program.resume is not None else ""
+        root = folder if program.saving is not None else ""
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
-            outcomes = on(program.ranks, program, root, False, plant)
-            found = differences(program, plain, outcomes)
+            outcomes = on(program.ranks, run, program, root, False, plant)
+            verdict = Verdict(differences(program, plain, outcomes), any(one.error in OURS for one in outcomes))
             failed = any(one.error for one in outcomes)
-            if not found and program.resume is not None and expected.saved_after >= 0 and not failed:
-                outcomes = on(program.resume.ranks, program, root, True, plant)
-                if expected.saved_at_end and all("nothing is left to train" in one.text for one in outcomes):
-                    return []
-                found = [f"resumed: {what}" for what in differences(program, expected, outcomes, resumed=True)]
-                failed = any(one.error for one in outcomes)
-            return found if failed or not found or is_stable(program, expected) else []
+            if not verdict.found and not failed and expected.saved_after >= 0:
+                if program.resume is not None:
+                    outcomes = on(program.resume.ranks, run, program, root, True, plant)
+                    failed = any(one.error for one in outcomes)
+                    verdict = of_resumed(program, expected, outcomes)
+                elif program.evaluation is not None:
+                    verdict = of_evaluation(program, expected, root, plant)
+            if verdict.found and not failed and not is_stable(program, expected):
+                verdict.found = []
+            return verdict
         except DrivetrainError as error:
-            return [f"ranks failed: {error}"]
+            return Verdict([f"ranks failed: {error}"])
+
+
+def of_resumed(program: Program, expected: Outcome, outcomes: list[Outcome]) -> Verdict:
+    """Judge the run that resumed."""
+    if expected.saved_at_end and all("nothing is left to train" in one.text for one in outcomes):
+        return Verdict([], refused=True)
+    found = differences(program, expected, outcomes, resumed=True)
+    return Verdict([f"resumed: {what}" for what in found], any(one.error in OURS for one in outcomes))
+
+
+def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) -> Verdict:
+    """Evaluate the checkpoint, and judge what was evaluated."""
+    plan = program.evaluation
+    assert plan is not None
+    assert expected.evaluated is not None
+    held = on(plan.ranks, evaluate, program, root, plant)
+    found = evaluation_of(program, expected.evaluated, held)
+    return Verdict([f"evaluated: {what}" for what in found], any(one.refused for one in held))
 
 
 def is_stable(program: Program, expected: Outcome) -> bool:
@@ -63,6 +101,6 @@ def is_stable(program: Program, expected: Outcome) -> bool:
     return not any(weights_of(expected.weights, interpret(program, nudged=seed).weights, near) for seed in range(3))
 
 
-def on(ranks: int, program: Program, root: str, resumed: bool, plant: str) -> list[Outcome]:
+def on(ranks: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run on the given number of shared ranks."""
-    return on_ranks(run, ranks, program, root, resumed, plant, timeout=30)
+    return on_ranks(fn, ranks, *arguments, timeout=120)

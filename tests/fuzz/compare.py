@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.outcome import Outcome
+from fuzz.outcome import Evaluated, Outcome
 from fuzz.program import Program
 from fuzz.refusals import permitted
 
@@ -23,6 +23,8 @@ LOOSE = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed": 1e-3
 def differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False) -> list[str]:
     """Return one phrase for every difference; none if everything is as expected."""
     errors = {one.error for one in ranks}
+    if expected.refused:
+        return refused_by_name(program, ranks)
     if errors - {""}:
         return refused(program, expected, ranks)
     if expected.error:
@@ -61,6 +63,38 @@ def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[s
     if not permitted(program, said.text):
         return [f"refused: {said.text[:300]}"]
     return in_time(program, expected, ranks)
+
+
+NAMES = {"groups": "group", "members": "weight", "amsgrad": "amsgrad", "class": "AdamW"}
+"""What an error that refuses another optimizer says, by what has changed."""
+
+
+def refused_by_name(program: Program, ranks: list[Outcome]) -> list[str]:
+    """Judge a resume that must be refused because of its optimizer: the error names what differs, and the consent."""
+    assert program.resume is not None
+    changed = program.resume.changed
+    for outcome in ranks:
+        if outcome.error != "ConfigurationError":
+            return [f"other {changed} of an optimizer: {outcome.error or 'not refused'} {outcome.text[:300]}"]
+        for word in (NAMES[changed], "allow="):
+            if word not in outcome.text:
+                return [f"other {changed} of an optimizer: the error does not say {word!r}: {outcome.text[:300]}"]
+    return []
+
+
+def evaluation_of(program: Program, expected: Evaluated, ranks: list[Evaluated]) -> list[str]:
+    """Compare an evaluation of a checkpoint."""
+    near = LOOSE[program.precision]
+    found = []
+    for rank, held in enumerate(ranks):
+        if held.refused != expected.refused:
+            found.append(f"rank {rank}: {held.text[:300] or 'it was not refused'}")
+        elif held.weights:  # which may have another dtype where they are only loaded
+            cast = {name: value.to(expected.weights[name].dtype) for name, value in held.weights.items()}
+            found += [f"rank {rank}: {what}" for what in weights_of(expected.weights, cast, max(near, 1e-6))]
+        if not math.isnan(held.loss) and not same_number("score", expected.loss, held.loss, near):
+            found.append(f"rank {rank}: the loss is {held.loss!r} for {expected.loss!r}")
+    return found
 
 
 def in_time(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
@@ -125,7 +159,7 @@ def order_of(program: Program, expected: Outcome, ranks: list[Outcome], resumed:
     if resumed:
         hooks = ["on_train_start", *expected.hooks[expected.saved_hooks :]]
     held = ranks[0].hooks
-    if any(one.kind in ("lbfgs", "sam") for one in program.optimizers):
+    if any(one.evaluates_again for one in program.optimizers):
         # How often a loss is re-evaluated is up to the optimizer.
         held, hooks = ([one for one in each if "backward" not in one] for each in (held, hooks))
     if held != hooks:

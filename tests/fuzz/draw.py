@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from cpu_kernels import FP16
 from fuzz.program import (
     OWN_PARTS,
+    Average,
     Change,
     Data,
+    Evaluation,
     Log,
     Net,
     Optimizer,
@@ -73,7 +76,7 @@ class Drawn:
         if epochs > 1 and not net.tied and not strategy.startswith("deepspeed") and self.chance(25):
             net, optimizers, changes = self.changes(net, epochs, strategy, optimizers)
         data = self.data(ranks)
-        closure = optimizers[0].kind in ("lbfgs", "sam")
+        closure = optimizers[0].evaluates_again or optimizers[0].closure
         nothing = "never"
         if single and not manual and not closure and not changes and self.chance(12):
             nothing = self.one_of("odd", "always", "nan") if precision == "16-mixed" else self.one_of("odd", "always")
@@ -84,6 +87,8 @@ class Drawn:
             resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
             if resume is not None and resume.ranks != ranks and net.dropout:
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
+            if resume is not None and self.chance(60):
+                optimizers, resume = self.changed(optimizers, resume, precision)
             if resume is not None:  # a resumed run calls on_train_start again
                 logs = tuple(log for log in logs if log.where != "on_train_start")
                 if resume.ranks != ranks:  # for which the meaning of a rank's own values is undefined
@@ -93,7 +98,12 @@ class Drawn:
         accumulate = 1 if manual or in_window else self.one_of(1, 1, 2, 3)
         zero = strategy.startswith("deepspeed")  # it clips by norm only
         clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
-        schedulers = () if manual or closure else self.schedulers(validation, logs, changes, estimated)
+        anew = resume is not None and resume.anew  # what schedulers do then is undefined
+        schedulers = () if manual or closure or anew else self.schedulers(validation, logs, changes, estimated)
+        average = self.average() if self.chance(15) else None
+        evaluation = None
+        if resume is None and self.chance(5 if average is None else 60):
+            evaluation = self.evaluation(strategy, average, validation, net)
         return Program(
             strategy=strategy,
             ranks=ranks,
@@ -118,7 +128,8 @@ class Drawn:
             resume=resume,
             broadcast=self.broadcast(strategy, manual, net),
             late=self.chance(10),
-            average=self.one_of(0.5, 0.9) if self.chance(15) else None,
+            average=average,
+            evaluation=evaluation,
             seed=self.between(0, 3),
         )
 
@@ -175,13 +186,19 @@ class Drawn:
         zero = strategy.startswith("deepspeed")
         if precision in ("32-true", "64-true", "bf16-mixed") and not net.dropout and not zero and self.chance(12):
             # A line search amplifies rounding.
-            return (Optimizer("sam" if precision == "bf16-mixed" else self.one_of("lbfgs", "sam"), "all", lr),)
+            kinds = ("sam", "sam_sum") if precision == "bf16-mixed" else ("lbfgs", "sam", "sam_sum")
+            return (Optimizer(self.one_of(*kinds), "all", lr),)
+        if self.chance(8):
+            kind = self.one_of("optimistic", "heun")
+            exact = precision in ("32-true", "64-true", "bf16-mixed")
+            closure = kind == "optimistic" and exact and not manual and not zero and self.chance(30)
+            return (Optimizer(kind, "all", lr, split=self.chance(10), closure=closure),)
         if net.tied or strategy.startswith("deepspeed") or not self.chance(50 if manual else 20):
-            return (Optimizer(kind, "all", lr),)
+            return (Optimizer(kind, "all", lr, split=self.chance(10)),)
         return (Optimizer(kind, "body", lr), Optimizer(self.one_of("sgd", "adamw"), "head", lr))
 
     def turns(self, optimizers: tuple[Optimizer, ...], precision: str) -> tuple[Turn, ...]:
-        if optimizers[0].kind in ("lbfgs", "sam"):
+        if optimizers[0].evaluates_again:
             return (Turn(closure=True),)
         toggles = len(optimizers) > 1 and self.chance(30)
         turns = []
@@ -189,7 +206,7 @@ class Drawn:
         for _ in range(self.between(1, 2)):
             for number in range(len(optimizers)):
                 clips = self.one_of(0, 1, 2) if scales else self.one_of(0, 0, 1, 2)
-                closure = not clips and self.chance(15)
+                closure = not clips and (optimizers[number].is_torch or not scales) and self.chance(15)
                 steps = self.one_of(2, 1) if scales else self.one_of(1, 1, 2)
                 turns.append(Turn(number, steps, clips, toggles, closure))
         return tuple(turns)
@@ -209,8 +226,8 @@ class Drawn:
             if hook == "on_train_epoch_start" and epoch == 1 and epochs > 2 and self.chance(40):
                 changes.append(Change("freeze", part, hook, 2))
         lr, kind = optimizers[0].lr, optimizers[0].kind
-        kind = "adamw" if kind in ("lbfgs", "sam") else kind
-        return net, (Optimizer(kind, "all", lr),), tuple(changes)
+        kind = "adamw" if optimizers[0].evaluates_again else kind
+        return net, (Optimizer(kind, "all", lr, closure=optimizers[0].closure),), tuple(changes)
 
     def validation(self, ranks: int) -> Validation:
         kind = self.one_of("map", "map", "map", "map", "iterable")
@@ -309,6 +326,44 @@ class Drawn:
         if optimizers[0].kind == "lbfgs":
             other = self.one_of("single_device", "ddp")
         return Resume(hook, at, 1 if other == "single_device" else self.one_of(2, 1, 3), other)
+
+    def changed(
+        self, optimizers: tuple[Optimizer, ...], resume: Resume, precision: str
+    ) -> tuple[tuple[Optimizer, ...], Resume]:
+        """Let the resumed run have another first optimizer; return the optimizers, and how it goes on."""
+        first, *rest = optimizers
+        kinds = ["", "lr"]
+        if not first.evaluates_again:
+            kinds += ["weight_decay", "groups"]
+            kinds += [] if first.closure else ["class"]
+            kinds += ["amsgrad", "amsgrad"] if first.kind == "adamw" else []
+            kinds += ["members"] if not rest and not resume.strategy.startswith("deepspeed") else []
+        what = self.one_of(*kinds)
+        if what == "groups":
+            first = replace(first, split=self.chance(50))
+        elif what == "amsgrad":
+            first = replace(first, amsgrad=self.chance(50))
+        elif what == "members":
+            first = replace(first, of=self.one_of("all", "body"))
+        return (first, *rest), replace(resume, changed=what, allow=self.chance(60))
+
+    def average(self) -> Average:
+        return Average(self.one_of(0.5, 0.9), self.one_of(0, 0, 2, 5), self.one_of(True, True, False))
+
+    def evaluation(self, strategy: str, average: Average | None, validation: Validation | None, net: Net) -> Evaluation:
+        """Return an evaluation; of the averages only where there may be some."""
+        hooks = ["on_fit_end", "on_train_batch_end", "on_train_epoch_end"]
+        hooks += ["on_validation_end"] if validation is not None else []
+        hook = self.one_of(*hooks)
+        at = self.between(0, 3) if hook == "on_train_batch_end" else 0
+        by = self.one_of("validate", "test", "load")
+        ranks, other = 1, "single_device"
+        if by != "load":
+            other = self.one_of("single_device", "ddp", "fsdp", strategy)
+            ranks = {"single_device": 1, "hsdp": 4}.get(other) or self.one_of(2, 1, 3)
+        averaged = self.one_of(None, None, True, False) if average is not None else self.one_of(None, False)
+        callbacks = average is not None and by != "load" and self.chance(30)
+        return Evaluation(by, hook, at, averaged, callbacks, ranks, other)
 
     def broadcast(self, strategy: str, manual: bool, net: Net) -> bool | None:
         if not strategy.startswith("ddp"):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from fuzz.data_loaders import parts_of, training_loader, validation_loader
-from fuzz.nets import Model, add_group, make_optimizer, make_scheduler, part_of, seeded_model
+from fuzz.nets import Model, add_group, part_of, seeded_model
+from fuzz.optimizers import make_optimizer, make_scheduler
 from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
 from fuzz.plants import planted
-from fuzz.program import Change, Program
+from fuzz.program import Average, Change, Program
 
 
 class Planned(Exception):
@@ -112,8 +114,8 @@ class Trained(TrainModule):
 
     def configure_optimizers(self) -> Any:
         program = self.program
-        optimizers = [make_optimizer(self.net, program, number) for number in range(len(program.optimizers))]
-        if not program.manual and program.optimizers[0].kind == "sam":
+        optimizers = [make_optimizer(self.net, program, plan) for plan in program.optimizers]
+        if program.takes_closure:
             return {"optimizer": optimizers[0], "closure": True}
         schedulers = []
         for plan in program.schedulers:
@@ -186,11 +188,14 @@ class Recorder(Callback):
         for change in program.changes:
             if change.hook == hook and change.epoch == trainer.current_epoch and change.batch == batch_idx:
                 changed(module.net, change, trainer.optimizers, program)
-        stop, resume = program.stop, program.resume
+        stop, saving = program.stop, program.saving
         if stop is not None and stop.how == "should_stop" and stop.hook == hook and stop.at == count:
             trainer.should_stop = True
-        if resume is not None and self.path and resume.hook == hook and resume.at == count:
-            trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
+        if saving is not None and self.path and saving.hook == hook and saving.at == count:
+            if hook == "on_fit_end":
+                trainer.save_checkpoint(self.path)
+            else:
+                trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if not self.resumed or self.anew:
@@ -310,14 +315,18 @@ def strategy_of(name: str, program: Program) -> Any:
             static_graph=name == "ddp_static_graph",
             find_unused_parameters=name == "ddp_find_unused_parameters_true",
         )
-    if name == "deepspeed_stage_2" and program.net.norm == "batch":
+    if name.startswith("deepspeed"):
         # A single sample is not normalised: gradients then arrive in another order, which would be refused.
-        return DeepSpeedStrategy(stage=2, find_unused_parameters=True)
+        unordered = name == "deepspeed_stage_2" and program.net.norm == "batch"
+        options: dict[str, Any] = {"find_unused_parameters": True} if unordered else {}
+        if not program.optimizers[0].is_torch:
+            options["config"] = {"zero_allow_untested_optimizer": True}
+        return DeepSpeedStrategy(stage=int(name[-1]), **options) if options else name
     return name
 
 
 @contextlib.contextmanager
-def _errors_alone() -> Iterator[None]:
+def errors_alone() -> Iterator[None]:
     """Log only errors within the context: other tests use these ranks too."""
     loggers = [logging.getLogger(name) for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed")]
     levels = [one.level for one in loggers]
@@ -335,17 +344,20 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
 
     If ``resumed``, the run resumes in that folder, from its checkpoint.
     """
-    path = f"{root}/drivetrain_logs/version_0/checkpoints/saved" if root else ""
+    path = saved_in(root) if root else ""
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     ranks, strategy = program.ranks, program.strategy
     anew = False
+    allow: tuple[str, ...] = ()
     if resumed:
         assert program.resume is not None
         ranks, strategy = program.resume.ranks, program.resume.strategy
         anew = ranks != program.ranks
+        allow = ("optimizer",) if program.resume.allow else ()
+        program = replace(program, optimizers=program.resume.optimizers(program.optimizers))
     kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
-    with _errors_alone(), warnings.catch_warnings(), planted(plant):
+    with errors_alone(), warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
         module = kinds[program.weighs, program.validation is not None](program, outcome)
         recorder = Recorder(program, outcome, "" if resumed else path, resumed, anew)
@@ -353,15 +365,15 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
         try:
             callbacks: list[Callback] = [recorder, Checkpoint(save_top_k=0)] if root else [recorder]
             if program.average is not None:
-                callbacks.append(EMAWeightAveraging(program.average, use_buffers=False))
+                callbacks.append(averaging(program.average))
             options = {**settings(program, outcome), **({"default_root_dir": root} if root else {})}
             trainer = Fit(strategy=strategy_of(strategy, program), callbacks=callbacks, **options)
             training = training_loader(program, ranks, rank)
             validation = None if program.validation is None else validation_loader(program, ranks, rank)
-            trainer.fit(module, training, validation, ckpt_path=path if resumed else None)
+            trainer.fit(module, training, validation, ckpt_path=path if resumed else None, allow=allow)
             assert not root or trainer.log_dir == path.rpartition("/checkpoints/")[0]
         except Exception as error:
-            if program.ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
+            if ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
                 raise  # the others wait for this rank: the world ends them, and reports this error
             outcome.error, outcome.text = type(error).__name__, str(error)
             if not outcome.counts and trainer is not None:
@@ -371,6 +383,18 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
         state = module.net.state_dict()
         outcome.weights = {name: whole(value) for name, value in state.items()}
     return outcome
+
+
+def saved_in(root: str) -> str:
+    """Return the path of the checkpoint that a run below ``root`` saves."""
+    return f"{root}/drivetrain_logs/version_0/checkpoints/saved"
+
+
+def averaging(plan: Average) -> Callback:
+    """Return the callback that averages weights."""
+    return EMAWeightAveraging(
+        plan.decay, update_starting_at_step=plan.start or None, use_buffers=False, evaluate=plan.evaluates
+    )
 
 
 def launched(program: Program, plant: str = "") -> Outcome:

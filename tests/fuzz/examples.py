@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 from cpu_kernels import FP16
 from fuzz.program import (
+    Average,
     Change,
     Data,
+    Evaluation,
     Log,
     Net,
     Optimizer,
@@ -21,11 +23,12 @@ from fuzz.program import (
 
 
 class Example(NamedTuple):
-    """A program, and its finding."""
+    """A program, and its finding; ``awaits`` is the behaviour whose absence still makes it differ."""
 
     name: str
     found: str
     program: Program
+    awaits: str = ""
 
 
 EXAMPLES = (
@@ -323,6 +326,105 @@ EXAMPLES = (
             data=Data(kind="reused", samples=12, batch=1),
             optimizers=(Optimizer("momentum"),),
             seed=1,
+        ),
+    ),
+    Example(
+        "optimistic gradients, which keep a reference to the last ones",
+        "Q-02: DDP overwrote them in its buckets, 0.055 off",
+        Program(strategy="ddp", ranks=2, optimizers=(Optimizer("optimistic"),), epochs=2),
+        awaits="Q-02",
+    ),
+    Example(
+        "optimistic gradients that ask for a closure",
+        "Q-02: DDP overwrote them in its buckets, 0.055 off",
+        Program(strategy="ddp", ranks=2, optimizers=(Optimizer("optimistic", closure=True),), epochs=2),
+        awaits="Q-02",
+    ),
+    Example(
+        "Heun's method by hand under a static graph",
+        "Q-02: the first gradient was the second one",
+        Program(strategy="ddp_static_graph", ranks=2, optimizers=(Optimizer("heun"),), manual=(Turn(repeats=2),)),
+        awaits="Q-02",
+    ),
+    Example(
+        "SAM that adds up the gradients at both points",
+        "Q-02: the first gradient was the second one, 0.002 off",
+        Program(strategy="ddp", ranks=2, optimizers=(Optimizer("sam_sum"),)),
+        awaits="Q-02",
+    ),
+    Example(
+        "SAM that adds up the gradients at both points, by hand",
+        "Q-02: the first gradient was the second one, 0.002 off",
+        Program(strategy="ddp", ranks=2, optimizers=(Optimizer("sam_sum"),), manual=(Turn(closure=True),)),
+        awaits="Q-02",
+    ),
+    Example(
+        "a resume with another learning rate",
+        "Q-04: the checkpoint's goes on",
+        Program(epochs=2, resume=Resume(changed="lr")),
+    ),
+    *(
+        Example(
+            f"a resume with other {changed} of the optimizer",
+            "Q-04: it was not refused",
+            Program(optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed=changed)),
+            awaits="Q-04",
+        )
+        for changed in ("groups", "members", "amsgrad")
+    ),
+    *(
+        Example(
+            f"a resume that may have other {changed} of the optimizer",
+            "Q-04: the optimizer went on as it was saved",
+            Program(optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed=changed, allow=True)),
+            awaits="Q-04",
+        )
+        for changed in ("lr", "groups", "members", "amsgrad")
+    ),
+    Example(
+        "one of two optimizers starts anew, on two ranks with shards",
+        "Q-04: the other one lost its state too",
+        Program(
+            optimizers=(Optimizer("adamw", of="body"), Optimizer("adamw", of="head")),
+            epochs=2,
+            resume=Resume(ranks=2, strategy="fsdp", changed="class", allow=True),
+        ),
+        awaits="Q-04",
+    ),
+    *(
+        Example(
+            f"a checkpoint of a run with averages, by {by}",
+            "Q-01: it was evaluated with the trained weights",
+            Program(epochs=2, average=Average(), evaluation=Evaluation(by, "on_train_epoch_end")),
+            awaits="Q-01",
+        )
+        for by in ("validate", "test", "load")
+    ),
+    Example(
+        "the trained weights of a run that has ended with averages",
+        "Q-01: there was no way to choose them",
+        Program(average=Average(), evaluation=Evaluation(averaged=False, ranks=2, strategy="fsdp")),
+        awaits="Q-01",
+    ),
+    Example(
+        "the averages of a run that does not evaluate with them",
+        "Q-01: there was no way to choose them",
+        Program(
+            average=Average(evaluates=False),
+            evaluation=Evaluation("load", "on_train_epoch_end", averaged=True),
+        ),
+        awaits="Q-01",
+    ),
+    Example(
+        "a rank's own buffer is logged after the rank has joined",
+        "the loop took what DDP had given it for its own",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            net=Net(buffer="reassigned"),
+            data=Data(kind="iterable", samples=12),
+            epochs=2,
+            logs=(Log("on_train_batch_start", "buffer", on_epoch=True),),
         ),
     ),
     *(

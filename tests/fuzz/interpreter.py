@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fuzz.data_loaders import numbers
 from fuzz.diary import Diary
-from fuzz.nets import Model, Parts, add_group, make_optimizer, make_scheduler, part_of, seeded_model
-from fuzz.outcome import Outcome, scheduler_state, tensors_of
-from fuzz.program import OWN_PARTS, Program, Turn
+from fuzz.nets import Model, Parts, add_group, part_of, seeded_model
+from fuzz.optimizers import make_optimizer, make_scheduler
+from fuzz.outcome import Evaluated, Outcome, scheduler_state, tensors_of
+from fuzz.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn
 from fuzz.sharded_programs import Micro, dealt, epoch_of, evaluated, said, streamed
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
@@ -50,7 +51,7 @@ class Loop:
         if program.precision in DTYPES:
             self.net.to(DTYPES[program.precision])
         self.parameters = list(self.net.parameters())
-        self.optimizers = [make_optimizer(self.net, program, number) for number in range(len(program.optimizers))]
+        self.optimizers = [make_optimizer(self.net, program, plan) for plan in program.optimizers]
         self.schedulers = [
             (make_scheduler(self.optimizers[0], plan, self.estimate()), plan) for plan in program.schedulers
         ]
@@ -67,6 +68,7 @@ class Loop:
         self.before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
         self.averages: dict[str, Tensor] = {}
         self.updates = 0
+        self.trained: dict[str, Tensor] = {}  # while the network holds the averages
 
     # Ranks, one at a time
 
@@ -125,10 +127,20 @@ class Loop:
                     rank.gradients[position] = mean.clone()
             parameter.grad = self.ranks[0].gradients[position]
 
-    def begin_forward(self, at: int) -> None:
-        """Broadcast buffers as DDP does before micro-batch ``at`` of a window: after a backward that synchronised."""
+    @contextlib.contextmanager
+    def forwards(self, batches: list[tuple[Parts, bool]], at: int) -> Iterator[None]:
+        """Run all ranks' forwards of micro-batch ``at`` of a window within the context.
+
+        Buffers are broadcast as DDP does, after a backward that synchronised. A rank that only joins has its buffers of
+        before again afterwards.
+        """
+        joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
+        before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
         if self.broadcasts() and at == 0:
             self.give_out_buffers()
+        yield
+        for rank, buffers in zip(joiners, before, strict=True):
+            rank.buffers = buffers
 
     def give_out_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
@@ -147,16 +159,17 @@ class Loop:
                 self.train_epoch()
                 if self.should_stop:
                     break
-        if outcome.error:
+        if outcome.error or outcome.refused:
             return self.end()
         self.hook("on_train_end")
         if self.updates:
-            self.exchange()
+            self.put_averages()
         outcome.metrics = self.diary.metrics()
         names = {one: name for name, one in self.net.named_parameters()}
         outcome.states = [tensors_of(one.state, names) for one in self.optimizers]
         outcome.schedulers = [scheduler_state(one) for one, _ in self.schedulers]
         self.hook("on_fit_end")
+        self.save_where_asked()
         return self.end()
 
     def end(self) -> Outcome:
@@ -250,16 +263,16 @@ class Loop:
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
-                self.begin_forward(at)
-                self.turns(micro, parts)
+                with self.forwards(parts, at):
+                    self.turns(micro, parts)
                 stepped = True
             else:
                 if at == 0:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
-                self.begin_forward(at)
-                evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
+                with self.forwards(parts, at):
+                    evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
                 closes = at == len(window) - 1
                 stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
             self.batch_idx += 1
@@ -307,11 +320,15 @@ class Loop:
         elif joins:
             mine = micro[0][:1]
         self.ranks[rank].last = mine
-        x, y, index = (part[mine] for part in numbers(data.samples, self.net.on_tokens))
+        return self.cast(data.samples, mine), joins
+
+    def cast(self, samples: int, mine: list[int]) -> Parts:
+        """Return some samples of a data set, in the dtype of the precision."""
+        x, y, index = (part[mine] for part in numbers(samples, self.net.on_tokens))
         dtype = DTYPES.get(self.program.precision)
         if dtype is not None and not self.net.on_tokens:
             x, y = x.to(dtype), y.to(dtype)
-        return (x, y, index), joins
+        return x, y, index
 
     def weight(self, mine: list[int], given: tuple[Parts, bool], at: int) -> float:
         parts, joins = given
@@ -333,7 +350,6 @@ class Loop:
             return part
         for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
             with self.playing(rank):
-                before = {name: one.clone() for name, one in self.net.named_buffers()}
                 with self.autocast():
                     loss = self.net.loss(parts)
                     if program.nothing == "nan":
@@ -345,8 +361,6 @@ class Loop:
                 if weight:
                     (loss * (self.world * weight / total) * self.scale).backward()
                     part += float(loss.detach()) * weight / total
-                if joins:
-                    put_buffers(self.net, before)
         if first:
             self.hook("on_before_backward", micro)
             self.hook("on_after_backward", micro)
@@ -366,7 +380,7 @@ class Loop:
         for optimizer in self.optimizers:
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
             self.hook("on_before_optimizer_step")
-        if program.optimizers[0].kind in ("lbfgs", "sam"):
+        if program.takes_closure:
             first_idx = self.batch_idx - len(window) + 1
             computed = [loss]
 
@@ -395,8 +409,8 @@ class Loop:
         with torch.enable_grad():
             value = 0.0
             for at, micro in enumerate(window):
-                self.begin_forward(at)
-                value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
+                with self.forwards(batches[at], at):
+                    value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
         self.average_gradients()
         return value
 
@@ -435,8 +449,6 @@ class Loop:
         """Run the module's own loop on all ranks in lockstep."""
         finite = True
         losses: list[Tensor] = []
-        buffers = [dict(rank.buffers) for rank in self.ranks]
-        copies = [{name: one.clone() for name, one in each.items()} for each in buffers]
         for turn in self.program.manual:
             optimizer = self.optimizers[turn.optimizer]
             held = [one for group in optimizer.param_groups for one in group["params"]]
@@ -451,9 +463,7 @@ class Loop:
         if not finite:
             self.scale *= 0.5
         for rank, (parts, joins) in enumerate(batches):
-            if joins:
-                self.ranks[rank].buffers = copies[rank]
-            else:
+            if not joins:
                 self.diary.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
 
     def manual_step(
@@ -485,7 +495,7 @@ class Loop:
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
             self.hook("on_before_optimizer_step", micro)
 
-        if turn.closure and self.program.optimizers[turn.optimizer].kind in ("lbfgs", "sam"):
+        if turn.closure and self.program.optimizers[turn.optimizer].evaluates_again:
             told: list[bool] = []
 
             def asked() -> Tensor:
@@ -548,17 +558,17 @@ class Loop:
                     one.requires_grad_(change.what != "freeze")
                 if change.what == "group":
                     add_group(self.optimizers[0], part_of(self.net, change.part))
-        stop, resume = program.stop, program.resume
+        stop, saving = program.stop, program.saving
         if stop is not None and stop.how == "should_stop" and stop.hook == name and stop.at == count:
             self.should_stop = True
-        if resume is not None and resume.hook == name and resume.at == count:
+        if saving is not None and saving.hook == name and saving.at == count:
             self.saves = True
 
     def hook_index(self, name: str, at: int) -> int:
         return at if name in ("on_train_batch_start", "on_train_batch_end") else 0
 
     def save_where_asked(self) -> None:
-        """Record a save, and resume from it on other ranks if the program says so."""
+        """Record a save, and do with it what the program says."""
         if not self.saves:
             return
         self.saves = False
@@ -567,8 +577,20 @@ class Loop:
         self.outcome.saved_hooks = len(self.outcome.hooks)
         self.outcome.saved_rates = len(self.outcome.rates)
         self.outcome.saved_flushes = len(self.outcome.flushes)
-        resume = self.program.resume
-        assert resume is not None
+        saving = self.program.saving
+        if isinstance(saving, Evaluation):
+            self.outcome.evaluated = self.evaluate_checkpoint(saving)
+        elif saving is not None:
+            self.resume(saving)
+
+    def resume(self, resume: Resume) -> None:
+        """Go on as the new process does: with the optimizers that it has, and on its ranks."""
+        if resume.refused:
+            self.outcome.refused = True
+            raise Stopped
+        if resume.anew:
+            plan = resume.optimizers(self.program.optimizers)[0]
+            self.optimizers[0] = make_optimizer(self.net, self.program, plan)
         self.strategy = resume.strategy
         if resume.ranks == self.world:
             return
@@ -577,12 +599,43 @@ class Loop:
         self.ranks = [self.fresh_rank(rank, 1100) for rank in range(self.world)]
         self.moves = True
 
+    def evaluate_checkpoint(self, plan: Evaluation) -> Evaluated:
+        """Return what an evaluation of a checkpoint that is saved now gives."""
+        average = self.program.average
+        averages = plan.averaged
+        if averages is None:  # as the run evaluates, or as it leaves the module
+            averages = average is not None and self.updates > 0 and (average.evaluates or bool(self.trained))
+        if averages and not self.updates:
+            return Evaluated(refused=True)
+        before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
+        strategy, self.strategy = self.strategy, plan.strategy
+        self.take_averages()
+        if averages:
+            self.put_averages()
+        buffers = dict(self.net.named_buffers())
+        put_buffers(self.net, self.ranks[0].buffers)
+        weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
+        self.net.eval()
+        sums = samples = 0.0
+        for micro in evaluated(EVALUATED.samples, EVALUATED.batch, plan.ranks):
+            for mine in micro:
+                if mine:
+                    with torch.no_grad(), self.in_half(), self.autocast():
+                        sums += len(mine) * float(self.net.loss(self.cast(EVALUATED.samples, mine)))
+                    samples += len(mine)
+        self.net.train()
+        put_buffers(self.net, buffers)
+        self.strategy = strategy
+        for name, one in self.net.named_parameters():
+            one.data.copy_(before[name])
+        return Evaluated(loss=sums / samples, weights=weights)
+
     # Averages
 
     def update_average(self) -> None:
         """Update the averages from the weights. A parameter that has not been trained yet is its own average."""
-        decay = self.program.average
-        if decay is None:
+        plan = self.program.average
+        if plan is None or self.steps <= plan.start:
             return
         for name, one in self.net.named_parameters():
             if not one.requires_grad and name not in self.averages:
@@ -592,17 +645,22 @@ class Loop:
                 self.averages[name] = one.detach().to(wide, copy=True)
             else:
                 average = self.averages.setdefault(name, self.before[name].to(wide, copy=True))
-                average.lerp_(one.detach().to(wide), 1 - decay)
+                average.lerp_(one.detach().to(wide), 1 - plan.decay)
         self.updates += 1
 
-    def exchange(self) -> dict[str, Tensor]:
-        """Load the averages into the network; return the trained weights."""
-        trains = {}
+    def put_averages(self) -> None:
+        """Load the averages into the network, and keep the trained weights."""
         for name, one in self.net.named_parameters():
             if name in self.averages:
-                trains[name] = one.detach().clone()
+                self.trained[name] = one.detach().clone()
                 one.data.copy_(self.averages[name])
-        return trains
+
+    def take_averages(self) -> None:
+        """Load the trained weights into the network again."""
+        for name, one in self.net.named_parameters():
+            if name in self.trained:
+                one.data.copy_(self.trained[name])
+        self.trained = {}
 
     # Validation
 
@@ -666,21 +724,18 @@ class Loop:
         self.net.eval()
         self.diary.begin("validate")
         self.hook("on_validation_start")
-        trains = self.exchange()
+        if self.program.average is not None and self.program.average.evaluates:
+            self.put_averages()
         self.hook("on_validation_epoch_start")
-        data = numbers(validation.samples, self.net.on_tokens)
         micros = evaluated(validation.samples, validation.batch, self.world)
         if validation.kind != "map":
             micros = streamed(validation.data, self.world)
-        dtype = DTYPES.get(self.program.precision)
         for at, micro in enumerate(micros):
             if micro[0]:
                 self.hook("on_validation_batch_start", micro)
             for rank, mine in enumerate(micro):
                 if mine:
-                    parts: Any = tuple(part[mine] for part in data)
-                    if dtype is not None and not self.net.on_tokens:
-                        parts = (parts[0].to(dtype), parts[1].to(dtype), parts[2])
+                    parts = self.cast(validation.samples, mine)
                     with self.playing(rank), torch.no_grad(), self.autocast():
                         loss = self.net.loss(parts)
                         self.diary.log("validation_step", rank, self.net, loss, at, parts)
@@ -688,9 +743,7 @@ class Loop:
                 self.hook("on_validation_batch_end", micro)
         self.diary.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
         self.hook("on_validation_end")
-        for name, one in self.net.named_parameters():
-            if name in trains:
-                one.data.copy_(trains[name])
+        self.take_averages()
         self.net.train()
         for each, (buffers, generator) in zip(self.ranks, own, strict=True):
             each.buffers, each.generator = buffers, generator

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from fuzz.program import Net, Optimizer, Program, Scheduler
+from fuzz.program import Net, Program
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
 
@@ -131,63 +126,6 @@ def add_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) 
     known = {id(one) for group in optimizer.param_groups for one in group["params"]}
     if not any(id(one) in known for one in parameters):
         optimizer.add_param_group({"params": parameters})
-
-
-class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as commonly implemented: its step requires a closure."""
-
-    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None
-        loss = torch.enable_grad()(closure)()
-        held = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
-        norm = torch.stack([one.grad.norm() for one in held]).norm()
-        climbed = []
-        for one in held:
-            climbed.append(one.grad * (0.05 / (norm + 1e-12)))
-            one.add_(climbed[-1])
-        torch.enable_grad()(closure)()
-        for one, step in zip(held, climbed, strict=True):
-            one.sub_(step)
-            one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
-        return loss
-
-
-def make_optimizer(net: Model, program: Program, number: int) -> torch.optim.Optimizer:
-    """Build an optimizer over its part; over all of it if frozen parameters are trained later without a group of
-    their own.
-    """
-    plan = program.optimizers[number]
-    later = any(change.what == "unfreeze" for change in program.changes)
-    exact = program.precision in ("32-true", "64-true")
-    return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan, exact)
-
-
-def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool) -> torch.optim.Optimizer:
-    """Build an optimizer over ``parameters``; ``exact``: gradients are at least in float32 precision."""
-    if plan.kind == "adamw":
-        # The default eps amplifies rounding in gradients that are nearly zero. The gradient of the key's bias in
-        # attention consists of rounding errors only, because softmax cancels it.
-        return AdamW(parameters, lr=0.1 * plan.lr, eps=1e-4 if exact else 1e-2, weight_decay=0.1)
-    if plan.kind == "lbfgs":
-        return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
-    if plan.kind == "sam":
-        return Sam(parameters, plan.lr)
-    return SGD(parameters, lr=plan.lr, momentum=0.9 if plan.kind == "momentum" else 0.0)
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: int) -> Any:
-    """Build a scheduler; "linear" decays over ``steps`` steps."""
-    if plan.kind == "linear":
-        return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-    if plan.kind == "warmup":
-        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    if plan.kind == "plateau":
-        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-    return StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 def seeded_model(program: Program) -> Model:

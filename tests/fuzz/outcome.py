@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,23 @@ from fuzz.program import Log
 
 LARGE = 2**24 + 1
 """The first integer that float32 cannot hold."""
+
+
+@dataclass
+class Evaluated:
+    """What an evaluation of a checkpoint gives.
+
+    Attributes:
+        loss: the mean over samples; nan if the checkpoint was only loaded.
+        weights: parameters and buffers that were evaluated.
+        refused: the checkpoint does not have what was asked for.
+        text: the error's message.
+    """
+
+    loss: float = math.nan
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    refused: bool = False
+    text: str = ""
 
 
 @dataclass
@@ -38,6 +56,8 @@ class Outcome:
         saved_flushes: entries of ``flushes`` until then.
         error: the type of what was raised, or "".
         text: the error's message.
+        refused: the resumed run must be refused, because of its optimizer; all else is that of the saved run, then.
+        evaluated: what an evaluation of the checkpoint gives; None without one.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -57,6 +77,8 @@ class Outcome:
     saved_flushes: int = 0
     error: str = ""
     text: str = ""
+    refused: bool = False
+    evaluated: Evaluated | None = None
 
 
 def key_of(log: Log, number: int) -> str:

@@ -18,6 +18,7 @@ from drivetrain._engine.remote_result import Outcome
 from drivetrain._loops import manual_step, step, uneven_inputs, windows
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._metrics.metric_store import MetricStore
+from drivetrain.callbacks.weight_averaging import WeightAveraging
 from drivetrain.data._iterable_source import IterableSource
 from drivetrain.data._loaders import MapSource
 from drivetrain.precision._loss_scaler import LossScaler
@@ -169,6 +170,30 @@ def weights_come_back_rounded() -> Plant:
     return replaced(Outcome, "fill", by)
 
 
+def gradients_are_views() -> Plant:
+    """12: DDP overwrites the gradients that an optimizer kept, because they are views of its buckets."""
+
+    def by(init: Any) -> Any:
+        def planted_init(self: DDPStrategy, *options: Any, **named: Any) -> None:
+            init(self, *options, **{"gradient_as_bucket_view": True, **named})
+
+        return planted_init
+
+    return replaced(DDPStrategy, "__init__", by)
+
+
+def evaluated_as_trained() -> Plant:
+    """13: a checkpoint is evaluated with its trained weights, although it holds averages."""
+
+    def by(evaluates: Any) -> Any:
+        def planted_evaluates(self: WeightAveraging) -> bool | None:
+            return None if evaluates.fget(self) is None else False
+
+        return property(planted_evaluates)
+
+    return replaced(WeightAveraging, "evaluates_averages", by)
+
+
 def _as_it_is(before: Any) -> Any:
     return lambda batch: batch
 
@@ -188,6 +213,8 @@ PLANTS: dict[str, Callable[[], Plant]] = {
     "10-validation-draws": validation_draws,
     "11-layers-stay-behind": layers_stay_behind,
     "11-weights-come-back-rounded": weights_come_back_rounded,
+    "12-gradients-are-views": gradients_are_views,
+    "13-evaluated-as-trained": evaluated_as_trained,
 }
 
 

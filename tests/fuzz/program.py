@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 
@@ -66,11 +66,36 @@ OWN_PARTS = ("iterable", "sharded", "reused")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer: "sgd", "momentum", "adamw", "lbfgs" or "sam", over "all", "body" or "head"."""
+    """An optimizer.
+
+    Attributes:
+        kind: "sgd", "momentum", "adamw", "lbfgs" or "sam"; or one that keeps a reference to ``parameter.grad``:
+            "optimistic" and "heun" from one step to the next, "sam_sum" from one evaluation to the next.
+        of: which parameters it trains: "all", "body" or "head".
+        lr: learning rate; of AdamW ten times as much.
+        weight_decay: None for the kind's own.
+        split: biases and the like are in a second group, which has half the learning rate.
+        amsgrad: for "adamw".
+        closure: automatic optimization gives it a closure, which it could do without.
+    """
 
     kind: str = "sgd"
     of: str = "all"
     lr: float = 0.1
+    weight_decay: float | None = None
+    split: bool = False
+    amsgrad: bool = False
+    closure: bool = False
+
+    @property
+    def evaluates_again(self) -> bool:
+        """Whether its step calls the closure more than once."""
+        return self.kind in ("lbfgs", "sam", "sam_sum")
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the class is torch's own."""
+        return self.kind in ("sgd", "momentum", "adamw", "lbfgs")
 
 
 @dataclass(frozen=True)
@@ -194,12 +219,86 @@ class Resume:
         at: the run's so manieth call of it, counted from 0.
         ranks: on how many.
         strategy: under which.
+        changed: what the new process gives the first optimizer differently: "" (nothing), "lr" or "weight_decay" (a
+            number), "groups" (one more or less), "members" (trains the head too, or no longer), "amsgrad" or "class".
+        allow: with ``fit(allow=("optimizer",))``.
     """
 
     hook: str = "on_train_epoch_end"
     at: int = 0
     ranks: int = 1
     strategy: str = "single_device"
+    changed: str = ""
+    allow: bool = False
+
+    def optimizers(self, saved: tuple[Optimizer, ...]) -> tuple[Optimizer, ...]:
+        """Return what the new process gives, where the one that saved gave ``saved``."""
+        first, *rest = saved
+        changes: dict[str, dict[str, Any]] = {
+            "lr": {"lr": first.lr / 2},
+            "weight_decay": {"weight_decay": 0.3},
+            "groups": {"split": not first.split},
+            "members": {"of": "body" if first.of == "all" else "all"},
+            "amsgrad": {"amsgrad": not first.amsgrad},
+            "class": {"kind": "momentum" if first.kind == "adamw" else "adamw", "amsgrad": False},
+        }
+        return (replace(first, **changes.get(self.changed, {})), *rest)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the change of the optimizer is a misfit to which ``allow`` does not consent."""
+        return self.changed not in ("", *NUMBERS) and not self.allow
+
+    @property
+    def anew(self) -> bool:
+        """Whether the first optimizer starts without state and with the new process' settings."""
+        return bool(self.changed) and self.allow
+
+
+NUMBERS = ("lr", "weight_decay")
+"""Changes of an optimizer after which the checkpoint's values go on, unless ``allow`` consents to them."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """An exponential moving average, which is left in the module.
+
+    Attributes:
+        decay: see ``EMAWeightAveraging``.
+        start: the first step that updates it.
+        evaluates: validation within the run uses it.
+    """
+
+    decay: float = 0.5
+    start: int = 0
+    evaluates: bool = True
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The run saves a checkpoint, which a new process' worth of objects evaluates.
+
+    Attributes:
+        by: "validate", "test" (both with ``ckpt_path``) or "load" (``load_from_checkpoint``).
+        hook: saved in "on_train_batch_end", "on_train_epoch_end", "on_validation_end" or "on_fit_end".
+        at: the run's so manieth call of it, counted from 0.
+        averaged: see ``validate``; False: the trained weights, True: the averages.
+        callbacks: the new process has the callback that averages too.
+        ranks: on how many.
+        strategy: under which.
+    """
+
+    by: str = "validate"
+    hook: str = "on_fit_end"
+    at: int = 0
+    averaged: bool | None = None
+    callbacks: bool = False
+    ranks: int = 1
+    strategy: str = "single_device"
+
+
+EVALUATED = Validation(samples=5)
+"""What an evaluation of a checkpoint reads."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +330,8 @@ class Program:
     resume: Resume | None = None
     broadcast: bool | None = None
     """DDP's ``broadcast_buffers``."""
-    average: float | None = None
-    """The decay of an exponential moving average that is validated, and left in the module."""
+    average: Average | None = None
+    evaluation: Evaluation | None = None
     late: bool = False
     """The layers are built in ``configure_model``."""
     launcher: str = ""
@@ -241,6 +340,17 @@ class Program:
 
     def __repr__(self) -> str:
         return shown(self)
+
+    @property
+    def takes_closure(self) -> bool:
+        """Whether automatic optimization gives the optimizer a closure."""
+        first = self.optimizers[0]
+        return not self.manual and (first.evaluates_again or first.closure)
+
+    @property
+    def saving(self) -> Resume | Evaluation | None:
+        """What the run saves a checkpoint for."""
+        return self.resume or self.evaluation
 
 
 def shown(value: Any) -> str:
@@ -258,5 +368,5 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Stop, Resume):
+for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Stop, Resume, Average, Evaluation):
     _kind.__repr__ = shown  # type: ignore[method-assign]

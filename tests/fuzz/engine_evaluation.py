@@ -1,0 +1,69 @@
+"""Evaluates a checkpoint of the program under `Fit`, on one rank."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from drivetrain import CheckpointError, ConfigurationError, Fit
+from fuzz.data_loaders import Samples, parts_of
+from fuzz.engine import Trained, averaging, errors_alone, saved_in, strategy_of, whole
+from fuzz.outcome import Evaluated, Outcome
+from fuzz.plants import planted
+from fuzz.program import EVALUATED, Evaluation, Program
+
+
+class Scored(Trained):
+    """The user's module, whose steps of evaluation log the loss alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.net.loss(parts_of(batch, False)))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+def evaluate(program: Program, root: str, plant: str = "") -> Evaluated:
+    """Evaluate the checkpoint that ``program`` saved in a run below ``root``."""
+    plan = program.evaluation
+    assert plan is not None
+    averaged = {} if plan.averaged is None else {"averaged": plan.averaged}
+    with errors_alone(), warnings.catch_warnings(), planted(plant):
+        warnings.simplefilter("ignore")
+        try:
+            if plan.by == "load":
+                outcome = Outcome()
+                module = Scored.load_from_checkpoint(saved_in(root), program=program, outcome=outcome, **averaged)
+                return Evaluated(weights=weights_of(module))
+            return evaluate_under_fit(program, plan, root, averaged)
+        except (ConfigurationError, CheckpointError) as error:
+            return Evaluated(refused=True, text=str(error))
+
+
+def evaluate_under_fit(program: Program, plan: Evaluation, root: str, averaged: dict[str, Any]) -> Evaluated:
+    module = Scored(program, Outcome())
+    trainer = Fit(
+        strategy=strategy_of(plan.strategy, program),
+        accelerator="cpu",
+        precision=program.precision,
+        callbacks=[averaging(program.average)] if program.average is not None and plan.callbacks else [],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        seed=program.seed,
+    )
+    loader = DataLoader(Samples(EVALUATED.samples, program.net.family != "mlp"), EVALUATED.batch)
+    run = trainer.test if plan.by == "test" else trainer.validate
+    scores = run(module, loader, ckpt_path=saved_in(root), verbose=False, **averaged)
+    loss = scores[0]["score"] if scores else math.nan
+    # DeepSpeed's engine leaves the parameters rounded to half precision.
+    return Evaluated(loss, {} if plan.strategy.startswith("deepspeed") else weights_of(module))
+
+
+def weights_of(module: Trained) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in module.net.state_dict().items()}
