@@ -191,3 +191,25 @@ def test_hooks_set_the_modes_of_evaluations() -> None:  # Q-11
     fit.test(module, loader(4, 4))
     fit.predict(module, loader(4, 4))
     assert module.modes == [("validation", False, False), "predict", ("prediction", False, False)]
+
+
+def test_gradient_clipping_gets_its_arguments_by_name() -> None:
+    class Clips(Doubled):
+        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+            assert options == {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
+            self.clip_gradients(optimizer, **options)
+
+    overridden, plain = Clips(), Doubled()
+    for module in (overridden, plain):
+        quiet(gradient_clip_val=0.1).fit(module, loader(8, 4))
+    assert torch.equal(weights(overridden), weights(plain))
+
+    class Renamed(Doubled):
+        def configure_gradient_clipping(self, optimizer: Any, value: Any, algorithm: Any) -> None: ...
+
+    with failing() as failed:
+        quiet(gradient_clip_val=0.1).fit(Renamed(), loader(8, 4))
+    assert (
+        "write def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm)"
+        in (failed["text"])
+    )

@@ -69,6 +69,9 @@ _MODULE_HOOKS = (
     *("optimizer_step", "lr_scheduler_step"),
     *("transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 )
+_PASSED_BY_NAME = ("gradient_clip_val", "gradient_clip_algorithm")
+"""Arguments that the engine passes by name, as Lightning does."""
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Steps may take any of batch, batch_idx and dataloader_idx. The loops check the signatures of the steps."""
 
@@ -242,8 +245,9 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
         return
     if with_loader_index != passed and _accepts(signature, with_loader_index):
         return
+    named = {name: None for name in passed if name in _PASSED_BY_NAME}
     try:
-        signature.bind(*passed)
+        signature.bind(*(name for name in passed if name not in named), **named)
     except TypeError as error:
         raise ConfigurationError(
             f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(passed)}): {error}.",

@@ -307,7 +307,9 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
 
         def overridden(optimizers: Sequence[Optimizer]) -> None:
             for optimizer in optimizers:
-                module.configure_gradient_clipping(optimizer, value, algorithm)
+                module.configure_gradient_clipping(
+                    optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
+                )
 
         return overridden
     _check_clip_by_value(core)

@@ -94,9 +94,9 @@ def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManag
             if not sets_modes_after:
                 child.training = training
             # A buffer that a step created in inference mode could not be written to after the evaluation.
-            for name, buffer in child._buffers.items():
+            for buffer_name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_inference():
-                    child._buffers[name] = buffer.clone()
+                    child._buffers[buffer_name] = buffer.clone()
 
 
 def evaluation_batches(source: BatchSource, strategy: Strategy, name: str, first: int = 0) -> Batches:
