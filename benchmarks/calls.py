@@ -8,9 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
-
-from drivetrain._loops import stopping
 
 _RUNS = 5
 
@@ -21,16 +18,14 @@ def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 1
     Varying calls are left out, see `count_calls`: under FSDP they are 430 to 500 calls a step, depending on the
     process.
     """
-    # A run with long steps reads the clock to decide whether to stop; here it reads it every 16 steps.
-    with patch.object(stopping, "_POLL_INTERVAL", 1e6):
-        run(2)  # imports and caches
-        few, many = (python_calls(run, steps, runs) for steps in (short, long))
+    run(2)  # imports and caches
+    few, many = (python_calls(run, steps, runs) for steps in (short, long))
     return (many - few) / (long - short)
 
 
 def python_calls(run: Callable[[int], Any], steps: int, runs: int = _RUNS) -> int:
     """Return the number of calls that ``run(steps)`` makes from start to end, without varying ones."""
-    # Polling for other ranks takes a varying number of calls; the minimum has the fewest of them.
+    # Waiting for other ranks takes a varying number of calls; the minimum has the fewest of them.
     return min(count_calls(partial(run, steps), skip_varying=True) for _ in range(runs))
 
 
