@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_runs import FEATURES, quiet
 from torch import nn
 from torch.utils.data import DataLoader
@@ -177,6 +178,34 @@ def test_ranks_that_are_many_micro_batches_apart_leave_together(tmp_path: Path) 
         assert first[:2] == second[:2] == (128 + signal.SIGUSR1, "interrupted"), case
         assert second[2] <= 2 + MOST, (case, second)
         assert first[2] >= min(case[2], 70), (case, first)
+
+
+class Paired(Slowing):
+    """Ranks 1 and 2 meet in each micro-batch, in a process group of their own. Rank 0 is far ahead of them."""
+
+    def on_validation_start(self) -> None:
+        self.pair = dist.new_group([1, 2], backend="gloo")
+
+    def run_step(self, stage: str, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.after += 1
+        if self.global_rank:
+            dist.all_reduce(torch.ones(1), group=self.pair)
+        if self.global_rank == 1:
+            time.sleep(0.05)  # rank 2 is in the next collective meanwhile
+        if self.global_rank == 0 and batch_idx == FAST:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return self.net(batch).square().mean()
+
+
+def _paired() -> Any:
+    module = Paired("validate")
+    return (*_leave(quiet(strategy="ddp"), "validate", module, loader(210)), module.after)
+
+
+def test_ranks_with_collectives_of_their_own_leave_after_the_same_micro_batch() -> None:  # Q-06
+    _, first, second = run_distributed(_paired, 3, process_group=None, env=ENV, timeout=60)
+    assert first == second
+    assert first[:2] == (128 + signal.SIGUSR1, "interrupted")
 
 
 def _predict(folder: Path, name: str) -> list[Any]:

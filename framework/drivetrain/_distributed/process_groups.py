@@ -1,4 +1,4 @@
-"""Timeouts, aborts and NCCL backends of process groups.
+"""Sizes, timeouts, aborts and NCCL backends of process groups.
 
 Only this module uses torch's private functions for process groups.
 """
@@ -21,6 +21,13 @@ def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None
     for group in list(c10d._world.pg_map) if groups is None else groups:
         with contextlib.suppress(ValueError):  # a group that this rank is not in
             setter(timeout, group)
+
+
+def has_smaller_group() -> bool:
+    """Return whether this rank is in a process group with some of the other ranks, but not with all of them."""
+    if not dist.is_initialized():
+        return False
+    return any(1 < group.size() < dist.get_world_size() for group in list(dist.distributed_c10d._world.pg_map))
 
 
 def uses_nccl() -> bool:

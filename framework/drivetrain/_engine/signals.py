@@ -96,6 +96,7 @@ class Signals:
         self._thread: threading.Thread | None = None
         self._received = _SignalHistory()
         self._watcher: _Watcher | None = None
+        self._outer: Signals | None = None  # those of the run in whose hook this run was started
         self.handled = False
         """Whether the run has stopped because of the signal."""
         self.raised = 0
@@ -113,6 +114,7 @@ class Signals:
         self._watcher.expect(unhandled, at_once=True)
         self._thread = threading.Thread(target=self._watcher.run, name="drivetrain-signals", daemon=True)
         self._thread.start()
+        self._outer = _handling()
         _restore_after_fork(self)
         return self
 
@@ -142,6 +144,7 @@ class Signals:
         for end in self._pipe:
             os.close(end)
         self._pipe = None
+        _restore_after_fork(self._outer)
         received = self._received.first
         if received and not self.handled and kind is None:
             # The run ended before it could act on the signal: pass it to the restored handler.
@@ -191,10 +194,21 @@ _active: weakref.ref[Signals] | None = None
 _registered = False
 
 
-def _restore_after_fork(signals: Signals) -> None:
+def handles_signals() -> bool:
+    """Return whether a run of this process handles signals now."""
+    return _handling() is not None
+
+
+def _handling() -> Signals | None:
+    """Return the signals of the innermost run that handles signals now."""
+    signals = _active() if _active is not None else None
+    return signals if signals is not None and signals.is_active else None
+
+
+def _restore_after_fork(signals: Signals | None) -> None:
     """Restore the previous handlers in forked children, such as data-loading workers."""
     global _active, _registered
-    _active = weakref.ref(signals)
+    _active = weakref.ref(signals) if signals is not None else None
     if not _registered:
         os.register_at_fork(after_in_child=_restore_in_child)
         _registered = True
@@ -202,11 +216,12 @@ def _restore_after_fork(signals: Signals) -> None:
 
 def _restore_in_child() -> None:
     global _active
-    signals = _active() if _active is not None else None
+    signals = _handling()
     _active = None
-    if signals is not None and signals.is_active:
+    while signals is not None:
         signals.restore_handlers()
         signal.set_wakeup_fd(-1)  # the parent reads from this pipe
+        signals = signals._outer
 
 
 class _SignalHistory:

@@ -211,7 +211,8 @@ class StopRequest:
 
         Args:
             apart: whether ranks may be many points apart, because no forward or backward is collective. A rank that is
-                behind then leaves once another rank has called `release_ranks_behind`.
+                behind then leaves once another rank has called `release_ranks_behind`, unless it shares a process group
+                with only some of the ranks: another rank behind may already wait in a collective of this group.
         """
         if self._store is None:
             self.leaving = self.signal
@@ -247,7 +248,7 @@ class StopRequest:
 
         This rank has left an evaluation, or its data has ended. It has passed all its points without the ranks that are
         behind, so the micro-batches that they skip contain no collective of all ranks. (If one did, the device would
-        still wait in it.)
+        still wait in it.) They may contain collectives of the ranks behind, see `exits_at_point`.
 
         Args:
             wait_for_device: waits until the device has done this rank's work.
@@ -319,7 +320,11 @@ class StopRequest:
         return _TIME_IS_UP if self._time_is_up else 1
 
     def _may_leave_behind(self) -> bool:
-        return self._leave.reason > 0 and self._store is not None and self._store.check(["leave/reached"])
+        if self._store is None or self._leave.reason == 0 or not self._store.check(["leave/reached"]):
+            return False
+        from drivetrain._distributed.process_groups import has_smaller_group  # only interrupted evaluations need it
+
+        return not has_smaller_group()
 
     def _conclude(self) -> None:
         self._held = False

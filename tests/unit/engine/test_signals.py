@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -359,6 +361,71 @@ def test_a_second_signal_ends_an_evaluation_within_the_batch(tmp_path: Path) -> 
     with pytest.raises(SystemExit) as caught:
         fit(tmp_path).test(module, regression(), verbose=False)
     assert (caught.value.code, module.batches) == (143, 2)
+
+
+class Evaluating(Callback):
+    """Runs an evaluation in a hook of a fit, and then calls a function."""
+
+    def __init__(self, path: Path, inner: Evaluated, after: Callable[[], object] = lambda: None) -> None:
+        self.path, self.inner, self.after = path, inner, after
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any, **options: Any) -> None:
+        if trainer.global_step == 3:
+            fit(self.path).test(self.inner, regression(), verbose=False)
+            self.after()
+
+
+def test_a_signal_in_an_evaluation_within_a_hook_is_left_to_the_fit(tmp_path: Path) -> None:  # Q-06
+    inner = Evaluated(signal.SIGTERM)
+    run = fit(tmp_path, callbacks=Evaluating(tmp_path / "inner", inner), max_epochs=2, enable_checkpointing=True)
+    with pytest.raises(SystemExit) as caught:
+        run.fit(Regression(), regression())
+    assert (caught.value.code, run.state, inner.batches) == (143, "interrupted", 6)
+    assert names(tmp_path / RUN / "checkpoints") == ["interrupted-step=3"]  # the fit is saved
+
+
+@pytest.mark.parametrize("nested", ["test", "fit"])
+def test_processes_forked_after_a_run_within_a_hook_have_the_default_handlers(
+    tmp_path: Path, nested: str
+) -> None:  # Q-06, S-15
+    codes: list[int | None] = []
+
+    def end_a_process() -> None:
+        if nested == "fit":
+            fit(tmp_path / "second", callbacks=Calling(fork)).fit(Regression(), regression())
+        fork()
+
+    def fork() -> None:
+        context = multiprocessing.get_context("fork")
+        began = context.Event()
+
+        def wait() -> None:
+            began.set()
+            time.sleep(20)
+
+        child = context.Process(target=wait)
+        child.start()
+        began.wait(20)
+        child.terminate()
+        child.join(5)
+        codes.append(child.exitcode)
+        child.kill()
+
+    run = fit(tmp_path, callbacks=Evaluating(tmp_path / "inner", Evaluated(), end_a_process))
+    run.fit(Regression(), regression())
+    assert set(codes) == {-signal.SIGTERM}
+    assert len(codes) == (2 if nested == "fit" else 1)
+    assert run.state == "finished"  # the child's signal is not taken for one to this process
+
+
+class Calling(Callback):
+    """Calls a function when training begins."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.function()
 
 
 def test_none_handles_no_signal_in_an_evaluation(tmp_path: Path) -> None:  # Q-06
