@@ -341,9 +341,9 @@ EXAMPLES = (
         awaits="Q-02",
     ),
     Example(
-        "Heun's method by hand under a static graph",
+        "Heun's method by hand",
         "Q-02: the first gradient was the second one",
-        Program(strategy="ddp_static_graph", ranks=2, optimizers=(Optimizer("heun"),), manual=(Turn(repeats=2),)),
+        Program(strategy="ddp", ranks=2, optimizers=(Optimizer("heun"),), manual=(Turn(repeats=2),), epochs=2),
         awaits="Q-02",
     ),
     Example(

@@ -97,7 +97,7 @@ def make_optimizer(net: Model, program: Program, plan: Optimizer) -> torch.optim
 
 def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool) -> torch.optim.Optimizer:
     """Build an optimizer over ``parameters``; ``exact``: gradients are at least in float32 precision."""
-    own = {} if plan.weight_decay is None else {"weight_decay": plan.weight_decay}
+    own: dict[str, Any] = {} if plan.weight_decay is None else {"weight_decay": plan.weight_decay}
     if plan.kind == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
     if plan.kind == "adamw":
