@@ -21,7 +21,7 @@ def on_device(batches: Iterable[Any], device: str) -> Iterable[Any]:
 
 
 def ddp(net: GPT) -> nn.Module:
-    return DistributedDataParallel(net, gradient_as_bucket_view=True)
+    return DistributedDataParallel(net)
 
 
 def fsdp(net: GPT, reshard_after_forward: bool = True) -> nn.Module:

@@ -45,7 +45,9 @@ class Weighed(Trained):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = self.optimizers().state.values()
         moments = [value for state in states for value in state.values() if value.dim()]
-        self.held = _bytes(parameters), _bytes(gradients), _bytes(moments)
+        strategy = self.trainer.strategy
+        buckets = _bucket_bytes(strategy) if isinstance(strategy, DDPStrategy) else 0
+        self.held = _bytes(parameters), _bytes(gradients) + buckets, _bytes(moments)
 
 
 class WeighedZero(Trained):
@@ -63,6 +65,14 @@ class WeighedZero(Trained):
         for known in ([*parameters, *state], moments):
             weighed.append(sum(rest.pop(pointer, 0) for pointer in _storages(known)))
         self.held = weighed[0], sum(rest.values()), weighed[1]
+
+
+def _bucket_bytes(strategy: DDPStrategy) -> int:
+    """Return the bytes of the buckets that DDP copies gradients into."""
+    assert strategy.ddp_module is not None
+    known = strategy.ddp_module._get_ddp_logging_data()
+    assert not known["gradient_as_bucket_view"]
+    return sum(map(int, (known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]).split(",")))
 
 
 def _alive() -> list[Tensor]:

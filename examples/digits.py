@@ -43,7 +43,7 @@ class Classifier(TrainModule):
         return self(batch[0]).argmax(-1)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, fused=True)
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:

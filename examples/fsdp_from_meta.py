@@ -57,7 +57,7 @@ class Transformer(TrainModule):
         self.log("held_out_loss", self.loss(text))
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 class MemoryReport(Callback):

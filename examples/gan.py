@@ -50,7 +50,10 @@ class GAN(TrainModule):
 
     def configure_optimizers(self):
         networks = (self.generator, self.critic)
-        return [torch.optim.Adam(network.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999)) for network in networks]
+        return [
+            torch.optim.Adam(network.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999), fused=True)
+            for network in networks
+        ]
 
 
 def layers(inputs: int, outputs: int) -> list[nn.Module]:

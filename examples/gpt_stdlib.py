@@ -59,7 +59,7 @@ class GPT(TrainModule):
         self.log("held_out_loss", self.loss(text), batch_size=self.batch_weight(text))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, fused=True)
         steps = self.trainer.estimated_stepping_batches  # warm-up for a tenth of the steps, then cosine decay
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -6,17 +6,34 @@ error, is run by Python itself.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from drivetrain.launchers.function_launcher import PRELOAD as TORCH
 from worlds import preloaded
 
 _LIMIT = 150.0  # seconds
+
+_HINT = re.compile(
+    r"would be faster here|unseeded|is not seeded|does not validate|stays sharded|"
+    r"UserWarning: (?!Error detected in)|RuntimeWarning: |^\[drivetrain warning\]"
+)
+"""What a line contains if it is a warning, or advice that the framework prints for settings that could be better.
+
+``Error detected in`` is the report of torch's anomaly detection.
+"""
+
+
+def hints_in(printed: str) -> list[str]:
+    """Return the lines that are warnings or advice of the framework."""
+    return [line for line in printed.splitlines() if _HINT.search(line)]
 
 
 def run_script(path: Path, *arguments: str, folder: Path) -> tuple[int, str]:
@@ -41,7 +58,16 @@ def _main(path: str, arguments: Sequence[str], folder: str, printed: str, variab
     multiprocessing.set_start_method(None, force=True)
     sys.argv = [path, *arguments]
     sys.path[0] = str(Path(path).parent)
+    logging.setLogRecordFactory(_marked_record)
     with open(printed, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     runpy.run_path(path, run_name="__main__")
+
+
+def _marked_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    """Mark warnings of the framework, which the console shows without their level."""
+    record = logging.LogRecord(*args, **kwargs)
+    if record.name == "drivetrain" and record.levelno >= logging.WARNING:
+        record.msg = f"[drivetrain warning] {record.msg}"
+    return record

@@ -166,7 +166,7 @@ def _next_token(net: nn.Module, batch: list[Tensor]) -> Tensor:
 def _wrapped(net: nn.Module, strategy: str) -> nn.Module:
     if strategy == "ddp":
         index = torch.cuda.current_device()
-        return DistributedDataParallel(net, device_ids=[index], gradient_as_bucket_view=True)
+        return DistributedDataParallel(net, device_ids=[index])
     if strategy.startswith("fsdp"):
         policy = BF16 if strategy == "fsdp-bf16" else MixedPrecisionPolicy()
         for block in net.blocks:  # type: ignore[union-attr]

@@ -32,7 +32,7 @@ class Detector(TrainModule):
         return self.net(batch[0]).argmax(-1)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
 
 
 def main() -> None:

@@ -44,7 +44,9 @@ class GAN(TrainModule):
         optimizer.step()
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(net.parameters(), 2e-3, (0.5, 0.99)) for net in (self.generator, self.critic)]
+        return [
+            torch.optim.Adam(net.parameters(), 2e-3, (0.5, 0.99), fused=True) for net in (self.generator, self.critic)
+        ]
 
 
 def main() -> None:

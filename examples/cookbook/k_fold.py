@@ -29,7 +29,7 @@ class Classifier(TrainModule):
         return F.cross_entropy(self(batch), batch[1])
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class Autoencoder(TrainModule):
             self.logger.log_image("inputs, reconstructions", rows, self.global_step)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ class Adapted(TrainModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=2e-2)
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=2e-2, fused=True)
 
 
 def pretrained(folder: Path, seed: int) -> str:

@@ -47,7 +47,7 @@ class Classifier(TrainModule):
         self.log("val_accuracy", (self.net(images).argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, fused=True)
 
 
 def objective(trial: optuna.Trial, devices: int = 1) -> float:

@@ -42,7 +42,7 @@ class Classifier(TrainModule):
         self.log("val_accuracy", (self.net(images).argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr, fused=True)
 
 
 def train(config: dict, train_data: TensorDataset, val_data: TensorDataset) -> None:

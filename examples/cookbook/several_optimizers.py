@@ -36,7 +36,7 @@ class Classifier(TrainModule):
         matrices = [p for p in self.body.parameters() if p.ndim == 2]  # without the head, for which AdamW is better
         matrix_ids = {id(p) for p in matrices}
         rest = [p for p in self.parameters() if id(p) not in matrix_ids]
-        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=3e-3, fused=True)]
         steps = self.trainer.estimated_stepping_batches
         schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) for optimizer in optimizers]
         return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]

@@ -34,7 +34,7 @@ class Classifier(TrainModule):  # in your project: from your_package import Clas
         self.log("val_loss", F.cross_entropy(self.net(x), y))
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 def loader(batch_size: int) -> DataLoader:

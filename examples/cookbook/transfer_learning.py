@@ -36,7 +36,7 @@ class Classifier(TrainModule):
 
     def configure_optimizers(self):
         # Pass only the trainable parameters, since the callback adds the backbone later as a new group.
-        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=self.hparams.lr)
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=self.hparams.lr, fused=False)
 
 
 def new_backbone() -> nn.Module:

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from drivetrain.errors import LossSpikeError as LossSpikeError
     from drivetrain.errors import NonFiniteError as NonFiniteError
     from drivetrain.fit import Fit as Fit
+    from drivetrain.launchers._rank_zero import rank_zero_info as rank_zero_info
     from drivetrain.launchers._rank_zero import rank_zero_only as rank_zero_only
+    from drivetrain.launchers._rank_zero import rank_zero_warn as rank_zero_warn
     from drivetrain.loggers import Logger as Logger
+    from drivetrain.module._gradient_norms import grad_norm as grad_norm
     from drivetrain.module.train_module import TrainModule as TrainModule
     from drivetrain.precision import Precision as Precision
     from drivetrain.run_context import RunContext as RunContext
@@ -54,7 +57,10 @@ _MODULE_BY_NAME = {
     "RunContext": "drivetrain.run_context",
     "Strategy": "drivetrain.strategies.strategy",
     "TrainModule": "drivetrain.module.train_module",
+    "grad_norm": "drivetrain.module._gradient_norms",
+    "rank_zero_info": "drivetrain.launchers._rank_zero",
     "rank_zero_only": "drivetrain.launchers._rank_zero",
+    "rank_zero_warn": "drivetrain.launchers._rank_zero",
     "seed_everything": "drivetrain._runtime.seed",
 }
 _SUBMODULES = frozenset(
@@ -92,11 +98,14 @@ __all__ = [
     "checkpoint",
     "data",
     "environments",
+    "grad_norm",
     "launchers",
     "loggers",
     "precision",
     "profilers",
+    "rank_zero_info",
     "rank_zero_only",
+    "rank_zero_warn",
     "seed_everything",
     "strategies",
     "testing",

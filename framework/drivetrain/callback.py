@@ -98,6 +98,23 @@ class Callback:
                 which `tensor_regions` returned a region.
         """
 
+    @property
+    def evaluates_averages(self) -> bool | None:
+        """Whether the run evaluates with averages of the weights that this callback saves; None if there are none now.
+
+        If this is not None, `save_tensors` returns the averages under the names of their weights. Checkpoints then also
+        hold them if only weights are saved, and record the answer: tests, loaded modules and exports use the weights
+        that the run evaluated with. If several callbacks have averages, the first that evaluates with them counts.
+        """
+        return None
+
+    def trained_weights(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
+        """Return, by name, the trained values of weights that this callback has replaced in the module for now.
+
+        Checkpoints contain these values as the weights. Their form is that of `save_tensors`.
+        """
+        return {}
+
     # Logging
 
     def log(self, name: str, value: Any, **options: Any) -> None:

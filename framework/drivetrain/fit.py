@@ -17,6 +17,7 @@ from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
 from drivetrain._engine.resume_compatibility import check_allow
+from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.session_context import SessionContext
@@ -24,6 +25,7 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
+from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
@@ -99,8 +101,9 @@ class Fit(SessionContext):
             package registers, or a `drivetrain.launchers.Launcher`.
         environment: what started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", a name
             that a package registers, or an `Environment`.
-        preemption_signals: signals that, like Ctrl-C, make a run save and exit so that it can be resumed: a name or a
-            list of names; "auto" for SIGTERM, and in a SLURM job also SIGUSR1; None for none, not even Ctrl-C.
+        preemption_signals: signals that, like Ctrl-C, make a fit save and exit so that it can be resumed, and end
+            `validate`, `test` and `predict` after a batch: a name or a list of names; "auto" for SIGTERM, and in a
+            SLURM job also SIGUSR1; None for none, not even Ctrl-C.
         barebones: run the bare loop, without progress bar, summary, checkpoints and logging.
         plugins: a reserved name; any value except None is refused.
 
@@ -207,7 +210,7 @@ class Fit(SessionContext):
         self.environment = environment
         self.preemption_signals = preemption_signals
         self.barebones = barebones
-        self.default_root_dir = os.getcwd() if default_root_dir is None else os.path.expanduser(default_root_dir)
+        self.default_root_dir = resolved_path(os.curdir if default_root_dir is None else default_root_dir)
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):
@@ -246,6 +249,9 @@ class Fit(SessionContext):
         self._log_queue = None
 
     # Entry points: the methods that start a run
+
+    def __repr__(self) -> str:
+        return self.settings.format_call(type(self).__name__)
 
     def fit(
         self,
@@ -286,6 +292,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` over the validation loaders and return each loader's reduced values.
@@ -297,10 +304,18 @@ class Fit(SessionContext):
             datamodule: a data module that provides the loaders, if none are passed.
             ckpt_path: a checkpoint whose weights are loaded first.
             verbose: print the values.
+            averaged: which weights of a checkpoint that has averages to load: True for the averages, False for the
+                trained weights. None means those that the run evaluated with.
             model: another name of ``module``, as in Lightning.
         """
         return self._evaluate(
-            "validate", _module_argument("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
+            "validate",
+            _module_argument("validate", module, model),
+            dataloaders,
+            datamodule,
+            ckpt_path,
+            verbose,
+            averaged,
         )
 
     def test(
@@ -311,11 +326,12 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test loaders and return each loader's values. Arguments are as for `validate`."""
         return self._evaluate(
-            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose
+            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose, averaged
         )
 
     @overload
@@ -327,6 +343,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: Literal[True] = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[Any]: ...
 
@@ -339,6 +356,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         *,
         return_predictions: bool,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[Any] | None: ...
 
@@ -350,6 +368,7 @@ class Fit(SessionContext):
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: bool = True,
         *,
+        averaged: bool | None = None,
         model: TrainModule | None = None,
     ) -> list[Any] | None:
         """Run ``predict_step`` and return each micro-batch's output in data-set order, on every rank.
@@ -361,6 +380,7 @@ class Fit(SessionContext):
             ckpt_path: a checkpoint whose weights are loaded first.
             return_predictions: whether to collect and return the outputs. False is meant for outputs that exceed memory
                 and that ``on_predict_batch_end`` writes to disk: ranks exchange no outputs, and the result is None.
+            averaged: see `validate`.
             model: another name of ``module``, as in Lightning.
 
         Returns:
@@ -370,7 +390,9 @@ class Fit(SessionContext):
             dataloaders, datamodule = None, dataloaders
         chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
         given = DataArguments(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch("predict", chosen, given, ckpt_path, return_predictions)
+        outputs: list[Any] | None = self._launch(
+            "predict", chosen, given, ckpt_path, return_predictions, averaged=averaged
+        )
         return outputs
 
     def _evaluate(
@@ -381,12 +403,13 @@ class Fit(SessionContext):
         datamodule: DataModule | None,
         ckpt_path: Any,
         verbose: bool,
+        averaged: bool | None,
     ) -> list[dict[str, float]]:
         module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(
-            stage, module, DataArguments(None, loaders, datamodule), ckpt_path
+            stage, module, DataArguments(None, loaders, datamodule), ckpt_path, averaged=averaged
         )
         if verbose and self.is_global_zero:
             from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
@@ -415,6 +438,7 @@ class Fit(SessionContext):
         ckpt_path: Any,
         return_predictions: bool = True,
         allow: tuple[str, ...] = (),
+        averaged: bool | None = None,
     ) -> Any:
         if module is None:
             raise ConfigurationError(
@@ -453,16 +477,39 @@ class Fit(SessionContext):
                 f"call {stage} after the run, on every rank; to validate within fit, set val_check_interval.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
-        path = None if ckpt_path is None else os.fspath(ckpt_path)
+        path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
+        if averaged is not None:
+            from drivetrain.checkpoint.averaged_weights import check_averaged  # only runs with checkpoints need it
+
+            check_averaged(averaged)
+            if path is None:
+                raise ConfigurationError(
+                    f"{stage}(averaged={averaged}) without a checkpoint.",
+                    "averaged chooses between the weights of a checkpoint; without one, the module is used as it is.",
+                    "pass ckpt_path=..., or leave averaged out.",
+                )
         self._log_queue = None  # discards the rows that a failed run has not delivered
         try:
             if any(is_overridden("before_launch", callback, Callback) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
                 run_before_launch_hooks(self, stage, module, given, path)
-            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
+            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow, averaged=averaged))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
+
+
+def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
+    """Return a keyword or URL unchanged, and a local path as an absolute one."""
+    path = os.fspath(ckpt_path)
+    resolved = path if path in CKPT_PATH_KEYWORDS else resolved_path(path)
+    if path not in CKPT_PATH_KEYWORDS and lacks_its_start(resolved):
+        raise ConfigurationError(
+            f"ckpt_path={path!r}: {REMOVED}.",
+            "a relative path begins there.",
+            "pass an absolute path or a URL, or change to a folder that exists.",
+        )
+    return resolved
 
 
 def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:

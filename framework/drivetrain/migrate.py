@@ -1,6 +1,7 @@
 """``python -m drivetrain.migrate FILE...``: rename Lightning's names in a script to drivetrain's.
 
-The command changes only names and does not run the file. It lists, by line, the changes that remain to be made.
+The command changes only names and does not run the file. It lists on standard error, by line, the changes that remain
+to be made, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ _RENAMED_CLASSES = {
     "TQDMProgressBar": "ProgressBar",
     "RichModelSummary": "ModelSummary",
 }
+_TYPE_ALIASES = ("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "OptimizerLRScheduler")
+"""Lightning's aliases of types, which annotations use. They are imported as ``Any``."""
+_CHECKPOINT_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")
+_CHECKPOINT_NOTE = (
+    "a drivetrain checkpoint is a folder: drivetrain.checkpoint.load(path) gives weights() and averages()"
+)
 _PUBLIC_MODULES = (
     "drivetrain",
     "drivetrain.callbacks",
@@ -141,6 +148,7 @@ def migrate(source: str) -> Migrated:
     if not names.classes and not names.packages:
         return Migrated(source, sorted(set(remaining)))
     edits: Edits = {}
+    reads = _edit_checkpoint_reads(tree, edits, remaining)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             _edit_import(node, lines, names, edits, remaining)
@@ -154,6 +162,8 @@ def migrate(source: str) -> Migrated:
             remaining += _definition_notes(node)
         for text in _annotation_strings(node):
             _edit_annotation(text, lines, names, edits, remaining)
+    if reads:
+        _import_checkpoint(tree, edits, remaining)
     changed = _apply_edits(lines, edits, remaining)
     try:
         ast.parse(changed)
@@ -299,6 +309,9 @@ def _edit_import(
                 new.append(f"import drivetrain as {alias.asname or alias.name}")
                 continue
             module_name = _module_by_name().get(name)
+            if name in _TYPE_ALIASES:
+                names_by_module.setdefault("typing", []).append(f"Any as {alias.asname or name}")
+                continue
             if module_name is None:
                 note = ": import the names that are used" if name == "*" else " has no known counterpart"
                 remaining.append((node.lineno, f"{alias.name} of {node.module}{note}"))
@@ -376,6 +389,48 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
         _add_edit(edits, node, len(node.attr.encode()), node.attr, name, from_end=True)
 
 
+def _edit_checkpoint_reads(tree: ast.AST, edits: Edits, remaining: list[tuple[int, str]]) -> int:
+    """Rewrite ``torch.load(callback.best_model_path)["state_dict"]``; return how often. Note other reads."""
+    rewritten: set[int] = set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.slice, ast.Constant)
+            and node.slice.value == "state_dict"
+            and (path := _loaded_checkpoint(node.value)) is not None
+        ):
+            assert isinstance(node.value, ast.Call)
+            rewritten.add(id(node.value))
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            new = f"drivetrain.checkpoint.evaluated_weights({ast.unparse(path)})"
+            edits[node.lineno, node.col_offset] = (node.end_lineno, node.end_col_offset), "", new
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and id(node) not in rewritten and _loaded_checkpoint(node) is not None:
+            remaining.append((node.lineno, f"{ast.unparse(node)}: {_CHECKPOINT_NOTE}"))
+    return len(rewritten)
+
+
+def _loaded_checkpoint(node: ast.expr) -> ast.expr | None:
+    """Return the path that ``torch.load`` reads, if it is a path that a checkpoint callback gives."""
+    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "torch.load":
+        path = node.args[0]
+        if isinstance(path, ast.Attribute) and path.attr in _CHECKPOINT_PATHS:
+            return path
+    return None
+
+
+def _import_checkpoint(tree: ast.Module, edits: Edits, remaining: list[tuple[int, str]]) -> None:
+    """Add ``import drivetrain.checkpoint`` before the first import of Lightning at the top level."""
+    for node in tree.body:
+        key = node.lineno, node.col_offset
+        if isinstance(node, ast.Import | ast.ImportFrom) and key in edits:
+            end, old, new = edits[key]
+            edits[key] = end, old, f"import drivetrain.checkpoint\n{new}"
+            return
+    remaining.append((1, "write import drivetrain.checkpoint"))
+
+
 def _annotation_strings(node: ast.AST) -> Iterator[ast.Constant]:
     """Yield the strings in a node's annotations that contain Python code."""
     for part in ("annotation", "returns"):
@@ -434,14 +489,8 @@ def _argument_notes(node: ast.Call, names: _Names) -> Iterator[tuple[int, str]]:
 
 def _definition_notes(node: ast.ClassDef | ast.FunctionDef) -> Iterator[tuple[int, str]]:
     if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
-        removed_hooks = {
-            "training_epoch_end",
-            "validation_epoch_end",
-            "test_epoch_end",
-            "optimizer_zero_grad",
-            "backward",
-        }
-        if node.name in removed_hooks or re.fullmatch(r"on_\w+_model_(eval|train|zero_grad)", node.name):
+        removed_hooks = {"training_epoch_end", "validation_epoch_end", "test_epoch_end"}
+        if node.name in removed_hooks or re.fullmatch(r"on_\w+_model_zero_grad", node.name):
             yield node.lineno, f"def {node.name} is never called: the error of the first run names the replacement"
         if "dataloader_iter" in {child.arg for child in node.args.args}:
             yield node.lineno, f"def {node.name} is called with a batch instead of dataloader_iter"
@@ -493,7 +542,7 @@ def _diff_lines(path: Path, before: str, after: str) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Migrate the given files. Return 1 if a file cannot be migrated, else 0."""
+    """Migrate the given files. Return 0, or 1 if changes remain to be made by hand, which standard error lists."""
     parser = argparse.ArgumentParser(prog="python -m drivetrain.migrate", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Python files written for Lightning")
     parser.add_argument("--write", action="store_true", help="change the files instead of printing a diff")
@@ -512,7 +561,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.write:
             sys.stdout.writelines(_diff_lines(path, source, migrated.source))
         for line, text in migrated.remaining:
-            print(f"{path}:{line}: {text}")
+            print(f"{path}:{line}: {text}", file=sys.stderr)
+            failed = 1
     return failed
 
 

@@ -419,13 +419,22 @@ class RunContext(Protocol):
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
 
-    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
+    def save_after_failure(
+        self,
+        path: str,
+        digest: str | None = None,
+        trainable_only: bool = False,
+        then: Callable[[], None] = lambda: None,
+        identifier: str = "",
+    ) -> None:
         """Save the state that a failed run of one process had at its last step. Only ``on_exception`` may call this.
 
         Args:
             path: a path or an fsspec URL.
             digest: as for `write_checkpoint`.
             trainable_only: as for `write_checkpoint`.
+            then: as for `write_checkpoint`.
+            identifier: as for `write_checkpoint`.
         """
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:

@@ -64,12 +64,13 @@ def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bo
         nbytes: size of all sharded parameters.
         limit: the strategy's ``gather_limit``.
         strategy: name of the strategy's class.
-        warn: whether to log at level WARNING instead of DEBUG.
+        warn: whether to log at level WARNING instead of DEBUG. A limit of 0 requests a sharded module and is never
+            warned about.
     """
     if nbytes <= limit:
         return True
     logger.log(
-        logging.WARNING if warn else logging.DEBUG,
+        logging.WARNING if warn and limit else logging.DEBUG,
         "The parameters take %.1f GiB, which is more than gather_limit, so the module stays sharded. To get whole "
         "weights, raise %s(gather_limit=...), or call save_checkpoint within the run.",
         nbytes / 2**30,

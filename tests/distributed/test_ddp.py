@@ -136,7 +136,7 @@ class Recorder(Callback):
 
 def _static() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    views: dict[str, dict[str, Any]] = {"static": {}, "no view": {"gradient_as_bucket_view": False}}
+    views: dict[str, dict[str, Any]] = {"static": {}, "view": {"gradient_as_bucket_view": True}}
     for name, options in views.items():
         module, recorder = WithSpare(), Recorder()
         strategy = DDPStrategy(static_graph=True, **options)
@@ -154,7 +154,7 @@ def test_static_graph_accumulates_from_the_first_step_and_notices_a_changed_grap
     ranks = on_ranks(_static, 2, process_group=None)
     reference = weights(train_by_hand(WithSpare(), global_batches(80, 8), window=4))
     for found in ranks:
-        for name in ("static", "no view"):
+        for name in ("static", "view"):
             torch.testing.assert_close(found[name][0], reference, **TIGHT)
             assert found[name][1] == [4, 8, 10]
         for uses in ("at first", "later"):
@@ -234,7 +234,7 @@ def _arguments() -> dict[str, Any]:
         "find": {"find_unused_parameters": True},
         "bucket": {"bucket_cap_mb": 0.0001},
         "buffers": {"broadcast_buffers": False},
-        "view": {"gradient_as_bucket_view": False},
+        "view": {"gradient_as_bucket_view": True},
         "fp16": {"comm_hook": "fp16"},
         "bf16": {"comm_hook": "bf16"},
         "powersgd": {"comm_hook": "powersgd"},
@@ -264,12 +264,12 @@ def test_every_argument_reaches_torch() -> None:  # C-03, C-07
     ranks = on_ranks(_arguments, 2, process_group=None)
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for found in ranks:
-        plain = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
+        plain = {"find_unused_parameters": False, "gradient_as_bucket_view": False}
         assert found["unset"]["given"] == found["static None"]["given"] == plain
         assert found["find"]["given"] == {**plain, "find_unused_parameters": True}
         assert found["bucket"]["given"] == {**plain, "bucket_cap_mb": 0.0001}
         assert found["buffers"]["given"] == {**plain, "broadcast_buffers": False}
-        assert found["view"]["given"] == {**plain, "gradient_as_bucket_view": False}
+        assert found["view"]["given"] == {**plain, "gradient_as_bucket_view": True}
         for name in ("unset", "static None", "static True", "find", "bucket", "buffers", "view", "own"):
             # DDP is configured at the first forward whose backward synchronises.
             assert found[name]["ddp"]["static_graph"] is (name == "static True")

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
-from small_runs import Regression, global_batches, loader, quiet, seeded
+from small_runs import Regression, each, global_batches, loader, quiet, seeded
 from test_fsdp_memory import Watch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from drivetrain import Callback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
@@ -117,17 +118,54 @@ def test_gathered_weights_keep_their_casts() -> None:
 @pytest.mark.parametrize(
     ("dtype", "options", "kept"),
     [
-        (torch.float32, {}, SHARD + UNIT // 2),
+        (torch.float32, {}, SHARD),
         (torch.float32, CHECKPOINTED, SHARD),
+        (torch.float32, {"sharding": "grad_op"}, SHARD + UNIT + UNIT // 2),
         (HALF, {}, SHARD // 2),
     ],
     ids=str,
 )
 def test_memory_of_frozen_weights(dtype: torch.dtype, options: dict[str, Any], kept: int) -> None:
-    # As docs/strategies.md states: products keep casts of weights frozen in float32; weights frozen in bf16 need no
-    # cast.
+    # D-07: autocast caches no casts of weights frozen in float32, so each product saves its own, which is freed like
+    # those of trainable weights; weights frozen in bf16 need no cast.
     for more in on_ranks(_by_depth, 2, "bf16-mixed", options, dtype):
         assert kept <= more["forward"] <= kept + REST
+
+
+class Freezing(Deep):
+    """Freezes its matrices after the first step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for block in self.net:
+            for layer in (block.up, block.down):
+                layer.weight.requires_grad_(False)
+
+
+class AfterForward(Callback):
+    """Records the live bytes after each forward."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live = live
+        self.found: list[int] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.found.append(self.live.now())
+
+
+def _freezing(depth: int) -> list[int]:
+    with LiveBytes() as live:
+        after = AfterForward(live)
+        module = Freezing(depth)
+        quiet(strategy=FSDPStrategy(wrap=[Block]), callbacks=after, precision="bf16-mixed").fit(module, loader(16, 4))
+    assert not any("forward" in child.__dict__ for child in module.modules())
+    return after.found
+
+
+def test_memory_of_weights_that_are_frozen_later() -> None:
+    # D-07, I-03
+    for shallow, deep in on_ranks(each, 2, _freezing, (2,), (6,)):
+        _, frozen = [(more - fewer) / 4 for fewer, more in zip(shallow, deep, strict=True)]
+        assert SHARD <= frozen <= SHARD + REST
 
 
 # Equal bits
@@ -186,6 +224,18 @@ class PairwiseCheckpointed(Twice):
         return self.head(x)
 
 
+class Adapted(Reusing):
+    """Trains the norm and a bias; the matrices are frozen, and one of them multiplies three-dimensional inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("norm" in name or name == "twice.bias")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.once(x.view(-1, 2, 8)).view(x.shape))
+
+
 class Reused(Regression):
     def __init__(
         self, manual: bool = False, block: type[nn.Module] = Reusing, kind: Callable[[Any], nn.Module] = Twice
@@ -208,7 +258,7 @@ class Reused(Regression):
         return None
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
 
 
 def shard_by_hand(net: nn.Module, units: Any, policy: MixedPrecisionPolicy) -> None:
@@ -272,6 +322,24 @@ def _both(options: dict[str, Any], window: int, manual: bool, *kinds: Any) -> li
 def test_the_bits_are_those_of_autocast_alone(options: dict[str, Any], window: int, manual: bool) -> None:
     # D-01, D-07: weights that are used twice in a block, or in two calls of it, share a cast, as in plain torch
     for same in on_ranks(_both, 2, options, window, manual):
+        assert all(same), same
+
+
+@pytest.mark.parametrize(
+    ("options", "window", "manual", "kind"),
+    [
+        ({}, 2, False, Twice),
+        ({}, 1, True, Twice),
+        ({"activation_checkpointing": [Adapted]}, 1, False, Twice),
+        ({"wrap": [Adapted]}, 1, False, PairwiseCheckpointed),
+    ],
+    ids=str,
+)
+def test_the_bits_with_frozen_matrices_are_those_of_autocast_alone(
+    options: dict[str, Any], window: int, manual: bool, kind: Any
+) -> None:
+    # D-07: the cast that a product needs in backward is made again
+    for same in on_ranks(_both, 2, options, window, manual, Adapted, kind):
         assert all(same), same
 
 

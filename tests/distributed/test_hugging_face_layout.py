@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import TrainModule
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.checkpoint import convert, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.errors import CheckpointError
@@ -90,6 +90,31 @@ def _run(strategy: str, world: int, folder: Path, kind: type[Language] = Languag
     fit = quiet(strategy=STRATEGIES[strategy](), devices=world, **settings)
     tokens = torch.arange(16 * LENGTH).view(16, LENGTH) % VOCABULARY
     fit.fit(kind(), DataLoader(tokens, batch_size=8 // world))  # type: ignore[arg-type]
+
+
+class Moving(Language):
+    rate = 0.05
+
+
+def _averaged_run(strategy: str, world: int, folder: Path) -> None:
+    callbacks = [Checkpoint(folder, filename="c"), EMAWeightAveraging(0.9)]
+    settings: Any = {"callbacks": callbacks, "enable_checkpointing": True, "default_root_dir": folder, "seed": 1}
+    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=3, **settings)
+    tokens = torch.arange(16 * LENGTH).view(16, LENGTH) % VOCABULARY
+    fit.fit(Moving(), DataLoader(tokens, batch_size=8 // world))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("zero 3", 2)])
+def test_the_averages_are_written_if_the_run_evaluated_with_them(strategy: str, world: int, tmp_path: Path) -> None:
+    #
+    on_ranks(_averaged_run, world, strategy, world, tmp_path, process_group=None)
+    checkpoint, name = load(tmp_path / "c"), "model.layers.0.mlp.up_proj.weight"
+    average, trained = (weights[f"model.{name}"] for weights in (checkpoint.averages(), checkpoint.weights()))
+    assert (average - trained).abs().max() > 0.01
+    for flags, wanted in (((), average), (("--averaged",), average), (("--no-averaged",), trained)):
+        out = tmp_path / f"out{len(flags)}{flags}"
+        assert main(["convert", str(tmp_path / "c"), str(out), "--to", "hf", *flags]) == 0
+        assert torch.equal(load_file(out / "model.safetensors")[name], wanted)
 
 
 def logits(model: Any) -> Tensor:

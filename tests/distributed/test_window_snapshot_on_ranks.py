@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Fit, TrainModule
-from drivetrain._loops import stopping
 from drivetrain.callbacks import Checkpoint
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -121,8 +120,6 @@ def _train(folder: Path, name: str, validation: Dataset[Any], module: Changing, 
 
 
 def _leave_and_go_on(folder: Path, name: str, cases: list[Any]) -> list[Any]:
-    # prevents the run from ending within sixteen micro-batches, since one takes almost no time here
-    stopping.AGREE_EVERY = 1
     came, undisturbed = [], {}
     for number, (moment, validation, options) in enumerate(cases):
         place, kind = folder / str(number), f"{type(validation).__name__} {options}"
@@ -209,7 +206,6 @@ class Stopping(Changing):
 
 
 def _stop_and_leave(folder: Path) -> tuple[Any, ...]:
-    stopping.AGREE_EVERY = 1
     meetings = [folder / "meetings" / name for name in ("undisturbed", "left")]
     for one in meetings:
         one.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import torch
 from drawing_run import SAMPLES, STRATEGIES, Drawing, train
 
 from drivetrain import Fit
-from drivetrain._loops import stopping
+from drivetrain.data import read_predictions
 from drivetrain.testing import requires_linux, run_distributed
 
 HERE = Path(__file__).parent
@@ -56,8 +56,6 @@ def test_all_ranks_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) ->
 
 def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, int]]]:
     """Run until the last rank is preempted after ``step``; return the outcome, and the samples that were used."""
-    # prevents the epoch from ending within sixteen micro-batches, since a step takes almost no time here
-    stopping.AGREE_EVERY = 1
     seen: list[tuple[int, int]] = []
     window: list[tuple[int, int]] = []
     made = -1
@@ -174,6 +172,78 @@ def test_a_preempted_script_saves_and_exits(
     # No process remains.
     for path in tmp_path.glob("at-*"):
         assert not Path(f"/proc/{path.name.split('-')[2]}").exists()
+
+
+_PREDICTING = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import PredictionWriter
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+    def predict_step(self, batch, batch_idx):
+        if batch_idx == 3 and len(sys.argv) < 3:
+            open(f"at-{self.global_rank}-{os.getpid()}", "w").close()
+        time.sleep(0.02 if len(sys.argv) < 3 else 0)
+        return self.layer(batch)
+
+if __name__ == "__main__":
+    launcher = sys.argv[1]
+    options = {} if launcher == "torchrun" else {"launcher": launcher, "devices": 2}
+    fit = Fit(strategy="ddp", accelerator="cpu", logger=False, enable_progress_bar=False,
+              callbacks=PredictionWriter("predictions"), **options)
+    loader = DataLoader(torch.ones(4000, 4), batch_size=2, num_workers=1)
+    try:
+        fit.predict(Net(), loader, return_predictions=False)
+    finally:
+        sys.stdout.write(f"{fit.state}\\n")
+        sys.stdout.flush()
+"""
+
+
+@requires_linux()
+@pytest.mark.parametrize(
+    ("launcher", "to", "code"),
+    [("torchrun", "one rank", None), ("subprocess", "group", 143), ("forkserver", "caller", 143)],
+)
+def test_a_preempted_prediction_keeps_what_it_has_predicted(
+    tmp_path: Path, launcher: str, to: str, code: int | None
+) -> None:  # Q-06
+    (tmp_path / "script.py").write_text(_PREDICTING)
+    command = [sys.executable, "script.py", launcher]
+    if launcher == "torchrun":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=variables, start_new_session=True, **pipes)
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("at-*"))) < 2 and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if to == "group":
+            os.killpg(process.pid, signal.SIGTERM)
+        elif to == "one rank":
+            os.kill(int(next(tmp_path.glob("at-1-*")).name.split("-")[2]), signal.SIGTERM)
+        else:
+            process.send_signal(signal.SIGTERM)
+        out, errors = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert "interrupted" in out, errors
+    assert "finished" not in out, errors
+    assert process.returncode == code if code is not None else process.returncode != 0
+    assert len(list((tmp_path / "predictions").glob("*.index.json"))) == 2  # each rank has written what it had
+    assert "Traceback" not in errors or launcher == "torchrun", errors
+    for path in tmp_path.glob("at-*"):
+        assert not Path(f"/proc/{path.name.split('-')[2]}").exists()
+    if launcher != "subprocess":
+        return
+    subprocess.run([*command, "resumed"], cwd=tmp_path, env=variables, check=True, capture_output=True, timeout=90)
+    assert len(read_predictions(tmp_path / "predictions")) == 4000
 
 
 def _stuck(folder: Path) -> None:

@@ -31,7 +31,7 @@ def evaluate(program: Program, root: str, plant: str = "") -> Evaluated:
     """Evaluate the checkpoint that ``program`` saved in a run below ``root``."""
     plan = program.evaluation
     assert plan is not None
-    averaged = {} if plan.averaged is None else {"averaged": plan.averaged}
+    averaged: dict[str, Any] = {} if plan.averaged is None else {"averaged": plan.averaged}
     with errors_alone(), warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
         try:

@@ -512,7 +512,7 @@ def test_public_classes_import_nothing_heavy() -> None:
     assert not heavy(names)
     # fsspec, elastic and the checkpoint writer are imported on first use.
     assert [name for name in names if not is_ours(name)] == []
-    assert len(names) <= 155  # about 0.25 ms each
+    assert len(names) <= 156  # about 0.25 ms each
 
 
 @pytest.mark.parametrize("name", drivetrain.__all__)

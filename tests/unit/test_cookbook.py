@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.testing import requires_package
-from warm_python import run_script
+from warm_python import hints_in, run_script
 from worlds import preload
 
 preload("sklearn.datasets", "sklearn.model_selection")
@@ -36,6 +36,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 def printed_by(script: Path, *arguments: str, folder: Path) -> str:
     code, printed = run_script(script, *arguments, folder=folder)
     assert code == 0, printed[-6000:]
+    assert hints_in(printed) == []  # Q-12
     return printed
 
 
@@ -182,6 +183,54 @@ def test_the_notebook_trains_on_two_processes(tmp_path: Path, monkeypatch: pytes
     assert (ranks, steps) == (2, 140)
     assert accuracy > 80
     assert last_line(printed) == "Losses in the list: 0, in the callback: 140"
+
+
+FAILING_CELLS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Fit, TrainModule
+
+class Failing(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        raise ValueError("the " + "data is wrong")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+# next cell
+Fit(**options).fit(Failing(), loader)
+# next cell
+Fit(strategy="ddp", devices=2, **options).fit(Failing(), loader)
+"""
+RUN_FAILING_CELLS = f"""
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance(colors="nocolor")
+for number, cell in enumerate({FAILING_CELLS!r}.split("# next cell")):
+    print("== cell", number, flush=True)
+    shell.run_cell(cell)
+"""
+
+
+@pytest.mark.slow
+@requires_package("IPython")
+def test_an_error_in_a_notebook_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # Q-12
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    script = tmp_path / "failing.py"
+    script.write_text(RUN_FAILING_CELLS)
+    _, printed = run_script(script, folder=tmp_path)
+    for number in (1, 2):
+        shown = printed.partition(f"== cell {number}")[2].partition("== cell")[0]
+        assert len(re.findall("^ValueError: the data is wrong", shown, re.MULTILINE)) == 1, shown
+        assert shown.count('raise ValueError("the " + "data is wrong")') == 1
+        assert len(re.findall(r"Where: rank \d", shown)) == 1
+        assert not re.search(r"Rank \d failed with", shown)
 
 
 @pytest.mark.slow

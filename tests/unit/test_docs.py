@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from warm_python import run_script
+from warm_python import hints_in, run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,6 +65,8 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     if not STARTS_PROCESSES.search(script.read_text()):
         code, printed = run_script(script, folder=tmp_path)
         assert code == 0, f"{_name(page)} (line numbers are the page's)\n{printed[-6000:]}"
+        if page.name in ("README.md", "quickstart.md"):
+            assert hints_in(printed) == []
         return
     done = subprocess.run(
         [sys.executable, script.name],

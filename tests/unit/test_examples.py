@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.testing import requires_package
-from warm_python import run_script
+from warm_python import hints_in, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,7 @@ def run(example: str, *arguments: str, folder: Path) -> str:
         code, printed = run_script(EXAMPLES / example, *arguments, folder=folder)
         assert code == 0, printed
         assert "Traceback" not in printed
+        assert hints_in(printed) == []
         return printed
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / example), *arguments],
@@ -37,6 +38,7 @@ def run(example: str, *arguments: str, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert hints_in(done.stderr) == []
     return done.stdout
 
 

@@ -266,3 +266,65 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert other.read_text() == "import os\n"
     assert migrate(script.read_text()).source == script.read_text()  # a second run changes nothing
     assert "lightning" not in sys.modules
+
+
+IDIOMS = """\
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import grad_norm, rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx) -> STEP_OUTPUT:
+        return self.net(batch).pow(2).mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self.net, norm_type=2))
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+trainer = Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, default_root_dir=root, enable_progress_bar=False,
+    enable_model_summary=False,
+)
+model = Model()
+trainer.fit(model, torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4))
+rank_zero_info("trained")
+rank_zero_warn("be careful")
+state = torch.load(trainer.checkpoint_callback.best_model_path)["state_dict"]
+other = Model()
+other.load_state_dict(state)
+"""
+
+
+def test_idioms_become_what_runs_here(tmp_path: Path) -> None:  # Q-11
+    migrated = migrate(IDIOMS)
+    assert migrated.remaining == []
+    bound: dict[str, Any] = {"root": str(tmp_path), "__name__": "train"}
+    with pytest.warns(UserWarning, match="be careful"):
+        exec(compile(migrated.source, "train.py", "exec"), bound)
+    assert bound["other"].net.weight.equal(bound["model"].net.weight)
+    assert "grad_2.0_norm/weight" in bound["trainer"].callback_metrics
+
+
+def test_what_remains_goes_to_stderr_and_into_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # Q-11
+    script = tmp_path / "train.py"
+    script.write_text(IDIOMS + "loaded = torch.load(trainer.checkpoint_callback.last_model_path)\n")
+    assert main(["--write", str(script)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "train.py:37: torch.load(trainer.checkpoint_callback.last_model_path)" in printed.err
+    assert "drivetrain.checkpoint.load(path)" in printed.err

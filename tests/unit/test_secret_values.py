@@ -28,6 +28,33 @@ PLAIN = [
 ]
 
 
+ALSO_SECRET = [
+    *("private_key", "privateKey", "ssh_private_key_path", "PRIVATE-KEY", "pwd", "db_pwd", "ftpPwd", "credential"),
+    *("credentials", "gcp_credentials", "creds", "auth", "basic_auth", "auth_header", "Authorization", "X-Auth"),
+    *("Proxy-Authorization", "bearer", "bearer_value", "cookie", "Set-Cookie", "cookies", "session_cookie", "authkey"),
+    *("wandb_key", "WANDB_KEY", "wandbKey", "hf_key", "aws_key", "aws_sagemaker_key", "AWS_S3_KEY", "openai_key"),
+    *("ssh_key", "encryption_key", "signing_keys", "X-Api-Key", "azure_account_key", "privatekey", "secretkey"),
+    *("oauth", "passcode", "jwt", "neptune_key", "service_account_key", "model.hub.credentials", "auth_file"),
+]
+ALSO_PLAIN = [
+    *("author", "authors", "authority", "oauth_scopes", "auth_type", "auth_method", "auth_url", "auth_user"),
+    *("primary_key", "sort_key", "foreign_key", "partition_key", "aws_partition_key", "cache_key", "public_key"),
+    *("key_padding_mask", "num_key_value_heads", "hotkey", "turnkey", "key_dim", "query_key_norm", "key_name"),
+    *("monkey", "keyboard", "bearing", "forbearer", "cookiecutter", "accreditation", "cookie_domain", "awsome"),
+    *("private", "private_repo", "is_private", "pwdist", "s3_key", "label_key", "sample_key", "hf_model", "wandb"),
+]
+
+
+@pytest.mark.parametrize("name", ALSO_SECRET)
+def test_names_of_credentials_are_names_of_secrets(name: str) -> None:  # Q-08
+    assert names_a_secret(name)
+
+
+@pytest.mark.parametrize("name", ALSO_PLAIN)
+def test_names_that_resemble_those_of_credentials(name: str) -> None:  # Q-08
+    assert not names_a_secret(name)
+
+
 @pytest.mark.parametrize("name", SECRET)
 def test_names_of_secrets(name: str) -> None:  # J-11
     assert names_a_secret(name)
@@ -48,6 +75,7 @@ class Login:
 Point = namedtuple("Point", ["x", "api_key"])
 
 
+AUTHORIZATION = ["headers.Authorization"]
 SILENT: tuple[Any, ...] = (3, 0.5, True, None, "", [], {}, [1, 2])
 
 
@@ -60,7 +88,7 @@ SILENT: tuple[Any, ...] = (3, 0.5, True, None, "", [], {}, [1, 2])
         ({"password": b"raw"}, {}, ["password"]),
         ({"api_keys": ["a", "b"], "n": 1}, {"n": 1}, ["api_keys"]),
         ({"secret": {"of": {"prod": "x"}}}, {}, ["secret"]),
-        ({"auth": {"user": "u", "password": "p"}}, {"auth": {"user": "u"}}, ["auth.password"]),
+        ({"db": {"user": "u", "password": "p"}}, {"db": {"user": "u"}}, ["db.password"]),
         (
             {"servers": [{"host": "a"}, {"host": "b", "passwd": "p"}], "pair": ({"token": "t"}, 1)},
             {"servers": [{"host": "a"}, {"host": "b"}], "pair": ({}, 1)},
@@ -70,6 +98,24 @@ SILENT: tuple[Any, ...] = (3, 0.5, True, None, "", [], {}, [1, 2])
         ({"point": Point(1, "k")}, {"point": {"x": 1}}, ["point.api_key"]),
         ({3: "three", (1, 2): {"token": "t"}}, {3: "three", (1, 2): {}}, ["(1, 2).token"]),
         ({"pad_token": "<pad>", "tokenizer": "bpe", "max_tokens": "8"}, None, []),
+        # Q-08
+        ({"auth": ("user", "p"), "lr": 1}, {"lr": 1}, ["auth"]),
+        ({"headers": {"Authorization": "Bearer x", "Accept": "*/*"}}, {"headers": {"Accept": "*/*"}}, AUTHORIZATION),
+        ({"headers": [["Accept", "*/*"], ["Cookie", "x"]], "n": 1}, {"n": 1}, ["headers"]),
+        ({"http_headers": ("Accept: */*", "X-Api-Key: x")}, {}, ["http_headers"]),
+        ({"header": "Authorization: Bearer x"}, {}, ["header"]),
+        ({"headers": [["Accept", "*/*"], "Host: a.org"], "header": "Note: a, b"}, None, []),
+        ({"fields": ["password", "email"], "prompt": "Authorization: none"}, None, []),
+        ({"url": "postgres://u:p@h/db", "lr": 1}, {"lr": 1}, ["url"]),
+        ({"db": {"urls": ["s3://a", "redis://:p@h:1"], "n": 1}}, {"db": {"n": 1}}, ["db.urls"]),
+        ({"note": "from https://u:p%40@h/a and s3://b"}, {}, ["note"]),
+        ({"servers": [{"url": "ftp://u:p@h", "n": 1}]}, {"servers": [{"n": 1}]}, ["servers.0.url"]),
+        (
+            {"url": "https://u@h:8080/a:b@c", "git": "git@h:a/b.git", "ratio": "1:2@3", "port": "http://h:80/@x"},
+            None,
+            [],
+        ),
+        ({"url": "https://u:***@h", "other": "https://u:...@h"}, None, []),
     ],
 )
 def test_values_without_secrets(values: Any, kept: Any, left_out: list[str]) -> None:  # J-11
@@ -106,9 +152,20 @@ def test_a_recursive_value_is_passed_through() -> None:
         (["--use_secret", "--epochs", "3"], ["--use_secret", "--epochs", "3"], []),
         (["--pad_token=<pad>", "--max_tokens", "8"], ["--pad_token=<pad>", "--max_tokens", "8"], []),
         (['--model={"api_key": "k", "n": 1}'], ["--model=..."], ["--model.api_key"]),
-        (["--auth", "{user: u, password: p}"], ["--auth", "..."], ["--auth.password"]),
-        (["--auth", '{"user": "u"}'], ["--auth", '{"user": "u"}'], []),
+        (["--db", "{user: u, password: p}"], ["--db", "..."], ["--db.password"]),
+        (["--db", '{"user": "u"}'], ["--db", '{"user": "u"}'], []),
         (["--token"], ["--token"], []),
+        # Q-08
+        (["--wandb_key", "k", "--sort_key", "date"], ["--wandb_key", "...", "--sort_key", "date"], ["--wandb_key"]),
+        (["-H", "Authorization: Bearer x"], ["-H", "Authorization: ..."], ["Authorization"]),
+        (["--header=Cookie: x", "-H", "Host: h"], ["--header=Cookie: ...", "-H", "Host: h"], ["Cookie"]),
+        (["--db=redis://u:p@h/1"], ["--db=redis://u:...@h/1"], ["--db"]),
+        (
+            ["--db", "redis://u:p@h/1", "s3://:p@b"],
+            ["--db", "redis://u:...@h/1", "s3://:...@b"],
+            ["--db", "s3://:...@b"],
+        ),
+        (["--url=http://u@h:8/a", "a:b@c"], ["--url=http://u@h:8/a", "a:b@c"], []),
         (["--token=", "a"], ["--token=", "a"], []),
     ],
 )
@@ -131,11 +188,11 @@ def test_a_job_is_not_identified_by_digests_of_secrets(tmp_path: Path, monkeypat
 def test_omitted_values_are_reported_once() -> None:  # J-11
     left_out = SecretFilter()
     with captured_warnings() as lines:
-        kept, names = left_out.take_out({"api_token": "sk-1", "auth": {"password": "p"}, "lr": 1})
-        assert (kept, names) == ({"auth": {}, "lr": 1}, ["api_token", "auth.password"])
+        kept, names = left_out.take_out({"api_token": "sk-1", "db": {"password": "p"}, "lr": 1})
+        assert (kept, names) == ({"db": {}, "lr": 1}, ["api_token", "db.password"])
         assert left_out.take_out({"api_token": "sk-1", "lr": 1}) == ({"lr": 1}, ["api_token"])
     (line,) = lines
-    assert "'api_token', 'auth.password'" in line
+    assert "'api_token', 'db.password'" in line
     assert "sk-1" not in line
     with captured_warnings() as lines:
         left_out.take_out({"other_token": "t", "api_token": "sk-1"})

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from drivetrain._config.secret_values import names_a_secret
+from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain._config.setting_types import Accepted, accepted_values
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
@@ -66,6 +66,11 @@ class Settings(Mapping[str, Setting]):
         rows += [(name, _short(setting.value), setting.source) for name, setting in self.items()]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
+
+    def format_call(self, owner: str) -> str:
+        """Return the call of ``owner`` with the arguments that code, the environment or a file set, without secrets."""
+        given = [_format_argument(name, each.value) for name, each in self.items() if each.source != "default"]
+        return f"{owner}({', '.join(given)})"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings!r})"
@@ -245,14 +250,14 @@ def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping
 def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
     if accepted.only_objects:
         raise ConfigurationError(
-            f"{name} was set to {value!r} ({where}).",
+            f"{name} was set to {without_url_passwords(repr(value))} ({where}).",
             f"{name} takes Python objects, which the environment and files cannot represent.",
             f"Pass {name}= in code.",
         )
     fits, converted = accepted.read(value) if is_text else accepted.take(value)
     if not fits:
         raise ConfigurationError(
-            f"{name} was set to {value!r} ({where}).",
+            f"{name} was set to {without_url_passwords(repr(value))} ({where}).",
             f"{name} accepts {accepted}.",
             f"Correct the value in {where}, or remove it there.",
         )
@@ -261,9 +266,10 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
 
 def _format_argument(name: str, value: Any, sign: str = "=") -> str:
     """Format a name with its value for an error message. The value of a secret is replaced by ``...``."""
-    return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
+    public, _ = without_secrets({name: value})
+    return f"{name}{sign}{_short(public[name])}" if name in public else f"{name}{sign}..."
 
 
 def _short(value: Any, width: int = 60) -> str:
-    text = repr(value)
+    text = without_url_passwords(repr(value))
     return text if len(text) <= width else text[: width - 3] + "..."

@@ -16,12 +16,39 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Words that make a name the name of a secret.
 _SECRET_WORDS = frozenset(
     (
-        *("password", "passwords", "passwd", "secret", "secrets", "passphrase", "passphrases"),
-        *("apikey", "apikeys", "accesskey", "accesskeys"),
+        *("password", "passwords", "passwd", "pwd", "secret", "secrets", "passphrase", "passphrases", "passcode"),
+        *("apikey", "apikeys", "accesskey", "accesskeys", "privatekey", "secretkey", "authkey", "jwt"),
+    )
+)
+# Words that make a name the name of a secret, unless a word of `_PUBLIC_SUFFIXES` follows: ``auth_type``.
+_CREDENTIAL_WORDS = frozenset(
+    (
+        *("credential", "credentials", "cred", "creds", "auth", "oauth", "authorization", "bearer"),
+        *("cookie", "cookies"),
+    )
+)
+_PUBLIC_SUFFIXES = frozenset(
+    (
+        *("type", "types", "method", "methods", "mode", "scheme", "format", "scope", "scopes", "provider", "policy"),
+        *("url", "uri", "endpoint", "host", "domain", "user", "username"),
     )
 )
 # Words before "key" or "keys" in the name of a secret.
-_KEY_PREFIXES = frozenset(("api", "access"))
+_KEY_PREFIXES = frozenset(
+    (
+        *("api", "access", "private", "ssh", "gpg", "rsa", "ssl", "tls", "hmac", "encryption", "signing", "account"),
+        *("deploy", "service"),
+    )
+)
+# Services whose keys are secrets, whatever the words between the service and "key" (``aws_sagemaker_key``) are, except
+# those of `_COLUMN_WORDS`.
+_SERVICES = frozenset(
+    (
+        *("aws", "azure", "gcp", "google", "hf", "huggingface", "wandb", "comet", "neptune", "clearml", "mlflow"),
+        *("openai", "anthropic", "github"),
+    )
+)
+_COLUMN_WORDS = frozenset(("primary", "foreign", "sort", "partition", "cache", "public"))
 
 # Words before "token" that denote a token of a tokenizer.
 _TOKENIZER_WORDS = frozenset(
@@ -35,6 +62,9 @@ _TOKENIZER_WORDS = frozenset(
 # Words that may follow "token" in the name of a secret. With other words, as in ``token_mixer``, the name is no secret.
 _SECRET_SUFFIXES = frozenset(("", "value", "string", "str", "text", "secret", "key", "file", "path"))
 
+_HEADER_LINE = re.compile(r"\s*([\w-]+):\s+\S", re.MULTILINE)
+# The text before a password in a URL, and the password. One that was replaced already is none.
+_URL_PASSWORD = re.compile(r"([a-z][\w+.-]*://[^\s/?#:@]*:)(?!(?:\*+|\.{3})@)[^\s/?#]+(?=@)", re.IGNORECASE)
 _NAME_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
 _MAX_DEPTH = 100  # the number of nested levels that are searched
 _REDACTED = "..."
@@ -44,12 +74,17 @@ def names_a_secret(name: str) -> bool:
     """Return True if text with this name is a secret.
 
     One of the name's words (``apiToken``, ``API_TOKEN`` and ``api-token`` have two) must be token, password, passwd,
-    secret or passphrase, or two successive words must be api key or access key. A tokenizer's tokens are not secrets:
-    ``pad_token``, ``eos_token_id``, ``max_tokens``.
+    pwd, secret, passphrase, credential, auth, authorization, bearer or cookie, or two successive words must be api key,
+    access key, private key or the like, or a service must come before the word key: ``wandb_key``. Not secrets are a
+    tokenizer's tokens (``pad_token``, ``eos_token_id``, ``max_tokens``), other keys (``primary_key``, ``sort_key``),
+    and what is public about a credential (``auth_type``, ``oauth_scopes``).
     """
     words = [word.lower() for word in _WORD.findall(name)]
-    for word, before, after in zip(words, ["", *words], [*words[1:], ""], strict=False):
-        if word in _SECRET_WORDS or (word in ("key", "keys") and before in _KEY_PREFIXES):
+    for index, (word, before, after) in enumerate(zip(words, ["", *words], [*words[1:], ""], strict=False)):
+        if word in _SECRET_WORDS or (word in _CREDENTIAL_WORDS and after not in _PUBLIC_SUFFIXES):
+            return True
+        is_key = word in ("key", "keys") and before not in _COLUMN_WORDS
+        if is_key and (before in _KEY_PREFIXES or not _SERVICES.isdisjoint(words[:index])):
             return True
         if word == "token" and before not in _TOKENIZER_WORDS and after in _SECRET_SUFFIXES:
             return True
@@ -59,8 +94,10 @@ def names_a_secret(name: str) -> bool:
 def without_secrets(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
     """Return ``values`` without secrets, and the names of the removed secrets. A nested name is joined by dots.
 
-    Only text, or a container with text, can be a secret. Mappings, lists, tuples and dataclasses are searched.
-    Dataclasses and named tuples with secrets become dicts. ``values`` does not change.
+    Only text, or a container with text, can be a secret. Text is also a secret, whatever its name, if it contains a URL
+    with a password (``https://user:password@host``), and so is a list of headers of which one has the name of a secret.
+    Mappings, lists, tuples and dataclasses are searched. Dataclasses and named tuples with secrets become dicts.
+    ``values`` does not change.
     """
     left_out: list[str] = []
     return dict(_without(values, (), left_out)), left_out
@@ -69,7 +106,8 @@ def without_secrets(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str
 def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a command line with secrets replaced by ``...``, and the names of their options.
 
-    Recognises ``--api_token=X``, ``--api_token X``, ``model.api_token=X`` and names within ``{"api_token": "X"}``.
+    Recognises ``--api_token=X``, ``--api_token X``, ``model.api_token=X``, names within ``{"api_token": "X"}``, headers
+    (``-H "Cookie: X"``) and passwords in URLs.
     """
     kept: list[str] = []
     left_out: list[str] = []
@@ -77,17 +115,29 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     for argument in arguments:
         name, has_value, value = argument.partition("=")
         if option and not argument.startswith("-"):
-            secrets = _secrets_given(option, argument)
-            kept.append(_REDACTED if secrets else argument)
+            name, prefix, value = option, "", argument
         elif has_value:
-            secrets = _secrets_given(name, value)
-            kept.append(f"{name}={_REDACTED}" if secrets else argument)
+            prefix = f"{name}="
         else:
-            secrets = _secrets_given("", argument)
-            kept.append(_REDACTED if secrets else argument)
+            name, prefix, value = "", "", argument
+        secrets = _secrets_given(name, value)
+        header = _HEADER_LINE.match(value)
+        if secrets:
+            kept.append(f"{prefix}{_REDACTED}")
+        elif header and names_a_secret(header[1]):
+            secrets = [header[1]]
+            kept.append(f"{prefix}{header[1]}: {_REDACTED}")
+        else:
+            kept.append(without_url_passwords(argument))
+            secrets = [] if kept[-1] == argument else [name or kept[-1]]
         left_out += secrets
         option = argument if argument.startswith("-") and not has_value else ""
     return kept, left_out
+
+
+def without_url_passwords(text: str) -> str:
+    """Return ``text`` with the passwords in its URLs replaced: ``https://user:...@host``."""
+    return _URL_PASSWORD.sub(rf"\1{_REDACTED}", text)
 
 
 class SecretFilter:
@@ -114,8 +164,9 @@ class SecretFilter:
         if new:
             self._reported.update(new)
             logger.warning(
-                "Left out of checkpoints, loggers and run.json, because their names mark them as secrets: %s. The "
-                "module's hparams still contain them. Pass them to load_from_checkpoint as arguments.",
+                "Left out of checkpoints, loggers and run.json, because their names mark them as secrets or their URLs "
+                "contain passwords: %s. The module's hparams still contain them. Pass them to load_from_checkpoint as "
+                "arguments.",
                 listed(new),
             )
 
@@ -130,7 +181,11 @@ def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancesto
         before, kept = len(left_out), {}
         for key, part in named:
             path = (*location, str(key))
-            if isinstance(key, str) and names_a_secret(key) and _contains_text(part):
+            if isinstance(key, str) and (
+                (names_a_secret(key) and _contains_text(part))
+                or _contains_url_password(part)
+                or (_names_headers(key) and _has_secret_header(part))
+            ):
                 left_out.append(".".join(path))
             else:
                 kept[key] = _without(part, path, left_out, ancestors)
@@ -161,6 +216,31 @@ def _contains_text(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
         return False
     ancestors = (*ancestors, id(value))
     return any(_contains_text(part, ancestors) for part in _parts(value))
+
+
+def _contains_url_password(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
+    """Return whether a text, or a text in a list, contains a URL with a password. Named parts are not searched."""
+    if isinstance(value, str):
+        return "://" in value and _URL_PASSWORD.search(value) is not None
+    is_list = isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields")
+    if not is_list or len(ancestors) > _MAX_DEPTH or id(value) in ancestors:
+        return False
+    return any(_contains_url_password(part, (*ancestors, id(value))) for part in value)
+
+
+def _names_headers(name: str) -> bool:
+    return not {"header", "headers"}.isdisjoint(word.lower() for word in _WORD.findall(name))
+
+
+def _has_secret_header(value: Any) -> bool:
+    """Return whether a text or a list of headers (``"Name: value"``, or pairs) has a header that is a secret."""
+    names: list[Any] = []
+    for header in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(header, str):
+            names += _HEADER_LINE.findall(header)
+        elif isinstance(header, list | tuple) and len(header) == 2:
+            names.append(header[0])
+    return any(isinstance(name, str) and names_a_secret(name) for name in names)
 
 
 def _parts(value: Any) -> Iterator[Any]:

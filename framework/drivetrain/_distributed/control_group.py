@@ -71,10 +71,12 @@ class GroupControl:
         self.failed = False
         self._agreements = 0
         self._shared = 0
+        self._watches: list[Callable[[Store], None]] = []
 
     def detach(self) -> None:
         """Drop the process group, which is about to be destroyed, and keep the store for the exchange of failures."""
         self._group = None
+        self._watches.clear()
         while self._clones:
             clone = self._clones.pop()
             if dist.is_initialized():
@@ -166,6 +168,17 @@ class GroupControl:
             )
         self._delete_agreement(number - 2)
         return tuple((done["total"] >> (_FIELD_BITS * position)) & mask for position in range(1, len(flags) + 1))
+
+    def watch(self, poll: Callable[[Store], None]) -> None:
+        self._watches.append(poll)
+
+    def poll(self, store: Store) -> None:
+        """Call the functions given to `watch`. Called by the watchdog."""
+        for poll in self._watches:
+            poll(store)
+
+    def wait_for(self, key: str, purpose: str) -> None:
+        self._wait(f"{key}/done", purpose, None, key)
 
     def _arrivals(self, key: str) -> list[str]:
         return [f"{key}/{rank}" for rank in range(self.world_size)]

@@ -87,6 +87,24 @@ class ControlPlane(Protocol):
                 the rank.
         """
 
+    def watch(self, poll: Callable[[Store], None]) -> None:
+        """Call ``poll`` twice a second from another thread, with that thread's connection to the store. Not collective.
+
+        Whatever this rank's main thread does or waits for, the calls continue until the run ends.
+        """
+
+    def wait_for(self, key: str, purpose: str) -> None:
+        """Wait until a rank sets ``{key}/done`` in the store, after each rank has set ``{key}/{rank}``. Not collective.
+
+        Args:
+            key: the prefix of the keys.
+            purpose: a description of what this rank waits for.
+
+        Raises:
+            RankFailedError: a rank has failed.
+            DistributedError: a rank did not set its key within the control plane's timeout. The message names the rank.
+        """
+
     def after_first_step(self) -> None:
         """Switch to the shorter timeout that applies after the first step. Not collective."""
 
@@ -174,6 +192,12 @@ class LocalControl:
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         return tuple(int(flag) for flag in flags)
+
+    def watch(self, poll: Callable[[Store], None]) -> None:
+        return None
+
+    def wait_for(self, key: str, purpose: str) -> None:
+        return None
 
     def after_first_step(self) -> None:
         return None

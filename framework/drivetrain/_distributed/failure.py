@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Self
 
@@ -152,6 +153,12 @@ class Failure:
         if self.error_type is not None:
             return f"Rank {self.rank} failed with {self.error_type}: {self.message}"
         return f"Rank {self.rank} was {self.message}" if self.signal_name else f"Rank {self.rank} {self.message}"
+
+    def frames(self) -> str:
+        """Return the traceback without the error's text at its end, and without its heading if there are no causes."""
+        causes, heading, last = self.traceback.rpartition("Traceback (most recent call last):\n")
+        frames = "\n".join(takewhile(lambda line: line.startswith(" "), last.splitlines()))
+        return f"{causes}{heading}{frames}" if causes else frames
 
     def one_line_summary(self) -> str:
         """Return the first line of `describe`, followed by a fix if the rank could not print a traceback itself."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from drivetrain._config.secret_values import arguments_without_secrets
+from drivetrain._runtime.working_directory import working_directory
 
 # Names of options whose values differ from rank to rank.
 _RANK_OPTION = re.compile(r"rank|(node|host|machine|process|proc|worker|task)[-_]?(id|index|number)?$", re.IGNORECASE)
@@ -52,10 +53,7 @@ class Job:
         if name:
             return cls(name)
         user = str(os.getuid()) if hasattr(os, "getuid") else ""
-        try:
-            folder = os.getcwd()
-        except OSError:  # the folder has been removed
-            folder = ""
+        folder = working_directory() or ""
         words, _ = arguments_without_secrets(sys.argv if command is None else command)
         return cls("", user, folder, tuple(_digest_words(words, ranks)))
 

@@ -1,4 +1,4 @@
-"""Watchdog: a thread on each rank that answers requests for the rank's stack and notices reported failures."""
+"""Watchdog: a thread on each rank that polls the store, and answers requests while the main thread is busy."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Watchdog:
         dump_record: a function to call when a rank has waited too long for other ranks.
         on_failure: a function to call when any rank has reported a failure. It is called at most once. None disables
             the check for failures.
+        on_poll: a function to call with ``store`` at each poll.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Watchdog:
         rank: int,
         dump_record: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] | None = None,
+        on_poll: Callable[[Store], None] = lambda store: None,
     ) -> None:
         self._dump_record = dump_record
         self._on_failure = on_failure
+        self._on_poll = on_poll
         self._store = store
         self._rank = rank
         self._watched_thread = threading.get_ident()
@@ -58,6 +61,7 @@ class Watchdog:
                 if self._on_failure is not None and self._store.add("failures", 0):
                     on_failure, self._on_failure = self._on_failure, None
                     on_failure()
+                self._on_poll(self._store)
                 requests = self._store.add("stacks/asked", 0)
                 if requests > answered:
                     answered = requests

@@ -10,14 +10,15 @@ from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import Checkpoint
+    from drivetrain.checkpoint._format import Checkpoint, Weights
 
 
-def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: str, strict: bool = True) -> None:
+def check_weights_fit(path: str, weights: Weights, own: Mapping[str, Any], module: str, strict: bool = True) -> None:
     """Compare the names and shapes of the saved weights with the module's.
 
     Args:
-        checkpoint: the checkpoint to load.
+        path: the path of the checkpoint, for the error.
+        weights: the saved weights.
         own: the module's weights by name.
         module: the module's class name, for the error.
         strict: whether missing and unexpected names are an error. Otherwise such names are logged and skipped.
@@ -25,10 +26,9 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
     Raises:
         CheckpointError: names are missing or unexpected, or shapes differ. The error lists these names.
     """
-    weights = checkpoint.weights()
     saved = {**dict.fromkeys(weights), **weights.sources()}
     WeightMismatch.compare(own, saved).raise_or_warn(
-        f"The weights of {checkpoint.path!r}",
+        f"The weights of {path!r}",
         module,
         strict,
         remedy="set strict_loading = False in the module, or use load_from_checkpoint(path, strict=False),",

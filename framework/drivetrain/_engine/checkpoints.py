@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -18,12 +18,12 @@ from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
-from drivetrain._runtime.generators import preserved_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
+    from drivetrain._engine.resume_compatibility import Difference, StartsAnew
     from drivetrain._engine.run_checkpoint import RunCheckpoint
     from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
     from drivetrain._loops.trainables import Trainables
@@ -53,7 +53,7 @@ class RunCheckpoints:
         self._allow = core.request.allow
         self.requests = core.profiling.save_requests()
         """Saves and rollbacks deferred to the end of the accumulation window."""
-        self._accepted_differences: set[str] = set()  # the kinds of differences that were found and that `allow` names
+        self._accepted: list[Difference] = []  # the differences from the resumed run that `allow` permits
         self._background: BackgroundSaver | None = None
         # Identifies this run in checkpoint lineages. Only rank 0's value is stored.
         self._lineage_id = os.urandom(8).hex()
@@ -124,10 +124,13 @@ class RunCheckpoints:
                 path = find_in_folders(core, added_in_setup, self._path or "", _check_schema)
             if path is None and self._path != "auto":
                 raise CheckpointError(
-                    f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
+                    f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if fitting else 'evaluate'}.",
                     f"looked in {', '.join([runs_folder(core), *self._callback_folders()])}, for checkpoints "
-                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.",
-                    "pass a path, or ckpt_path='auto', which starts a new run if there is none.",
+                    f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.{beginning.skipped}",
+                    "pass a path, or ckpt_path='auto', which starts a new run if there is none."
+                    if fitting
+                    else "pass a path, or ckpt_path='last' for the newest checkpoint; 'best' needs a run with "
+                    "Checkpoint(monitor=...).",
                 )
         if path is None:
             if fitting:
@@ -220,26 +223,71 @@ class RunCheckpoints:
         """
         if self.opened is None:
             return
-        from drivetrain._engine.resume_compatibility import find_differences, refuse_differences
+        from drivetrain._engine.resume_compatibility import refuse_differences
 
         current = self._memory.components
         if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
             # The next epoch has not begun, so the saved facts describe the loader of the previous epoch.
             current = {name: value for name, value in current.items() if name != "data"}
-        found = find_differences(self.opened.state().get("made_of"), current)
+        found = self._differences(self.opened, current)
         refuse_differences(self.opened.path, found, self._allow)
-        differing = {difference.kind for difference in found}
-        if differing - self._accepted_differences and self._core.strategy.rank == 0:
-            new = [difference for difference in found if difference.kind not in self._accepted_differences]
+        accepted = [difference for difference in found if difference.kind in self._allow]
+        new = [difference for difference in accepted if difference not in self._accepted]
+        if new and self._core.strategy.rank == 0:
             text = "; ".join(f"{difference.saved}, now {difference.now}" for difference in new)
-            logger.warning("These differences from the resumed run are allowed: %s.", text)
-        self._accepted_differences |= differing
+            indices = sorted({each.optimizer for each in new if each.optimizer is not None})
+            names = [f"{current['optimizers'][index].rpartition('.')[2]}" for index in indices]
+            logger.warning(
+                "These differences from the resumed run are allowed: %s.%s",
+                text,
+                "".join(f" {name} starts anew, and so do its schedulers." for name in names),
+            )
+        self._accepted = accepted
+        self._report_saved_numbers([difference for difference in found if difference.kind not in self._allow])
+
+    def _differences(self, checkpoint: Checkpoint, current: dict[str, Any]) -> list[Difference]:
+        from drivetrain._engine.resume_compatibility import (
+            find_differences,
+            immovable_optimizers,
+            unrecorded_optimizers,
+        )
+
+        state, strategy = checkpoint.state(), self._core.strategy
+        saved = state.get("made_of")
+        found = find_differences(saved, current)
+        if "optimizers" in current:
+            manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
+            layouts = (manifest.metadata.strategy, manifest.world_size), own
+            flattened = state.get("flattened_optimizer_state") or {}
+            found += immovable_optimizers(flattened, *layouts, strategy.shards_parameters, found)
+        if "optimizer" in self._allow and not any(difference.kind == "optimizer" for difference in found):
+            found += unrecorded_optimizers(saved, current)
+        return found
+
+    def _report_saved_numbers(self, kept: Sequence[Difference]) -> None:
+        """Say, in the log and in the run's record, which numbers of the checkpoint are used instead of this run's."""
+        if kept and self._core.strategy.rank == 0:
+            assert self.opened is not None
+            text = "; ".join(f"{difference.saved}, not {difference.now.partition('=')[2]}" for difference in kept)
+            text = f"The checkpoint's value goes on, and not that of configure_optimizers: {text}."
+            logger.warning('%s To start the optimizer with this run\'s values: fit(..., allow=("optimizer",)).', text)
+            self._core.folder.note("kept settings", text, int(self.opened.progress["global_step"]))
+
+    def _starts_anew(self, checkpoint: Checkpoint) -> StartsAnew:
+        """Return which optimizers and schedulers differ from those of a checkpoint, and so do not load its state."""
+        from drivetrain._engine.resume_compatibility import StartsAnew
+
+        differences = self._differences(checkpoint, self._memory.components)
+        allowed = [difference for difference in differences if difference.kind in self._allow]
+        return StartsAnew.after([difference for difference in allowed if difference.kind != "data"])
 
     def load(self) -> None:
         """Load the opened checkpoint, if there is one. Collective."""
         if self.opened is not None:
+            from drivetrain._engine.resume_compatibility import StartsAnew
+
             with self._core.profiling.span("checkpoint"):
-                self._run_state().load(self.opened, reset=self._accepted_differences)
+                self._run_state().load(self.opened, StartsAnew.after(self._accepted))
             self._trainables().set_resuming(self._frozen_names() is not None)
 
     def restore_trainables(self) -> None:
@@ -257,15 +305,17 @@ class RunCheckpoints:
         """Restore the parameter groups and the frozen parameters of the resumed run.
 
         Raises:
-            ConfigurationError: optimizers or schedulers have other classes, and ``allow`` does not name the difference.
+            ConfigurationError: optimizers or schedulers have other classes, or optimizers other groups, and ``allow``
+                does not name the difference.
         """
         self._compare()
         frozen = self._frozen_names()
         if frozen is None or self.opened is None:
             return
         self._trainables().freeze_as_saved(frozen, "configure_optimizers")
-        if "optimizer" not in self._accepted_differences:
-            self._run_state().regroup(self.opened, optimizers)
+        from drivetrain._engine.resume_compatibility import StartsAnew
+
+        self._run_state().regroup(self.opened, optimizers, StartsAnew.after(self._accepted))
 
     def restore_trainables_after_start_hooks(self) -> None:
         """Undo what ``on_fit_start`` and ``on_train_start`` froze or unfroze in a run that resumes another."""
@@ -324,7 +374,7 @@ class RunCheckpoints:
             self.finish()
             for callback in core.callbacks:
                 callback.before_rollback(core.trainer, core.module)
-            self._run_state().load(checkpoint, rolling_back=True)
+            self._run_state().load(checkpoint, self._starts_anew(checkpoint), rolling_back=True)
             if core.strategy.rank == 0:
                 core.folder.note("went back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
@@ -333,10 +383,10 @@ class RunCheckpoints:
         self.requests.roll_back(load_now)
 
     def load_weights(self) -> None:
-        """Load the weights of the opened checkpoint, if there is one. Collective."""
+        """Load the weights of the opened checkpoint for an evaluation, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
-                self._run_state().load_weights(self.opened)
+                self._run_state().load_weights(self.opened, self._core.request.averaged)
             self.opened.close()
 
     def _callback_folders(self) -> list[str]:
@@ -350,44 +400,19 @@ class RunCheckpoints:
 
     # Writing the checkpoints of this run
 
-    def dry_run_save(self) -> None:
-        """Check, before the first step, that the state that the callbacks will save can be saved. Collective.
-
-        The check does everything that a save does, except copying and writing. If all callbacks save only weights, the
-        rest of the state is saved only after a preemption signal, and a problem with the rest is logged as a warning.
+    def rehearse_saves(self) -> None:
+        """Check that the state that the callbacks will save can be saved: now, and after the first step. Collective.
 
         Raises:
             CheckpointError: a part of the state cannot be saved. The error is raised on every rank.
         """
-        core = self._core
-        saving = [callback for callback in core.callbacks if callback.writes_to]
-        if not saving:
-            return
-        with preserved_generators(core.strategy.device):  # the hooks that a save calls may use the generators
-            saves_resumable = any(callback.saves_resumable for callback in saving)
-            self._dry_run_save(weights_only=not saves_resumable)
-            if not saves_resumable and core.saves_on_signals:
-                try:
-                    self._dry_run_save(weights_only=False)
-                except CheckpointError as error:
-                    if core.strategy.rank == 0:
-                        logger.warning(
-                            "After a preemption signal this run could not save a checkpoint to resume from: %s", error
-                        )
+        if any(callback.writes_to for callback in self._core.callbacks):
+            from drivetrain._engine.save_rehearsal import SaveRehearsal
 
-    def _dry_run_save(self, weights_only: bool) -> None:
-        from drivetrain.checkpoint._format import check_metadata, run_collectively, stage
-
-        control, checkpoint = self._core.strategy.control, self._run_state()
-        contents = checkpoint.contents(weights_only, dry_run=True)
-        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
-
-        def check() -> None:
-            if staged.problem is not None:
-                raise staged.problem
-            check_metadata(contents.metadata)
-
-        run_collectively(control, "The state of this run cannot be saved", check)
+            optimizers = self._collect_parts().optimization.optimizers
+            rehearsal = SaveRehearsal(self._core, optimizers, self.requests, self._run_state)
+            rehearsal.run()
+            rehearsal.repeat_after_first_step()
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, now or at the end of the current window. Collective.
@@ -486,7 +511,9 @@ class RunCheckpoints:
         run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
         return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
-    def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
+    def write_after_failure(
+        self, path: str, digest: str | None, trainable_only: bool, then: Callable[[], None], identifier: str
+    ) -> None:
         """Save the state that a failed run had after its last step. A run of several processes only logs a warning."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
@@ -496,7 +523,8 @@ class RunCheckpoints:
         if snapshot is not None:
             snapshot.go_back()
         core.progress.reset_to_window_start()
-        self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
+        self.abandon()  # an earlier save that ended later would be named as the newest
+        self.write(path, False, False, then, identifier, digest, trainable_only)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, TypeGuard
 
@@ -34,11 +34,16 @@ class _ReplacedBuffer(NamedTuple):
     received: Tensor | None
     received_values: Tensor | None
 
-    def is_unchanged(self) -> bool:
-        """Whether the evaluation has changed neither the received buffer nor its values."""
-        if self.layer._buffers.get(self.name) is not self.received:
+    def is_unchanged(self, trained: Tensor | None = None) -> bool:
+        """Whether the evaluation has changed neither the received buffer nor its values.
+
+        Args:
+            trained: the trained values, if a callback has replaced the buffer for now, for example by averages.
+        """
+        if self.layer._buffers.get(self.name) is not self.received and trained is None:
             return False
-        return self.received is None or self.received_values is None or _same_bits(self.received, self.received_values)
+        values = self.received if trained is None else trained
+        return values is None or self.received_values is None or _same_bits(values, self.received_values)
 
     def restore(self) -> None:
         """Restore the buffer and its values from before the broadcast."""
@@ -97,17 +102,20 @@ class EvaluationBuffers:
         finally:
             self.restore()
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the buffers' values to restore, by name. A checkpoint written during an evaluation contains them."""
+    def values(self, replaced: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers' values to restore, by name. A checkpoint written during an evaluation contains them.
+
+        Args:
+            replaced: the trained values of buffers that callbacks have replaced for now, by name.
+        """
         if not self._replaced:
             return {}
         paths = {id(layer): f"{path}." if path else "" for path, layer in self._module.named_modules()}
+        named = {paths[id(one.layer)] + one.name: one for one in self._replaced if id(one.layer) in paths}
         values = {
-            paths[id(buffer.layer)] + buffer.name: (
-                buffer.original if buffer.original_values is None else buffer.original_values
-            )
-            for buffer in self._replaced
-            if id(buffer.layer) in paths and buffer.is_unchanged()
+            name: buffer.original if buffer.original_values is None else buffer.original_values
+            for name, buffer in named.items()
+            if buffer.is_unchanged(replaced.get(name))
         }
         return {name: value for name, value in values.items() if value is not None}
 

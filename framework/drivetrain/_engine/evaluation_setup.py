@@ -10,13 +10,24 @@ from typing import Any
 from drivetrain._engine.batches import Move, safe_move
 from drivetrain._engine.run_parts import RunCore, RunData, Stopping
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
-from drivetrain._loops.evaluation_interrupt import EarlyExit
+from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
+from drivetrain._loops.stopping import StopRequest
 from drivetrain.callback import Callback
 from drivetrain.strategies.strategy import StepRunner
+
+
+def build_stage(
+    core: RunCore, data: RunData, stop: StopRequest, runner: StepRunner, move: Move | None
+) -> Callable[[], Any]:
+    """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
+    early = EarlyExit(stop, core.strategy) if core.saves_on_signals else None
+    if core.stage == "predict":
+        return build_prediction(core, data, runner, move, early)
+    return build_evaluation(core, data, core.stage, runner, move, early=early)
 
 
 def build_evaluation(
@@ -69,7 +80,7 @@ def build_validation(
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None
     if core.saves_on_signals:
-        early = EarlyExit(stopping.stop, core.module, core.metrics, core.strategy)
+        early = ValidationExit(stopping.stop, core.strategy, core.module, core.metrics)
     evaluate = build_evaluation(core, data, "validate", runner, move, early=early)
     evaluation = core.evaluation
 
@@ -96,9 +107,9 @@ def build_validation(
 
 
 def build_prediction(
-    core: RunCore, data: RunData, runner: StepRunner, move: Move | None
+    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, early: EarlyExit | None
 ) -> Callable[[], list[Any] | None]:
-    """Return a function that predicts with the run's module."""
+    """Return a function that predicts with the run's module, and that ``early`` may end early."""
     return PredictLoop(
         WrappedModule(core.module, runner, core.strategy),
         hooks=core.hooks,
@@ -112,6 +123,7 @@ def build_prediction(
         inference_mode=_inference_mode(core),
         keeps_outputs=core.request.return_predictions,
         get_predicted_checks=partial(_existing_predictions, core),
+        early_exit=early,
     ).run
 
 
@@ -145,10 +157,23 @@ def run_sanity_check(
     evaluation.sanity_checking = False
 
 
+def goes_on_when_repeated(core: RunCore) -> bool:
+    """Return whether the same call goes on where an interrupted run ended, instead of starting from the beginning.
+
+    This holds for a fit, which saves, and for a prediction whose batches need not be computed again.
+    """
+    if core.stage == "predict":
+        return not core.request.return_predictions and bool(_storing_callbacks(core))
+    return core.stage == "fit"
+
+
+def _storing_callbacks(core: RunCore) -> list[Callback]:
+    return [callback for callback in core.callbacks if is_overridden("existing_predictions", callback, Callback)]
+
+
 def _existing_predictions(core: RunCore) -> list[IsPredicted]:
     """Return each callback's function that finds stored predictions; empty if a callback has stored none."""
-    storing = [callback for callback in core.callbacks if is_overridden("existing_predictions", callback, Callback)]
-    stored = [callback.existing_predictions(core.trainer, core.module) for callback in storing]
+    stored = [callback.existing_predictions(core.trainer, core.module) for callback in _storing_callbacks(core)]
     return [part for part in stored if part is not None] if None not in stored else []
 
 

@@ -158,8 +158,7 @@ class _WorkOfRun(Work):
         self.device = device
         self.done = False
         self.result: Any = None
-        fitting = request.stage == "fit"
-        self.signals = handled_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
+        self.signals = handled_signals(request.trainer.preemption_signals, os.environ)
 
     def run_in_this_process(self, world: World) -> Any:
         store = world.store("runs")
@@ -251,6 +250,7 @@ def _worker(
     return_predictions: bool,
     allow: tuple[str, ...],
     trial: bool,
+    averaged: bool | None,
 ) -> Outcome:
     """Run one rank in a process that was started for the rank.
 
@@ -262,7 +262,7 @@ def _worker(
     before = InitialLayers.of(module)
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
-    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
+    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial, averaged))
     if not trial:
         _refuse_shards(trainer, module)  # checked again, because configure_model may have added parameters
     return Outcome.of(trainer, module, result, before, with_module=not trial)

@@ -34,14 +34,6 @@ _MIN_SIMILARITY = 0.88
 """A name that is at least this similar to a hook's is refused, such as "validation_steps" but not "training_loss"."""
 
 _EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which gets no outputs"
-_ZERO_GRAD_FIX = (
-    "write on_before_zero_grad(self, optimizer), which is called before gradients are cleared; or set "
-    "self.automatic_optimization = False and call zero_grad in training_step"
-)
-_MODE_FIX = (
-    "call train() or eval() of the layers that need another mode in on_{}_start(self), and restore the mode in "
-    "on_{}_end(self)"
-)
 _LIGHTNING_FIXES = {
     "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
     "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
@@ -52,18 +44,7 @@ _LIGHTNING_FIXES = {
     ),
     **dict.fromkeys(("validation_end", "validation_step_end"), "move its code into validation_step"),
     "test_step_end": "move its code into test_step",
-    "backward": (
-        "write on_before_backward(self, loss) or on_after_backward(self), which are called around the backward; for a "
-        "backward of your own set self.automatic_optimization = False and call self.manual_backward(loss) in "
-        "training_step"
-    ),
-    "optimizer_zero_grad": _ZERO_GRAD_FIX,
-    "on_validation_model_zero_grad": _ZERO_GRAD_FIX,
-    **{
-        f"on_{stage}_model_{mode}": _MODE_FIX.format(stage, stage)
-        for stage in ("validation", "test", "predict")
-        for mode in ("eval", "train")
-    },
+    "on_validation_model_zero_grad": "write on_validation_start(self), and clear the gradients there",
     "configure_sharded_model": "write configure_model(self)",
     "on_configure_sharded_model": "write configure_model(self)",
     "on_before_accelerator_backend_setup": "write setup(self, stage)",
@@ -84,7 +65,8 @@ _LIGHTNING_FIXES = {
 
 _MODULE_HOOKS = (
     *(name for name in vars(ModuleHooks) if not name.startswith("_")),
-    *("configure_optimizers", "batch_weight", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"),
+    *("configure_optimizers", "batch_weight", "backward", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("optimizer_step", "lr_scheduler_step"),
     *("transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 )
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -219,10 +201,9 @@ def _is_used_by_own_class(owner: object, base: type, method: str) -> bool:
 def _is_called_in_user_files(owner: object, base: type, method: str) -> bool:
     """Whether the user's files call ``method``.
 
-    The result is False for ``backward`` and for loader methods, because a call of such a name may call the method of
-    another object, such as a loss.
+    The result is False for loader methods, because a call of such a name may call the method of another object.
     """
-    if method == "backward" or _LOADER_PATTERN.fullmatch(method):
+    if _LOADER_PATTERN.fullmatch(method):
         return False
     return is_called_elsewhere(method, {kind.__module__ for kind in _user_classes(owner, base)})
 
@@ -246,7 +227,8 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
             "the engine calls a method of that name.",
             f"store the object under another name, and write def {name}(self), which returns it.",
         )
-    expected = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+    expected = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     # Evaluation hooks get dataloader_idx only if there are several loaders.
     passed = [
         parameter.name

@@ -34,9 +34,11 @@ def set_up_optimizers(
     Args:
         core: the run.
         trainables: tracks which parameters train.
-        components: receives the classes of optimizers and schedulers.
+        components: receives the classes of optimizers and schedulers, and the optimizers' groups.
         regroup: restores the parameter groups that the optimizers had in the resumed run.
     """
+    from drivetrain._engine.optimizer_settings import describe_groups  # importing drivetrain does not need it
+
     module, strategy = core.module, core.strategy
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
@@ -44,10 +46,15 @@ def set_up_optimizers(
     schedulers = [config.scheduler for config in configs]
     if strategy.world_size > 1:  # reading a learning rate that is a tensor waits for the device
         check_ranks_agree(strategy.control, optimizer_facts(optimizers, schedulers))
-    components |= {"optimizers": class_names(optimizers), "schedulers": class_names(schedulers)}
     automatic = module.automatic_optimization
     closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)
+    components |= {
+        "optimizers": class_names(optimizers),
+        "schedulers": class_names(schedulers),
+        "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),
+        "frozen_parameters": trainables.frozen(),
+    }
     regroup(optimizers)
     check_optimizers(module, optimizers, configs, automatic, closure)
     if strategy.rank == 0:

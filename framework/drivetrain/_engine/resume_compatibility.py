@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -10,7 +11,7 @@ from torch.utils.data.sampler import BatchSampler
 
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data.combined import CombinedLoader
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError, listed, nearest
 
 ALLOWABLE_DIFFERENCES = ("data", "optimizer", "scheduler", "module")
 """The differences from the saved run that `fit(..., allow=)` may permit."""
@@ -23,11 +24,50 @@ class Difference(NamedTuple):
         kind: the name that `allow` must contain to permit the difference.
         saved: a description of the part of the saved run that differs.
         now: a description of the same part of this run.
+        optimizer: the index of the optimizer that differs; None if the difference does not concern a single optimizer.
+        is_number: whether only a number of the optimizer's settings differs. Unless ``allow`` permits the difference,
+            the saved number goes on.
     """
 
     kind: str
     saved: str
     now: str
+    optimizer: int | None = None
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartsAnew:
+    """The parts of a resumed run that start from their initial state, because they differ from those of the saved run.
+
+    Attributes:
+        optimizers: the indices of optimizers; None for all optimizers, because their number differs.
+        schedulers: whether all schedulers start anew. Otherwise only those of the optimizers that start anew do.
+        data: whether the current epoch starts anew.
+    """
+
+    optimizers: frozenset[int] | None = frozenset()
+    schedulers: bool = False
+    data: bool = False
+
+    @classmethod
+    def after(cls, differences: Sequence[Difference]) -> StartsAnew:
+        """Return the parts that start anew because of permitted differences."""
+        kinds = {difference.kind for difference in differences}
+        optimizers = [difference.optimizer for difference in differences if difference.kind == "optimizer"]
+        known = frozenset(index for index in optimizers if index is not None)
+        return cls(None if None in optimizers else known, "scheduler" in kinds, "data" in kinds)
+
+    def optimizer(self, index: int) -> bool:
+        """Return whether the optimizer with this index starts anew."""
+        return self.optimizers is None or index in self.optimizers
+
+    def scheduler(self, scheduler: Any, optimizers: Sequence[Any]) -> bool:
+        """Return whether a scheduler starts anew: its position and its base rates belong to its optimizer's groups."""
+        anew = [optimizer for index, optimizer in enumerate(optimizers) if self.optimizer(index)]
+        # A strategy may wrap the optimizer that a scheduler was built with, or build the scheduler itself.
+        its_own = any(getattr(scheduler, "optimizer", None) is optimizer for optimizer in anew)
+        return self.schedulers or its_own or (bool(anew) and len(anew) == len(optimizers))
 
 
 def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
@@ -102,9 +142,11 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     if not isinstance(saved, dict):
         return []
     result = []
-    for key, kind in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
+    for key, kind in (("module", "module"), ("schedulers", "scheduler")):
         if key in saved and key in now and not _same(saved[key], now[key]):
             result.append(Difference(kind, _describe(saved[key]), _describe(now[key])))
+    if "optimizers" in saved and "optimizers" in now:
+        result += _optimizer_differences(saved, now)
     saved_data, data = saved.get("data"), now.get("data")
     if isinstance(saved_data, dict) and isinstance(data, dict):
         samples, count = saved_data.get("samples"), data["samples"]
@@ -117,13 +159,78 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     return result
 
 
+def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
+    from drivetrain._engine.optimizer_settings import compare_groups  # only a run that resumes needs it
+
+    classes, current = saved["optimizers"], now["optimizers"]
+    if len(classes) != len(current):
+        yield Difference("optimizer", _describe(classes), _describe(current))
+        return
+    saved_groups = saved.get("optimizer_groups")
+    frozen = {*saved.get("frozen_parameters", ()), *now["frozen_parameters"]}
+    for index, (saved_class, own_class) in enumerate(zip(classes, current, strict=True)):
+        name = _describe([own_class])
+        if not _same(saved_class, own_class):
+            yield Difference("optimizer", _describe([saved_class]), name, index)
+        elif saved_groups is not None:
+            optimizer = name if len(classes) == 1 else f"optimizer {index}, {name}"
+            for each in compare_groups(saved_groups[index], now["optimizer_groups"][index], frozen, optimizer):
+                yield Difference("optimizer", each.saved, each.now, index, each.is_number)
+
+
+def unrecorded_optimizers(saved: Any, now: dict[str, Any]) -> list[Difference]:
+    """Return a difference for each optimizer whose settings a checkpoint of an earlier version does not record.
+
+    Such an optimizer is not known to differ, but it starts anew if ``allow`` contains "optimizer".
+    """
+    if not isinstance(saved, dict) or "optimizer_groups" in saved or len(saved.get("optimizers", ())) == 0:
+        return []
+    return [
+        Difference("optimizer", f"no record of the settings of {_describe([name])}", "those of this run", index)
+        for index, name in enumerate(now.get("optimizers", ()))
+    ]
+
+
+def immovable_optimizers(
+    flattened: Mapping[str, Any],
+    saved: tuple[str, int],
+    now: tuple[str, int],
+    shards: bool,
+    found: Sequence[Difference],
+) -> list[Difference]:
+    """Return a difference for each optimizer whose state this run would have to cut, although it is stored in blocks.
+
+    Args:
+        flattened: what the checkpoint says about state of tensor subclasses.
+        saved: the strategy and the number of ranks of the saved run.
+        now: the strategy and the number of ranks of this run.
+        shards: whether this run's strategy shards parameters.
+        found: the other differences. Optimizers that differ anyway are left out.
+    """
+    differing = {each.optimizer for each in found if each.kind == "optimizer" and not each.is_number}
+    return [
+        Difference(
+            "optimizer",
+            f"block-wise optimizer state ({listed(entry['names'])}) on {_layout(saved)}",
+            _layout(now),
+            int(index),
+        )
+        for index, entry in flattened.items()
+        if saved != now and (entry["per_rank"] or shards) and not differing & {int(index), None}
+    ]
+
+
+def _layout(layout: tuple[str, int]) -> str:
+    return f"{layout[1]} rank{'s' * (layout[1] > 1)} of {layout[0]}"
+
+
 def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequence[str]) -> None:
     """Raise an error for differences that ``allow`` does not permit.
 
     Raises:
         ConfigurationError: a difference is not permitted. The error names it, and what to pass as ``allow``.
     """
-    refused = [difference for difference in differences if difference.kind not in allow]
+    refused = [each for each in differences if each.kind not in allow and not each.is_number]
     if refused:
         kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(each.kind for each in refused))
         raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
+from drivetrain._engine.optimizer_settings import add_later_groups, keep_implementation
 from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
+from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
+from drivetrain._engine.resume_compatibility import StartsAnew
 from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
 from drivetrain._engine.saved_state_schema import check_optimizer_groups, check_rank_state, reporting_malformed
 from drivetrain._engine.seeding import seed_rank
@@ -22,9 +25,17 @@ from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
-from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, run_collectively
+from drivetrain.checkpoint._format import (
+    AveragesRecord,
+    Checkpoint,
+    CheckpointMetadata,
+    Contents,
+    Weights,
+    run_collectively,
+)
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
+from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import listed
 from drivetrain.module._hyper_parameters import hyper_parameters_argument
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regroup_parameters
@@ -76,8 +87,9 @@ class RunCheckpoint:
         data_hyper_parameters: Any = {}
         if datamodule is not None:
             data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, warn=strategy.rank == 0)
+        replaced = self._replaced_weights(dry_run)
         contents = Contents(
-            weights=self._weights(),
+            weights=self._weights(replaced),
             aliases=tied_names(module),
             metadata=CheckpointMetadata(
                 strategy=type(strategy).__name__,
@@ -94,12 +106,16 @@ class RunCheckpoint:
         )
         if not weights_only:
             contents.state = self._state(dry_run)
-            contents.rank_state = self._rank_state(contents.weights)
+            contents.rank_state = self._rank_state(contents.weights, replaced)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(self._optimization.optimizers)
             ]
-            contents.callbacks = self._callback_tensors(dry_run)
+            control = strategy.control if self._running and strategy.shards_parameters else None
+            flattened, own = set_apart(contents.optimizers, self.shard_of, control)
+            contents.state["flattened_optimizer_state"], contents.rank_state["optimizer_shards"] = flattened, own
+        contents.callbacks, averages = self._callback_tensors(dry_run, only_averages=weights_only)
+        contents.metadata = replace(contents.metadata, averages=averages)
         if trainable_only:
             self._leave_out_base(contents)
         return contents
@@ -124,13 +140,25 @@ class RunCheckpoint:
             contents.metadata, base={name: memory.base[tied.get(name, name)] for name in sorted(base)}
         )
 
-    def _weights(self) -> dict[str, Any]:
+    def _weights(self, replaced: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the trained weights.
+
+        Args:
+            replaced: the trained values of the weights that callbacks have replaced in the module.
+        """
         if not self._running:
             return dict(self._module.state_dict())
         weights, snapshot = self._strategy.model_state(), self._snapshot
-        if snapshot is None:
-            return weights
-        return weights | {name: value for name, value in snapshot.buffers.items() if name in weights}
+        trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
+        return weights | {name: value for name, value in trained.items() if name in weights}
+
+    def _replaced_weights(self, dry_run: bool) -> dict[str, Any]:
+        """Return the trained values of the weights that callbacks have replaced in the module."""
+        replaced: dict[str, Any] = {}
+        for callback in self._core.callbacks if self._running else ():
+            with _ignoring_errors(dry_run):
+                replaced |= callback.trained_weights(self._core.trainer, self._module)
+        return replaced
 
     def shard_of(self, value: Any) -> Any:
         """Return this rank's part of a value."""
@@ -175,16 +203,27 @@ class RunCheckpoint:
             "data": self._data.state_dict(),
         }
 
-    def _callback_tensors(self, dry_run: bool) -> dict[str, Mapping[str, Any]]:
-        if not self._running:
-            return {}  # sharded tensors may no longer exist after the run
+    def _callback_tensors(
+        self, dry_run: bool, only_averages: bool
+    ) -> tuple[dict[str, Mapping[str, Any]], AveragesRecord | None]:
+        """Return the tensors of callbacks by key, and which of them are averages of the weights."""
         found: dict[str, Mapping[str, Any]] = {}
+        averages: AveragesRecord | None = None
+        if not self._running:
+            return found, averages  # sharded tensors may no longer exist after the run
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(dry_run):
-                tensors = callback.save_tensors(self._core.trainer, self._module)
+                evaluated = callback.evaluates_averages
+                tensors = (
+                    {}
+                    if only_averages and evaluated is None
+                    else callback.save_tensors(self._core.trainer, self._module)
+                )
                 if tensors:
                     found[key] = tensors
-        return found
+                    if evaluated is not None and (averages is None or evaluated > averages.evaluated):
+                        averages = AveragesRecord(key, evaluated)
+        return found, averages
 
     def _frozen(self) -> list[str]:
         """Return the names of frozen parameters."""
@@ -203,10 +242,10 @@ class RunCheckpoint:
             self._memory.trained |= self._trainables.trained
         return self._memory.trained
 
-    def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+    def _rank_state(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that differs between ranks."""
         core, data, snapshot = self._core, self._data, self._snapshot
-        buffers = self._own_buffers(weights) if self._running else {}
+        buffers = self._own_buffers(weights, replaced) if self._running else {}
         if snapshot is not None and snapshot.is_active:
             return {**snapshot.rank_state(), "buffers": buffers}
         source = None if data.stage_data is None else data.stage_data.train
@@ -217,26 +256,36 @@ class RunCheckpoint:
             "buffers": buffers,
         }
 
-    def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        snapshot = self._snapshot
-        overrides = self._core.evaluation.buffers.values() | ({} if snapshot is None else dict(snapshot.buffers))
+    def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
+        snapshot, evaluation = self._snapshot, self._core.evaluation
+        overrides = {
+            **replaced,
+            **evaluation.buffers.values(replaced),
+            **({} if snapshot is None else snapshot.buffers),
+        }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
 
     # Loading
 
-    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
+    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], anew: StartsAnew) -> None:
         """Restore the saved parameter groups, some of which may have been added during the saved run. Collective.
 
-        The groups' settings, such as the learning rates, are loaded later by `load`.
+        The groups' settings, such as the learning rates, are loaded later by `load`. An optimizer that starts anew
+        keeps its groups, and gets those that were added during the saved run.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
             return  # `load` reports this error
         saved = self._read_collectively(
-            checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
+            checkpoint, lambda: [checkpoint.optimizer_settings(index) for index in range(len(optimizers))]
         )
         named = self._strategy.named_parameters()
+        configured = (checkpoint.state().get("made_of") or {}).get("optimizer_groups")
         for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
-            dropped = regroup_parameters(optimizer, groups, named)
+            if anew.optimizer(number):
+                if configured is not None and len(configured) == len(optimizers):
+                    add_later_groups(optimizer, configured[number], groups, named)
+                continue
+            dropped = regroup_parameters(optimizer, [group["params"] for group in groups], named)
             if dropped and self._strategy.rank == 0:
                 logger.warning(
                     "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
@@ -247,40 +296,67 @@ class RunCheckpoint:
                     listed(dropped),
                 )
 
-    def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's weights and nothing else.
+    def load_weights(self, checkpoint: Checkpoint, averaged: bool | None) -> None:
+        """Load a checkpoint's weights and nothing else, for an evaluation. Collective.
+
+        Args:
+            checkpoint: a checkpoint of any run.
+            averaged: whether to load the averages; None loads the weights that the run evaluated with.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
+            CheckpointError: the checkpoint is damaged, does not fit, or lacks the averages; nothing was changed.
         """
-        self._check_base(checkpoint)
-        self._load_weights(checkpoint, self._read_collectively(checkpoint, lambda: self._read_weights(checkpoint)))
 
-    def load(self, checkpoint: Checkpoint, rolling_back: bool = False, reset: Collection[str] = ()) -> None:
+        def read() -> dict[str, Any]:
+            return self._read_weights(checkpoint, evaluated_weights(checkpoint, averaged, self._strategy.rank == 0))
+
+        self._check_base(checkpoint)
+        self._load_weights(checkpoint, self._read_collectively(checkpoint, read))
+
+    def load(self, checkpoint: Checkpoint, anew: StartsAnew, rolling_back: bool = False) -> None:
         """Load everything that a resumed run needs.
 
         Args:
             checkpoint: a checkpoint of this run or another.
+            anew: the parts whose state is not loaded, because it does not fit.
             rolling_back: whether this run returns to one of its checkpoints. The frozen parameters and the parameter
                 groups are then restored too.
-            reset: state not to load because it does not fit: some of "optimizer", "scheduler" and "data".
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
         """
         core, strategy, optimization = self._core, self._strategy, self._optimization
+        optimizers = {
+            index: optimizer for index, optimizer in enumerate(optimization.optimizers) if not anew.optimizer(index)
+        }
+        schedulers = {
+            number: config.scheduler
+            for number, config in enumerate(optimization.schedulers)
+            if not anew.scheduler(config.scheduler, optimization.optimizers)
+        }
 
         def read() -> tuple[Any, ...]:
-            optimizers = None if "optimizer" in reset else len(optimization.optimizers)
-            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in reset else len(optimization.schedulers))
-            weights = self._read_weights(checkpoint)
-            states = [
-                checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
-            ]
-            for index, saved in enumerate(states):
-                check_optimizer_groups(checkpoint, index, optimization.optimizers[index], saved)
+            check_optimizers_fit(
+                checkpoint,
+                None if anew.optimizers is None else len(optimization.optimizers),
+                None if not schedulers and optimization.schedulers else len(optimization.schedulers),
+            )
+            weights = self._read_weights(checkpoint, checkpoint.weights())
+            states = {
+                index: checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in optimizers
+            }
+            dtypes = {name: source.dtype for name, source in checkpoint.weights().sources().items()}
+            for index, saved in states.items():
+                saved["weight_dtypes"] = dtypes
+                keep_implementation(optimizers[index], saved)
+                check_optimizer_groups(checkpoint, index, optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
+            for index, saved in states.items():
+                if state.get("flattened_optimizer_state", {}).get(str(index), {}).get("per_rank"):
+                    with reporting_malformed(checkpoint, "the ranks' documents", "optimizer_shards"):
+                        own = ranks[0]["optimizer_shards"][str(index)]
+                        add_own_shards(checkpoint.path, saved, own, strategy.optimizer_regions(index))
             with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
                 core.metrics.check_states([rank_state["metrics"] for rank_state in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
@@ -291,21 +367,23 @@ class RunCheckpoint:
         if rolling_back and state.get("frozen") is not None:
             assert self._trainables is not None
             self._trainables.freeze_as_saved(state["frozen"], None)
-            self.regroup(checkpoint, optimization.optimizers)
+            self.regroup(checkpoint, optimization.optimizers, anew)
             self._trainables.has_new_parameters = True
+        if rolling_back:
+            for index in range(len(optimization.optimizers)):  # one that starts anew loses the state of undone steps
+                states.setdefault(index, {**strategy.optimizer_state(index), "state": {}})
         self._memory.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
-        for index, optimizer_state in enumerate(states):
+        for index, optimizer_state in states.items():
             with reporting_malformed(checkpoint, f"the state of optimizer {index}", "state"):
                 strategy.load_optimizer_state(optimizer_state, index)
-        if "scheduler" not in reset:
-            for number, scheduler_state in enumerate(state["schedulers"]):
-                with reporting_malformed(checkpoint, "the run's state", f"schedulers/{number}"):
-                    optimization.schedulers[number].scheduler.load_state_dict(scheduler_state)
+        for number, scheduler in schedulers.items():
+            with reporting_malformed(checkpoint, "the run's state", f"schedulers/{number}"):
+                scheduler.load_state_dict(state["schedulers"][number])
         with reporting_malformed(checkpoint, "the run's state", "precision"):
             strategy.precision.load_state_dict(state["precision"])
         core.progress.load_state_dict(checkpoint.progress)
-        if "data" in reset:
+        if anew.data:
             self._restart_epoch()
         else:
             with reporting_malformed(checkpoint, "the ranks' documents", "source"):
@@ -376,12 +454,12 @@ class RunCheckpoint:
         check_base(checkpoint.path, base, base_checksums(shards, self._strategy.control, precision))
         self._memory.trained |= set(checkpoint.weights())
 
-    def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _read_weights(self, checkpoint: Checkpoint, saved: Weights) -> dict[str, Any]:
         strategy, base = self._strategy, checkpoint.manifest.metadata.base
         own = {name: value for name, value in strategy.model_state().items() if name not in base}
         strict = self._module.strict_loading
-        check_weights_fit(checkpoint, own, type(self._module).__name__, strict)
-        weights = checkpoint.weights().staged(strategy.model_regions())
+        check_weights_fit(checkpoint.path, saved, own, type(self._module).__name__, strict)
+        weights = saved.staged(strategy.model_regions())
         if strict:
             return weights
         # Parameters that the checkpoint lacks keep their values.

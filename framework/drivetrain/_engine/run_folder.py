@@ -25,6 +25,7 @@ class Beginning(NamedTuple):
         continues_run: whether the run continues in the folder of the run that wrote the checkpoint.
         parent: the identifier of the run that wrote the checkpoint, or "".
         versions: the versions of the loggers, in their order.
+        skipped: a sentence about the runs that were passed over in the search for a checkpoint, or "".
         problem: the what, why and fix of an error that prevents the run. The other fields then have their defaults.
     """
 
@@ -34,6 +35,7 @@ class Beginning(NamedTuple):
     continues_run: bool = False
     parent: str = ""
     versions: tuple[str, ...] = ()
+    skipped: str = ""
     problem: tuple[str, str, str] | None = None
 
 

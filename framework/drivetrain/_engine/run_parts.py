@@ -67,6 +67,7 @@ class RunRequest(Generic[Trainer]):
             "module".
         trial: whether the run is a trial, whose weights are discarded. A trial has no schedulers and does not call
             `configure_callbacks`.
+        averaged: whether to evaluate the averages in the checkpoint; None for the weights that its run evaluated with.
     """
 
     trainer: Trainer
@@ -77,6 +78,7 @@ class RunRequest(Generic[Trainer]):
     return_predictions: bool = True
     allow: tuple[str, ...] = ()
     trial: bool = False
+    averaged: bool | None = None
 
 
 class NoProfiling:

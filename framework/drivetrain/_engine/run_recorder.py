@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
+from drivetrain._config.secret_values import without_url_passwords
+from drivetrain._runtime.working_directory import working_directory
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
@@ -225,9 +227,10 @@ class RunRecorder:
 
         Args:
             status: a status of `runs._record`.
-            why: the reason, in words.
+            why: the reason, in words. Passwords in URLs are not written.
             step: the number of optimizer steps the run has made.
         """
+        why = without_url_passwords(why)
         self._heartbeat.stop()
         _liveness.running_ids.discard(self.id)
         # A run that was killed after its last checkpoint has made all its steps, but is not recorded as finished.
@@ -352,7 +355,7 @@ def _first_document(identifier: str, run: RunDescription, before: Mapping[str, A
         "process": process,
         "job": jobs,
         "argv": run.argv,
-        "working_directory": _working_directory(),
+        "working_directory": working_directory(),
         "world_size": run.world_size,
         "strategy": run.strategy,
         "precision": run.precision,
@@ -408,13 +411,6 @@ def _relative(path: str, folder: str) -> str:
         return path.removeprefix(f"{folder.rstrip('/')}/")
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
     return os.path.abspath(path) if relative.startswith("..") else relative
-
-
-def _working_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # the working directory has been removed
-        return None
 
 
 def _list(value: Any) -> list[dict[str, Any]]:

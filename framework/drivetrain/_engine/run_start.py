@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
+from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning, RunFolder
 from drivetrain._engine.run_location import (
     RunLocation,
@@ -29,8 +29,9 @@ from drivetrain._engine.run_recorder import RunDescription, RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import write_problem
 from drivetrain.checkpoint._discovery import StorageRetry, find_best, resumable_in, select_newest
-from drivetrain.checkpoint._folders import child, is_plain_name
+from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
 from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._retention import SavedCheckpoint
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import (
@@ -105,7 +106,7 @@ def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check:
     if search is not None and run.stage == "fit":
         path = _choose(run, search, ckpt_path, check).path
     elif search is not None:
-        path = _checkpoint_to_evaluate(run, search, ckpt_path, check)
+        path = _checkpoint_to_evaluate(run, search, ckpt_path, check).path
     found: str | None = control.from_rank_0(path)
     return found
 
@@ -176,13 +177,61 @@ def _choose(run: RunCore, search: RunSearch | None, ckpt_path: str | None, check
     return choice._replace(path=_best_in_folder_of(choice.path), record=None)
 
 
-def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, check: Check) -> str | None:
-    """Return the checkpoint whose weights an evaluation loads; its run may be live."""
+def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, check: Check) -> ResumeChoice:
+    """Return the checkpoint whose weights an evaluation loads; its run may be live.
+
+    For "best", runs that have no best checkpoint by a monitored value are passed over.
+    """
     best = [callback.best_model_path for callback in run.callbacks if callback.best_model_path]
     if ckpt_path == "best" and best:
-        return best[0]
-    path = search.newest(check, include_running=True).path
-    return _best_in_folder_of(path) if ckpt_path == "best" and path is not None else path
+        return ResumeChoice(best[0])
+    while True:
+        choice = search.newest(check, include_running=True)
+        if ckpt_path != "best" or choice.path is None:
+            return choice
+        newest = load(choice.path)
+        folders = [folder for callback in run.callbacks for folder in callback.writes_to]
+        path, problem = _best_by_value(newest, folders)
+        if path is not None:
+            return choice._replace(path=path)
+        search.pass_over_run_of(newest, problem)
+
+
+def _best_by_value(newest: Checkpoint, folders: Sequence[str]) -> tuple[str | None, str]:
+    """Return the path of the best checkpoint by a monitored value, or None and the reason why there is none.
+
+    Args:
+        newest: the newest checkpoint of a run. The state of its callbacks names the best checkpoint.
+        folders: other folders in which the best checkpoint may be.
+    """
+    problem = "none of its Checkpoint callbacks has saved by a monitored value"
+    with reporting_malformed(newest, "the run's state", "callbacks"):
+        for state in _callback_states(newest):
+            best = _scored_best(state)
+            if best is None:
+                continue
+            for folder in (newest.path.rpartition("/")[0], *folders):
+                # Earlier versions stored no identifiers.
+                if is_checkpoint_at(folder, best.name, best.identifier) or (
+                    not best.identifier and find_best(folder, best.name)
+                ):
+                    return child(folder, best.name), ""
+            problem = f"its best checkpoint, {best.name!r}, is not in the folder of its newest one"
+    return None, problem
+
+
+def _scored_best(state: dict[str, Any]) -> SavedCheckpoint | None:
+    """Return the best checkpoint of a callback's state; None if it has no score or the state is another callback's."""
+    name, kept = state.get("best"), state.get("kept")
+    if not isinstance(name, str) or not isinstance(kept, list):
+        return None
+    saved = [SavedCheckpoint.from_state(each) for each in kept if isinstance(each, dict) and "score" in each]
+    return next((each for each in saved if each.name == name.rpartition("/")[2] and each.score is not None), None)
+
+
+def _callback_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    states = [saved["state"] for saved in checkpoint.state()["callbacks"].values()]
+    return [state for state in states if isinstance(state, dict)]
 
 
 def _best_in_folder_of(path: str) -> str:
@@ -192,9 +241,9 @@ def _best_in_folder_of(path: str) -> str:
     """
     newest = load(path)
     with reporting_malformed(newest, "the run's state", "callbacks"):
-        states = [saved["state"] for saved in newest.state()["callbacks"].values()]
+        states = _callback_states(newest)
     folder = path.rpartition("/")[0]
-    found = [find_best(folder, state.get("best")) for state in states if isinstance(state, dict)]
+    found = [find_best(folder, state.get("best")) for state in states]
     return next((best for best in found if best is not None), path)
 
 
@@ -210,12 +259,13 @@ def _decide(
     check: Check,
 ) -> Beginning:
     if run.stage != "fit":
-        path = ckpt_path
+        choice = ResumeChoice(ckpt_path)
         if search is not None and ckpt_path in CKPT_PATH_KEYWORDS:
-            path = _checkpoint_to_evaluate(run, search, ckpt_path, check)
-            _log_choice(run, ckpt_path, ResumeChoice(path))
+            choice = _checkpoint_to_evaluate(run, search, ckpt_path, check)
+            _log_choice(run, ckpt_path, choice)
         _share_with_evaluation(run, folder)
-        return Beginning(path, folder.path, folder.id, versions=_versions(run))
+        skipped = choice.describe_skipped()
+        return Beginning(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
     if place is None:
         choice = _choose(run, search, ckpt_path, check)
     else:
@@ -230,8 +280,8 @@ def _decide(
             return Beginning(problem=write_error(place, error.strerror or str(error)))
     if ckpt_path in CKPT_PATH_KEYWORDS:
         _log_choice(run, ckpt_path, choice)
-    versions = _versions(run)
-    return Beginning(choice.path, folder.path, folder.id, choice.record is not None, choice.parent, versions)
+    continues, skipped = choice.record is not None, choice.describe_skipped()
+    return Beginning(choice.path, folder.path, folder.id, continues, choice.parent, _versions(run), skipped=skipped)
 
 
 def _claim_folder(
@@ -294,7 +344,7 @@ def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
 
 def _description(run: RunCore) -> RunDescription:
     trainer, strategy = run.trainer, run.strategy
-    settings = {name: {"value": each.value, "source": each.source} for name, each in trainer.settings.items()}
+    settings = {name: {"value": _public(each.value), "source": each.source} for name, each in trainer.settings.items()}
     public, setting_secrets = without_secrets(settings)
     arguments, argument_secrets = arguments_without_secrets(sys.argv)
     datamodule = run.datamodule
@@ -313,6 +363,10 @@ def _description(run: RunCore) -> RunDescription:
         precision=strategy.precision.describe(),
         device=str(strategy.device),
     )
+
+
+def _public(value: Any) -> Any:
+    return without_url_passwords(value) if isinstance(value, str) else value
 
 
 def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:

@@ -42,6 +42,29 @@ def _is_callback(value: Any) -> bool:
     return _is_dict(value) and "state" in value and _is_dict(value.get("extra"))
 
 
+def _are_groups(value: Any, optimizers: int) -> bool:
+    """Return whether a value describes the groups of this number of optimizers."""
+    return (
+        _is_list(value)
+        and len(value) == optimizers
+        and all(_is_list(groups) and all(map(_is_group, groups)) for groups in value)
+    )
+
+
+def _is_group(value: Any) -> bool:
+    return _is_dict(value) and _are_names(value.get("params")) and all(map(is_plain, value.values()))
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is of a type that the description of a parameter group contains."""
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
+
+
+def _is_flattened(value: Any) -> bool:
+    return _is_dict(value) and _are_names(value.get("names")) and type(value.get("per_rank")) is bool
+
+
 def check_progress(checkpoint: Checkpoint) -> None:
     """Check that the saved counters are non-negative integers.
 
@@ -99,9 +122,20 @@ def check_state(checkpoint: Checkpoint) -> None:
             value = values.get(key) if isinstance(values, dict) else None
             if not is_valid(value) or (value is None and key not in values):
                 raise _malformed(checkpoint, file, f"{prefix}{key}", value)
+    flattened = state.get("flattened_optimizer_state", {})
+    if not _is_dict(flattened) or not all(key.isdecimal() and _is_flattened(entry) for key, entry in flattened.items()):
+        raise _malformed(checkpoint, file, "flattened_optimizer_state", flattened)
     _check_loop(checkpoint, file, state["loop"])
     made_of = state.get("made_of")
-    data = made_of.get("data") if isinstance(made_of, dict) else None
+    made_of = made_of if isinstance(made_of, dict) else {}
+    for key, is_valid in (
+        ("optimizers", _are_names),
+        ("optimizer_groups", lambda value: _are_groups(value, len(made_of.get("optimizers", ())))),
+        ("frozen_parameters", _are_names),
+    ):
+        if key in made_of and not is_valid(made_of[key]):
+            raise _malformed(checkpoint, file, f"made_of/{key}", made_of[key])
+    data = made_of.get("data")
     if isinstance(data, dict) and not _are_names(data.get("order", [])):
         raise _malformed(checkpoint, file, "made_of/data/order", data.get("order"))
 

@@ -17,13 +17,12 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
-from drivetrain._engine.console_logging import log_once, log_to_console
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
-    build_evaluation,
-    build_prediction,
+    build_stage,
     build_validation,
+    goes_on_when_repeated,
     run_sanity_check,
 )
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
@@ -50,7 +49,7 @@ from drivetrain._engine.run_parts import (
     TrainingInputs,
 )
 from drivetrain._engine.seeding import seed_rank, warn_unseeded
-from drivetrain._engine.signals import Signals, as_interruption, handled_signals, interruption_error
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
@@ -67,6 +66,7 @@ from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
+from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._run_handle import attach, detach
@@ -149,8 +149,7 @@ class Session:
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
-        handled = handled_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
-        self._handled_signals = handled
+        self._handled_signals = handled = handled_signals(trainer.preemption_signals, os.environ)
         self._signals = Signals(handled, self._on_signal)
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
@@ -331,7 +330,7 @@ class Session:
         checkpoints.restore_trainables_after_start_hooks()
         if already_ended is None:
             with core.profiling.span("set-up"):
-                checkpoints.dry_run_save()
+                checkpoints.rehearse_saves()
             self._record_beginning()
             ending.has_trained = True
             loop.run()
@@ -356,41 +355,45 @@ class Session:
         self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: _Prepared) -> Any:
-        core, data, runner, move = self.core, self.data, prepared.runner, prepared.move
+        core = self.core
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
         self.checkpoints.load_weights()
-        if core.stage == "predict":
-            evaluate: Callable[[], Any] = build_prediction(core, data, runner, move)
-        else:
-            evaluate = build_evaluation(core, data, core.stage, runner, move)
+        self.stopping = Stopping(StopRequest(core.strategy.control, None, None, None))
+        evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
+        self._signals.defer_to_run()
         with core.profiling.span(HOOK_STAGE_NAMES[core.stage]):
-            return evaluate()
+            result = evaluate()
+        if self.stopping.stop.leaving:
+            self._leave(self.stopping.stop.leaving)
+        return result
 
     # Signals
 
     def _on_signal(self, number: int) -> None:
-        self.stopping.stop.signal = number
+        if self.stopping.stop.signal:
+            return  # the other thread has reported it
+        self.stopping.stop.leave_after(number)
         if self.core.strategy.rank == 0:
-            name = signal.Signals(number).name
-            trial = self.core.request.trial
-            reaction = "the trial ends after this step" if trial else "the run saves its last whole step and ends"
-            logger.warning("%s: %s. A second signal ends it at once.", name, reaction)
+            announce(number, self.core.stage, self.core.request.trial)
 
     def _leave(self, number: int) -> None:
-        """End a run that a signal stopped early and that is saved already, without the hooks of the end of training."""
+        """End a run that a signal stopped early, without the hooks of its end. A fit is saved already."""
         self._signals.handled = True
         self._ending.exit_error = error = interruption_error(number)
-        self.data.rng_replay.end()
-        self.checkpoints.finish()
-        if self.core.strategy.rank == 0 and not self.core.request.trial:
-            self._ending.set_reasons([f"{signal.Signals(number).name} asked it to save and leave"])
+        if self.core.stage != "fit":
+            self._ending.set_failure(error)
+        else:
+            self.data.rng_replay.end()
+            self.checkpoints.finish()
+            if not self.core.request.trial:
+                self._ending.set_reasons([f"{signal.Signals(number).name} asked it to save and leave"])
         for hook in self._exception_hooks():
             hook(error)
 
     def _requeue(self, number: int) -> None:
-        if self.core.strategy.rank == 0:
+        if self.core.strategy.rank == 0 and goes_on_when_repeated(self.core):
             from drivetrain._engine.requeue import requeue  # only preempted runs need it
 
             requeue(number, os.environ)

@@ -517,8 +517,16 @@ class SessionContext(RunContext):
         checkpoints = self._running("write_checkpoint").checkpoints
         checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
 
-    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        self._running("save_after_failure").checkpoints.write_after_failure(path, digest, trainable_only)
+    def save_after_failure(
+        self,
+        path: str,
+        digest: str | None = None,
+        trainable_only: bool = False,
+        then: Callable[[], None] = lambda: None,
+        identifier: str = "",
+    ) -> None:
+        checkpoints = self._running("save_after_failure").checkpoints
+        checkpoints.write_after_failure(path, digest, trainable_only, then, identifier)
 
     def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
         if self.global_rank == 0 and self.loggers:

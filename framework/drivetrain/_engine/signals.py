@@ -1,9 +1,10 @@
-"""Handles signals during a fit: the first one asks the run to save and stop, a second one ends it immediately."""
+"""Handles signals during a run: the first one asks the run to leave, a second one ends it immediately."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
@@ -18,6 +19,8 @@ from typing import Any, Self
 from drivetrain._config.arguments import signal_numbers
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.launchers.choose import is_interactive
+
+logger = logging.getLogger("drivetrain")
 
 _DUPLICATE_INTERVAL = 0.5
 """Seconds within which a repeated signal is a duplicate: launchers forward signals that each process got already."""
@@ -49,6 +52,14 @@ def interruption_error(number: int) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
+def announce(number: int, stage: str, trial: bool) -> None:
+    """Log how a run of ``stage``, or a trial, reacts to its first signal."""
+    reaction = "the run saves its last whole step and ends" if stage == "fit" else "the run ends after this batch"
+    if trial:
+        reaction = "the trial ends after this step"
+    logger.warning("%s: %s. A second signal ends it at once.", signal.Signals(number).name, reaction)
+
+
 def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseException:
     """Return ``error``; if it reports that another rank stopped for a signal, return the exception for this signal.
 
@@ -72,7 +83,8 @@ class Signals:
 
     Args:
         numbers: the signals to handle.
-        arrived: called with the first signal after `defer_to_run`.
+        arrived: called with the first signal after `defer_to_run`, possibly twice: in the main thread, and in the
+            watcher thread, which need not wait until the main thread runs Python code again.
     """
 
     def __init__(self, numbers: Sequence[int], arrived: Callable[[int], None]) -> None:
@@ -97,7 +109,7 @@ class Signals:
         os.set_blocking(self._pipe[1], False)
         self._previous = {number: signal.signal(number, self._raise) for number in unhandled}
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._watcher = _Watcher(self._pipe[0], self._wakeup, may_exit=not is_interactive())
+        self._watcher = _Watcher(self._pipe[0], self._wakeup, self._arrived, may_exit=not is_interactive())
         self._watcher.expect(unhandled, at_once=True)
         self._thread = threading.Thread(target=self._watcher.run, name="drivetrain-signals", daemon=True)
         self._thread.start()
@@ -110,7 +122,7 @@ class Signals:
         return self._pipe is not None
 
     def defer_to_run(self) -> None:
-        """Pass the first signal to the run from now on, since there is state to save."""
+        """Pass the first signal to the run from now on, since there is something to save or to complete."""
         if self._watcher is None:
             return
         self._watcher.expect(self._numbers, at_once=False)
@@ -217,19 +229,21 @@ class _SignalHistory:
 
 
 class _Watcher:
-    """Reads signal numbers from the wakeup pipe, and ends the process if the main thread does not react in time.
+    """Reads signal numbers from the wakeup pipe, passes on the first one, and ends the process if it does not react.
 
     Args:
         pipe: the read end of the pipe.
         forward: the previous wakeup descriptor, to which the numbers are forwarded; -1 for none.
+        arrived: called with the first signal.
         may_exit: whether to end the process; False in an interactive process.
     """
 
-    def __init__(self, pipe: int, forward: int, *, may_exit: bool) -> None:
+    def __init__(self, pipe: int, forward: int, arrived: Callable[[int], None], *, may_exit: bool) -> None:
         self._pipe = pipe
         self._poll = select.poll()  # select.select refuses descriptors above 1,023
         self._poll.register(pipe, select.POLLIN)
         self._forward = forward
+        self._arrived = arrived
         self._may_exit = may_exit
         self._expected: tuple[Sequence[int], bool] = ((), False)
         self._received = _SignalHistory()
@@ -239,7 +253,7 @@ class _Watcher:
         """Whether the main thread has raised for the first signal."""
 
     def expect(self, numbers: Sequence[int], *, at_once: bool) -> None:
-        """Act on these signals from now on: on the first signal if ``at_once``, otherwise only on a second one."""
+        """Watch these signals. The process has to end on the first one if ``at_once``, otherwise on a second one."""
         self._expected = (numbers, at_once)
 
     def run(self) -> None:
@@ -249,12 +263,13 @@ class _Watcher:
                     with contextlib.suppress(OSError):
                         os.write(self._forward, bytes([number]))
                 numbers, at_once = self._expected
-                if number not in numbers or not self._may_exit:
+                if number not in numbers:
                     continue
-                if self._received.is_repeated(number):
-                    self._exit_after_grace(number, twice=True)
-                elif at_once:
-                    self._exit_after_grace(number, twice=False)
+                twice = self._received.is_repeated(number)
+                if not (twice or at_once):
+                    self._arrived(number)
+                elif self._may_exit:
+                    self._exit_after_grace(number, twice=twice)
 
     def _read(self, timeout: float | None) -> bool:
         """Wait at most ``timeout`` seconds for signal numbers. Return whether the run has ended, which writes a 0."""

@@ -37,6 +37,7 @@ from drivetrain._loops.windows import (
     single_windows,
     weighted_windows,
 )
+from drivetrain._loops.zero_grad import zero_grad
 from drivetrain.data._batch_copies import copy_batch
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
@@ -77,6 +78,8 @@ def build_training(
         step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
         strategy.precision.on_minimum_scale = _LossScaleWarning()
+    if parts.validate is not None:
+        _warn_if_never_validates(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     loop = core.profiling.train_loop(
         step,
@@ -105,6 +108,18 @@ def build_training(
     )
     manual = inner if isinstance(inner, ManualStep) else None
     return Training(loop, manual, build_training_pass(core, data, runner, move))
+
+
+def _warn_if_never_validates(core: RunCore) -> None:
+    """Warn if the run has fewer epochs than an interval between validations. A later run may have more epochs."""
+    every, epochs = core.trainer.check_val_every_n_epoch, core.trainer.max_epochs
+    if core.strategy.rank == 0 and every is not None and epochs is not None and 0 < epochs < every:
+        logger.warning(
+            "check_val_every_n_epoch=%d is more than max_epochs=%d: this run never validates. Lower "
+            "check_val_every_n_epoch, or pass no validation data.",
+            every,
+            epochs,
+        )
 
 
 def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
@@ -247,7 +262,7 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     if is_overridden("optimizer_step", module, TrainModule):
         override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
     clip = _build_clipping(core, optimization.gradient_norm)
-    optimizer_step = OptimizerStep(optimization.optimizers, clip, override, _unscales_first(core))
+    optimizer_step = OptimizerStep(optimization.optimizers, clip, _zero_grad(core), override, _unscales_first(core))
     step_parts = wrapped, core.hooks, core.metrics, parts.trainables, optimizer_step, arguments
     if not optimization.closure:
         return AutomaticStep(*step_parts)
@@ -260,6 +275,14 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     from drivetrain._loops.closure_step import ClosureStep  # only closure optimizers need it
 
     return ClosureStep(*step_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
+
+
+def _zero_grad(core: RunCore) -> Callable[[Optimizer], object]:
+    """Return the function that clears the gradients of one optimizer."""
+    module, progress = core.module, core.progress
+    if not is_overridden("optimizer_zero_grad", module, TrainModule):
+        return zero_grad
+    return lambda optimizer: module.optimizer_zero_grad(progress.epoch, progress.batch_idx, optimizer)
 
 
 def _check_manual(core: RunCore) -> None:
@@ -287,6 +310,7 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
                 module.configure_gradient_clipping(optimizer, value, algorithm)
 
         return overridden
+    _check_clip_by_value(core)
     if not value:
         return None
 
@@ -294,6 +318,27 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
         norm.value = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
+
+
+def _check_clip_by_value(core: RunCore) -> None:
+    """Refuse clipping by value without a limit or of complex gradients, unless the strategy clips by itself."""
+    trainer, module = core.trainer, core.module
+    value = trainer.gradient_clip_val
+    if trainer.gradient_clip_algorithm != "value" or is_overridden("clip_gradients", core.strategy, Strategy):
+        return
+    if value is None:
+        raise ConfigurationError(
+            "gradient_clip_algorithm='value' without gradient_clip_val.",
+            "without a limit, gradients are not clipped.",
+            "also set gradient_clip_val, or leave out gradient_clip_algorithm.",
+        )
+    for name, parameter in module.named_parameters():
+        if value and parameter.requires_grad and parameter.is_complex():
+            raise ConfigurationError(
+                f"gradient_clip_algorithm='value' with {name!r}, which has dtype {parameter.dtype}.",
+                "complex numbers have no order, so torch cannot clip them by value.",
+                "use gradient_clip_algorithm='norm', or override configure_gradient_clipping.",
+            )
 
 
 def _unscales_first(core: RunCore) -> bool:

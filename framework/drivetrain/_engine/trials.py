@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from drivetrain._engine.collective_calls import CollectiveCalls
-from drivetrain._engine.console_logging import log_to_console
 from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
@@ -21,6 +20,7 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import resolve_environment
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
+from drivetrain._runtime.console_logging import log_to_console
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
 from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
@@ -78,16 +79,33 @@ def write_problem(folder: str) -> str | None:
         return error.what
     if filesystem is not None:
         return _object_problem(filesystem, path.rstrip("/"), folder)
+    if lacks_its_start(path):
+        return REMOVED
     path = os.path.abspath(path)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path):
-        return f"{path!r} is not a folder"
+    missing = []
     try:
+        while not _exists(path):
+            path, name = os.path.split(path)
+            missing.append(name)
+        if not os.path.isdir(path):
+            return f"{path!r} is not a folder"
+        longest = os.pathconf(path, "PC_NAME_MAX")
+        if too_long := [name for name in missing if len(os.fsencode(name)) > longest]:
+            return f"{too_long[0]!r} is longer than {longest} bytes"
         with tempfile.TemporaryFile(dir=path):
             return None
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a NUL character
+        return str(error)
+
+
+def _exists(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:

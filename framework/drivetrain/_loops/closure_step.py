@@ -17,7 +17,6 @@ from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
 from drivetrain.data._batch_copies import copy_batch, copy_containers
 
@@ -127,7 +126,7 @@ class ClosureStep(AutomaticStep):
     def _evaluate_again(self) -> None:
         """Run the window with the current values of the parameters, without logging."""
         (optimizer,) = self.optimizers
-        zero_grad(optimizer)
+        self._zero_grad(optimizer)
         window, self._window_loss = self._window, None
         paused = LoggingPaused(self._metrics)
         self._metrics.joining = False  # a micro-batch that this rank joins sets the flag again

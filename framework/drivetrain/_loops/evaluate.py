@@ -9,16 +9,19 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.evaluation_interrupt import EarlyExit
-from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Position, Reporting
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
+from drivetrain.errors import ConfigurationError
+from drivetrain.module._module_hooks import ModuleHooks
+from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy
 
 HOOK_STAGE_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
@@ -55,17 +58,41 @@ class EvaluationMode:
     early_exit: EarlyExit | None = None
 
 
+_NO_GRADIENT_MESSAGE = "does not require grad and does not have a grad_fn"
+"""Text of torch's error for a backward of a tensor that was computed without gradients."""
+
+
 @contextmanager
-def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> Iterator[None]:
-    """Put the module into eval mode, without gradients; restore the training flag of every child at the end."""
+def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManager[Any]) -> Iterator[None]:
+    """Put the module into eval mode, without gradients; restore the training flag of every child at the end.
+
+    Args:
+        module: the module, whose overrides of ``on_<name>_model_eval`` and ``on_<name>_model_train`` set the modes.
+        name: the stage's name in hooks: "validation", "test" or "predict".
+        no_gradient: the context without gradients.
+    """
     training_flags = [(child, child.training) for child in module.modules()]
-    module.eval()
+    sets_modes_after = is_overridden(f"on_{name}_model_train", module, ModuleHooks)
     try:
         with no_gradient:
+            getattr(module, f"on_{name}_model_eval")()
             yield
+            if sets_modes_after:
+                getattr(module, f"on_{name}_model_train")()
+    except BaseException as error:
+        sets_modes_after = False  # the hook may not have been called
+        if isinstance(error, RuntimeError) and _NO_GRADIENT_MESSAGE in str(error):
+            raise ConfigurationError(
+                f"{type(module).__name__} ran a backward in {name}.",
+                "evaluations run without gradients, so the loss requires none.",
+                "compute the loss within 'with torch.enable_grad():', and give Fit(inference_mode=False); or move the "
+                "backward to training_step.",
+            ) from error
+        raise
     finally:
         for child, training in training_flags:
-            child.training = training
+            if not sets_modes_after:
+                child.training = training
             # A buffer that a step created in inference mode could not be written to after the evaluation.
             for name, buffer in child._buffers.items():
                 if buffer is not None and buffer.is_inference():
@@ -139,11 +166,11 @@ class EvaluateLoop:
     def run(self) -> list[dict[str, float]]:
         """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
         metrics, hooks, name, early_exit = self._metrics, self._hooks, self._name, self._early_exit
-        if early_exit is not None and early_exit.exits_immediately():
+        if early_exit is not None and early_exit.exits_immediately(name):
             return []
         self._mode.sync_buffers()
         no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
-        with evaluating(self._module, no_gradient):
+        with evaluating(self._module, name, no_gradient):
             metrics.enter(self._stage)
             if early_exit is not None:
                 early_exit.begin()
@@ -185,7 +212,6 @@ class EvaluateLoop:
         """Evaluate one loader; return False if the ranks exit early, after undoing the effects of the evaluation."""
         metrics, arguments, runner, step = self._metrics, self._arguments, self._runner, self._step
         early_exit = self._early_exit
-        should_exit = None if early_exit is None else early_exit.exit_check()
         several, count, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         previous = position.enter("evaluation")
@@ -196,7 +222,7 @@ class EvaluateLoop:
                 # Repeated batches of a joining rank have start == -1 and do not count.
                 count += shard.start >= 0
                 self._join(host_batch, batch_idx, index)
-                if should_exit is not None and should_exit():
+                if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                     break
                 continue
             count += 1
@@ -210,7 +236,7 @@ class EvaluateLoop:
             outputs = runner(step, *arguments(batch, batch_idx, index))
             for hook in self._batch_end:
                 hook(outputs, *hook_arguments)
-            if should_exit is not None and should_exit():
+            if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                 break
         metrics.batch = None
         position.leave(previous)

@@ -1,8 +1,8 @@
-"""Interrupts a validation within training when the run is preempted, and undoes the validation's effects."""
+"""Ends an evaluation early when the run is preempted, and undoes the effects of a validation within training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,59 +18,36 @@ from drivetrain.strategies.strategy import Strategy
 
 
 class EarlyExit:
-    """Lets all ranks exit a validation early, and restores buffers and metric objects after an early exit.
-
-    If hooks have replaced the weights for the validation, for example by averages, the validation runs to its end.
-    At the end, the hooks put back the trained weights, which have to be saved.
+    """Lets all ranks exit an evaluation early: at the same micro-batch, unless they are many micro-batches apart.
 
     Args:
         stop: the requests to end the run.
-        module: the user's module.
-        metrics: the logged values.
         strategy: the strategy.
     """
 
-    def __init__(self, stop: StopRequest, module: nn.Module, metrics: MetricStore, strategy: Strategy) -> None:
-        self._stop = stop
-        self._module = module
-        self._metrics = metrics
+    def __init__(self, stop: StopRequest, strategy: Strategy) -> None:
+        self.stop = stop
         self._strategy = strategy
-        self._must_finish = False
-        self._weights_at_start: list[Tensor] = []
-        self._buffers: BufferSnapshot | None = None
-        self._metric_states: Sequence[tuple[Any, dict[str, Any]]] = ()
+        self._ranks_are_apart = not strategy.collective_forward and strategy.world_size > 1
 
-    def exits_immediately(self) -> bool:
-        """Return whether the ranks exit before the validation begins. Collective."""
-        self._stop.agree_after_pause("the beginning of a validation run")
-        return self._stop.agreed_to_exit()
+    def exits_immediately(self, name: str) -> bool:
+        """Return whether the ranks exit before the evaluation, called ``name``, begins. Collective."""
+        self.stop.agree(f"the beginning of a {name} run")
+        return self.stop.agreed_to_exit()
 
     def begin(self) -> None:
-        """Record the state before any hook of the validation is called."""
-        self._weights_at_start = self._checksums()
-        self._buffers = BufferSnapshot(self._module)
-        self._metric_states = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
+        """Record the state that `undo` restores, before any hook of the evaluation is called."""
 
     def mark_start_hooks_done(self) -> None:
-        """Check whether the hooks that begin the validation, which have now run, changed the weights. Collective."""
-        self._must_finish = self._weights_changed("the hooks that begin a validation run")
+        """Note that the hooks that begin the evaluation have been called. Collective."""
 
-    def exit_check(self) -> Callable[[], bool] | None:
-        """Return a function that returns after each micro-batch whether to exit; None to run to the end."""
-        return None if self._must_finish else self._exits
-
-    def _exits(self) -> bool:
-        if not self._stop.polls_and_exits():
+    def exits(self) -> bool:
+        """Return whether to exit. Called after each micro-batch, at least while ``stop.counts_points``."""
+        if not self.stop.exits_at_point(self._ranks_are_apart):
             return False
-        if not self._must_finish:
-            # With collective forwards, all ranks are at this point. Otherwise each rank checks its own replica.
-            ranks_are_here = self._strategy.collective_forward or self._strategy.world_size == 1
-            self._must_finish = (
-                self._weights_changed("leaving a validation run") if ranks_are_here else self._weights_differ()
-            )
-        if self._must_finish:
-            self._stop.defer_leaving()
-        return not self._must_finish
+        if self._ranks_are_apart:
+            self.stop.release_ranks_behind(self._wait_for_device)
+        return True
 
     def has_exited(self, equal_counts: bool) -> bool:
         """Return whether the ranks exit. Called after a loader's last micro-batch, or after the one where they stopped.
@@ -80,18 +57,76 @@ class EarlyExit:
         Args:
             equal_counts: whether all ranks have the same number of micro-batches.
         """
-        if self._strategy.collective_forward or self._strategy.world_size == 1:
-            return self._stop.leaving > 0
-        self._stop.agree_when_all_arrive("the end of a validation loader", equal_counts=equal_counts)
-        if not self._stop.agreed_to_exit():
+        if not self._ranks_are_apart:
+            return self.stop.leaving > 0
+        self.stop.agree_when_all_arrive(
+            "the end of an evaluation's loader", equal_counts=equal_counts, wait_for_device=self._wait_for_device
+        )
+        return self.stop.agreed_to_exit()
+
+    def undo(self) -> None:
+        """Restore the state that `begin` has recorded."""
+
+    def end(self) -> None:
+        """Release the recorded state."""
+
+    def _wait_for_device(self) -> None:
+        if self._strategy.device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.device)
+
+
+class ValidationExit(EarlyExit):
+    """Lets all ranks exit a validation within fit early, and then restores buffers and metric objects.
+
+    If hooks have replaced the weights for the validation, for example by averages, the validation runs to its end.
+    At the end, the hooks put back the trained weights, which have to be saved.
+
+    Args:
+        stop: the requests to end the run.
+        strategy: the strategy.
+        module: the user's module.
+        metrics: the logged values.
+    """
+
+    def __init__(self, stop: StopRequest, strategy: Strategy, module: nn.Module, metrics: MetricStore) -> None:
+        super().__init__(stop, strategy)
+        self._module = module
+        self._metrics = metrics
+        self._must_finish = False
+        self._weights_at_start: list[Tensor] = []
+        self._buffers: BufferSnapshot | None = None
+        self._metric_states: Sequence[tuple[Any, dict[str, Any]]] = ()
+
+    def begin(self) -> None:
+        self._weights_at_start = self._checksums()
+        self._buffers = BufferSnapshot(self._module)
+        self._metric_states = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
+
+    def mark_start_hooks_done(self) -> None:
+        self._must_finish = self._weights_changed("the hooks that begin a validation run")
+
+    def exits(self) -> bool:
+        if not super().exits():
             return False
-        self._must_finish = self._weights_changed("leaving a validation run")
+        if not self._must_finish:
+            # If the ranks may be at different points, each checks its own replica.
+            self._must_finish = (
+                self._weights_differ() if self._ranks_are_apart else self._weights_changed("leaving a validation run")
+            )
         if self._must_finish:
-            self._stop.defer_leaving()
+            self.stop.defer_leaving()
+        return not self._must_finish
+
+    def has_exited(self, equal_counts: bool) -> bool:
+        if not super().has_exited(equal_counts):
+            return False
+        if self._ranks_are_apart:
+            self._must_finish = self._weights_changed("leaving a validation run")
+            if self._must_finish:
+                self.stop.defer_leaving()
         return not self._must_finish
 
     def undo(self) -> None:
-        """Restore what the validation has changed, if the validation has begun."""
         if self._buffers is None:
             return
         self._buffers.restore()
@@ -100,7 +135,6 @@ class EarlyExit:
         self._metrics.enter(self._metrics.stage)
 
     def end(self) -> None:
-        """Release the recorded state."""
         self._weights_at_start, self._buffers, self._metric_states = [], None, ()
 
     def _weights_changed(self, purpose: str) -> bool:

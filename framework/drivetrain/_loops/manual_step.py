@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain._loops.configured_optimizers import evaluates_once, explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Progress
-from drivetrain._loops.step import syncs_in_context
+from drivetrain._loops.step import resolve_backward, syncs_in_context
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.uneven_inputs import without_side_effects
@@ -23,6 +24,8 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import Strategy
+
+logger = logging.getLogger("drivetrain")
 
 
 class Contexts(NamedTuple):
@@ -72,6 +75,8 @@ class OptimizerHandle:
         self._passes_closure = passes_closure
         self._weights_changed = weights_changed or _do_nothing
         self._contexts = contexts
+        self.may_step = True
+        """Whether `step` may be called. With automatic optimization only the module's ``optimizer_step`` may."""
         self.share = 1.0
         """The factor of this rank's loss in the mean over ranks; 0 while the rank joins without data."""
         self.stepped: bool | None = None
@@ -87,6 +92,10 @@ class OptimizerHandle:
         Raises:
             ConfigurationError: the optimizer needs a closure and got none.
         """
+        if not self.may_step:
+            from drivetrain._loops.first_step_checks import refuse_step  # only this error needs it
+
+            refuse_step(self.optimizer)
         if closure is not None and self._passes_closure:
             return self._step_with(closure)
         loss = None if closure is None else closure()
@@ -157,7 +166,10 @@ def build_optimizer_handles(
         closure: whether the engine passes the optimizers a closure.
     """
     if automatic:
-        return [OptimizerHandle(optimizer, strategy, (), closure) for optimizer in optimizers]
+        handles = [OptimizerHandle(optimizer, strategy, (), closure) for optimizer in optimizers]
+        for handle in handles:
+            handle.may_step = False
+        return handles
     before_step = hooks.on_before_optimizer_step
     weights_changed, contexts = resolve_weights_changed(strategy), resolve_contexts(strategy)
     return [
@@ -221,8 +233,9 @@ class ManualStep:
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
         self._has_stepped = False
+        self._compares_samples = strategy.world_size > 1 and strategy.rank == 0
         self._versions_at_start = self._sum_versions()
-        self._backward: Callable[[torch.Tensor], object] = strategy.backward
+        self._backward = resolve_backward(wrapped.module, strategy) or strategy.backward
 
     def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         """Wrap backward and the optimizers' steps, before the first step.
@@ -261,6 +274,8 @@ class ManualStep:
             ):
                 trainables.adapt_strategy()
             trainables.window_open = True
+        if self._compares_samples and micro_batch.samples * micro_batch.ranks != micro_batch.total:
+            self._warn_of_uneven_samples(micro_batch)
         # The strategy averages gradients over all ranks. The scale corrects the mean for the ranks without data.
         self._scale = self._strategy.data_world_size / micro_batch.ranks
         for handle in self._handles:
@@ -310,6 +325,18 @@ class ManualStep:
         self._weights_changed()
         for hook in self._after_backward:
             hook()
+
+    def _warn_of_uneven_samples(self, micro_batch: MicroBatch) -> None:
+        self._compares_samples = False
+        logger.warning(
+            "Rank %d has %d samples in a micro-batch of %d samples on %d ranks. With manual optimization each rank's "
+            "gradient counts equally, so samples on ranks with fewer samples count more. drop_last=True in the "
+            "DataLoader avoids this. This warning is not repeated.",
+            self._strategy.rank,
+            micro_batch.samples,
+            micro_batch.total,
+            micro_batch.ranks,
+        )
 
     def toggle(self, optimizer: Any) -> None:
         """Disable the gradients of parameters that ``optimizer`` does not hold; called by ``self.toggle_optimizer``."""
@@ -393,8 +420,9 @@ class OverriddenOptimizerStep:
         """
         detached = None if loss is None else loss.detach()
         for handle in self._handles:
-            handle.stepped = None
+            handle.stepped, handle.may_step = None, True
             self._module.optimizer_step(
                 self._progress.epoch, self._progress.batch_idx, handle, closure or (lambda: detached)
             )
+            handle.may_step = False
         return all(handle.stepped for handle in self._handles)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from drivetrain._loops.evaluate import EvaluationData, evaluating, evaluation_batches
+from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Position, Reporting
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
@@ -33,6 +34,7 @@ class PredictLoop:
         keeps_outputs: whether `run` keeps the outputs and returns them.
         get_predicted_checks: called once; returns functions that check whether an earlier run has predicted a batch.
             A batch is skipped if all of these functions return True. Without an earlier run, the sequence is empty.
+        early_exit: lets the ranks end the prediction early; None if it always runs to its end.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PredictLoop:
         inference_mode: bool,
         keeps_outputs: bool,
         get_predicted_checks: Callable[[], Sequence[IsPredicted]],
+        early_exit: EarlyExit | None,
     ) -> None:
         self._module = module = wrapped.module
         self._runner = wrapped.runner
@@ -61,6 +64,7 @@ class PredictLoop:
         self._progress_reporter = reporting.progress_reporter
         self._keeps_outputs = keeps_outputs
         self._get_predicted_checks = get_predicted_checks
+        self._early_exit = early_exit
         self._predicted_checks: Sequence[IsPredicted] = ()
         # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
         several = len(data.sources) > 1 and is_overridden("predict_step", module, TrainModule)
@@ -70,20 +74,24 @@ class PredictLoop:
         """Run prediction; return the outputs of all micro-batches in data set order, on every rank.
 
         Returns:
-            A list of outputs, or with several loaders one such list per loader; None if outputs are not kept.
+            A list of outputs, or with several loaders one such list per loader; None if outputs are not kept, or if the
+            ranks exit before the end.
         """
-        hooks = self._hooks
+        hooks, local_outputs = self._hooks, []
+        if self._early_exit is not None and self._early_exit.exits_immediately("prediction"):
+            return None
         self._strategy.sync_buffers(self._module)
         no_gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
-        with evaluating(self._module, no_gradient):
+        with evaluating(self._module, "predict", no_gradient):
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
             self._predicted_checks = () if self._keeps_outputs else self._get_predicted_checks()
-            local_outputs = [
-                self._predict(index, source, limit)
-                for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
-            ]
+            for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
+                outputs = self._predict(index, source, limit)
+                if outputs is None:
+                    return None
+                local_outputs.append(outputs)
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self._metrics.enter(None)
@@ -93,15 +101,19 @@ class PredictLoop:
             return None
         from drivetrain._loops.outputs import exchange
 
-        outputs = [_merge(exchange(loader_outputs, self._strategy.control)) for loader_outputs in local_outputs]
-        return outputs[0] if len(outputs) == 1 else outputs
+        merged = [_merge(exchange(loader_outputs, self._strategy.control)) for loader_outputs in local_outputs]
+        return merged[0] if len(merged) == 1 else merged
 
-    def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
-        """Run prediction on one loader; return ``(start, batch_idx, output)`` for each output that is kept."""
+    def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]] | None:
+        """Run prediction on one loader.
+
+        Returns:
+            ``(start, batch_idx, output)`` for each output that is kept; None if the ranks exit before the end.
+        """
         from drivetrain._loops.outputs import on_host
 
         several = len(self._sources) > 1
-        kept, position = [], self._position
+        kept, position, early_exit = [], self._position, self._early_exit
         name = f"prediction loader {index}" if several else "prediction loader"
         previous = position.enter("prediction")
         count = first = self._first_to_predict(index, source, limit) if self._predicted_checks else 0
@@ -118,33 +130,39 @@ class PredictLoop:
             # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
             count += not shard.joins or shard.start >= 0
             predicted = bool(self._predicted_checks) and (shard.joins or self._is_predicted(indices, batch_idx, index))
-            if self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted):
-                continue
-            if (shard.joins or predicted) and not self._collective:
-                continue
-            batch = host_batch if self._move is None else self._move(host_batch, index)
-            arguments = self._arguments(batch, batch_idx, index)
+            done = self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted)
             if shard.joins or predicted:
-                with without_side_effects(self._module, self._metrics):
-                    self._runner(self._module.predict_step, *arguments)
-                continue
-            hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
-            for hook in self._hooks.on_predict_batch_start:
-                hook(*hook_arguments)
-            output = self._runner(self._module.predict_step, *arguments)
-            for hook in self._hooks.on_predict_batch_end:
-                hook(output, *hook_arguments)
-            if self._keeps_outputs:
-                start = shard.start if source.shards_known else batch_idx
-                # If the loader reuses the memory of batches, an output on the host may have to be copied.
-                kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
-            del output  # frees the output's memory before the next step
+                if self._collective and not done:
+                    self._join(host_batch, batch_idx, index)
+            else:
+                batch = host_batch if self._move is None else self._move(host_batch, index)
+                hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
+                for hook in self._hooks.on_predict_batch_start:
+                    hook(*hook_arguments)
+                output = self._runner(self._module.predict_step, *self._arguments(batch, batch_idx, index))
+                for hook in self._hooks.on_predict_batch_end:
+                    hook(output, *hook_arguments)
+                if self._keeps_outputs:
+                    start = shard.start if source.shards_known else batch_idx
+                    # If the loader reuses the memory of batches, an output on the host may have to be copied.
+                    kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
+                del output  # frees the output's memory before the next step
+            if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
+                break
         position.leave(previous)
         position.indices = None
+        if early_exit is not None and early_exit.has_exited(source.shards_known and not self._predicted_checks):
+            return None
         if self._progress_reporter is not None:
             self._progress_reporter.before += count - first
         self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
+
+    def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
+        """Join the forwards of the other ranks with a batch that this rank need not predict."""
+        batch = host_batch if self._move is None else self._move(host_batch, index)
+        with without_side_effects(self._module, self._metrics):
+            self._runner(self._module.predict_step, *self._arguments(batch, batch_idx, index))
 
     @property
     def _collective(self) -> bool:

@@ -24,6 +24,7 @@ from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -76,6 +77,7 @@ class OptimizerStep:
     Attributes:
         optimizers: the optimizers, in the order in which they step.
         clip: clips the gradients of the optimizers; None without clipping.
+        zero_grad: clears the gradients of one optimizer before a window; by default sets them to None.
         override: calls the module's ``optimizer_step`` for each optimizer; None if the module does not override it.
         unscale_first: whether gradients are unscaled before the hooks and ``clip`` are called; otherwise ``clip``
             unscales the gradients.
@@ -83,6 +85,7 @@ class OptimizerStep:
 
     optimizers: Sequence[Optimizer]
     clip: ClipGradients | None = None
+    zero_grad: Callable[[Optimizer], object] = zero_grad
     override: StepOptimizers | None = None
     unscale_first: bool = False
 
@@ -111,11 +114,13 @@ class AutomaticStep:
         self.module = wrapped.module
         self.strategy = strategy = wrapped.strategy
         self.optimizers = tuple(step.optimizers)
-        self._training_step = bind_step(wrapped.runner, wrapped.module.training_step, arguments)
+        self._training_step: Callable[[Any, int], Any] = self._run_first_step
+        self._later_training_step = bind_step(wrapped.runner, wrapped.module.training_step, arguments)
         self._metrics = metrics
         self._trainables = trainables
         self._tracks_trainables = trainables.checks_each_window
         self._clip = step.clip
+        self._zero_grad = step.zero_grad
         self._override = step.override
         self._unscales_first = step.unscale_first
         self._before_zero_grad = hooks.on_before_zero_grad
@@ -123,7 +128,7 @@ class AutomaticStep:
         self._after_backward = hooks.on_after_backward
         self._before_step = hooks.on_before_optimizer_step
         self._scales_loss = strategy.precision.scales_loss
-        self._backward = resolve_backward(strategy)
+        self._backward = resolve_backward(wrapped.module, strategy)
         self._defers_sync = is_overridden("gradient_sync", strategy, Strategy)
         self._syncs_in_context = syncs_in_context(strategy)
         self._step_optimizer = resolve_optimizer_step(strategy)
@@ -155,7 +160,7 @@ class AutomaticStep:
             for optimizer in self.optimizers:
                 hook(optimizer)
         for optimizer in self.optimizers:
-            zero_grad(optimizer)
+            self._zero_grad(optimizer)
         if self._tracks_trainables:
             trainables = self._trainables
             if (
@@ -236,6 +241,12 @@ class AutomaticStep:
         if self._scales_loss:
             strategy.finish_step()
         return stepped
+
+    def _run_first_step(self, batch: Any, batch_idx: int) -> Any:
+        from drivetrain._loops.first_step_checks import run_first_step  # later steps do not need it
+
+        self._training_step = self._later_training_step
+        return run_first_step(self._training_step, self.module, self.optimizers, batch, batch_idx)
 
     # Closing and dropping windows, micro-batches without weight, and losses that are None or invalid
 
@@ -340,8 +351,14 @@ def syncs_in_context(strategy: Strategy) -> bool:
     return not isinstance(strategy.gradient_sync(True), nullcontext)
 
 
-def resolve_backward(strategy: Strategy) -> Callable[[Tensor], object] | None:
+def resolve_backward(module: TrainModule, strategy: Strategy) -> Callable[[Tensor], object] | None:
     """Return the function that runs backward under ``strategy``; None if backward is ``loss.backward()``."""
+    if is_overridden("backward", module, TrainModule):
+        from drivetrain._loops.module_backward import (
+            ModuleBackward,
+        )  # only modules with a backward of their own need it
+
+        return ModuleBackward(module, strategy)
     if is_overridden("backward", strategy, Strategy):
         return strategy.backward
     if is_overridden("backward", strategy.precision, Precision):

@@ -4,92 +4,110 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.progress import Progress
-
-AGREE_EVERY = 16
-"""The maximal number of points (ends of windows or of micro-batches) between two polls of the store."""
-
-_POLL_INTERVAL = 0.5
-"""The desired seconds between two polls. A preempted process may have less than 30 s left."""
 
 _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
 
 
-class StepAgreement:
-    """Agrees, without a collective, on a point at which all ranks act.
+class PointAgreement:
+    """Agrees on a point at which all ranks act.
 
-    All ranks count the same points: the ends of windows, and of micro-batches if a run may end within a window. Each
-    rank publishes the point of its next poll, and polls there for a request. The rank that requests first reads all
-    published points and announces the largest of them. A rank whose poll came too early to see the request had
-    published its next poll before, so the announced point is at or after that poll.
+    All ranks count the same points, such as the ends of micro-batches. Two threads of a rank take part: the *main
+    thread* passes the points, and the *watchdog thread* polls the store, also while the main thread is in a long
+    micro-batch or waits in a collective.
+
+    Once a rank knows of a request, it first *holds* its main thread, which from then on concludes the agreement at the
+    next point, before it passes that point. Then the rank answers with the number of that point. The last rank to
+    answer publishes the largest answer: the agreed point.
+
+    The agreed point is never behind a rank. A rank that answers n is held before it reads that its main thread has
+    reached point n - 1, so the main thread may have seen the hold at point n - 1 already, and otherwise sees it at
+    point n. At either point it learns the agreed point, which is at least n, before it goes on. Holding cannot block
+    the ranks for ever either: the main threads that are held wait only for answers, and watchdog threads give them,
+    whatever their main threads wait for.
 
     Args:
         control: the control plane, whose store is used.
         name: the prefix of the agreement's keys in the store.
+        hold: holds the main thread, and returns the next point at which it is held. Called in either thread.
     """
 
-    def __init__(self, control: ControlPlane, name: str) -> None:
+    def __init__(self, control: ControlPlane, name: str, hold: Callable[[], int]) -> None:
         self._control = control
-        self._store = control.store
         self._name = name
+        self._hold = hold
         self.requested = False
-        self.point: int | None = None
-        """The agreed point; None until a poll has found a request."""
+        """Whether this rank knows of a request and answers it. Set in either thread."""
+        self.point: float = math.inf
+        """The agreed point; infinite until the main thread has learnt it."""
         self.reason = 0
-        """The reason of the first request, the same on all ranks; 0 without a request."""
+        """The reason of the first request, the same on all ranks; 0 until the main thread has learnt it."""
 
-    def request(self, point: int, reason: int) -> None:
-        """Request an action at this rank's ``point``, for a ``reason`` other than 0. Only the first request counts."""
-        store = self._store
-        assert store is not None
-        self.requested = True
-        if store.add(f"{self._name}/requests", 1) == 1:
-            store.set(f"{self._name}/requested", "")  # from here on a rank that polls waits for the announced point
-            points = [point]
-            for rank in range(self._control.world_size):
-                if store.check([f"polls/{rank}"]):
-                    points.append(int(store.get(f"polls/{rank}")))
-            store.set(f"{self._name}/point", f"{max(points)} {reason}")
-        self._read_announcement()
-
-    def poll(self) -> None:
-        """Poll the store for a request."""
-        assert self._store is not None
-        if self.point is None and self._store.check([f"{self._name}/requested"]):
-            self._read_announcement()
-
-    def is_due(self, point: int) -> bool:
-        """Return whether ``point`` is at or after the agreed point."""
-        return self.point is not None and point >= self.point
-
-    def act_on_requests(self, requesting: int) -> int:
-        """Act on the requests of ranks that are at the same point; return the reason of the first request, or 0.
+    def request(self, reason: int, store: Store) -> None:
+        """Request an action as soon as possible, for a ``reason`` other than 0. Only the first request counts.
 
         Args:
-            requesting: the number of ranks with a request, each of which has called `publish_reason` before.
+            reason: why the ranks are to act.
+            store: the calling thread's connection to the store.
         """
-        if requesting:
-            self.point, self.requested = 0, True
-            if self._store is not None:
-                self.reason = int(self._store.get(f"{self._name}/reason"))
-        return self.reason
+        if not self.requested:
+            store.compare_set(f"{self._name}/reason", "", str(reason))
+            self._answer(store)
+
+    def poll(self, store: Store) -> None:
+        """Answer a request of any rank. Called in the watchdog thread."""
+        if not self.requested and store.check([f"{self._name}/reason"]):
+            self._answer(store)
+
+    def conclude(self) -> None:
+        """Wait until all ranks have answered, if there is a request. Called in the main thread, at a point."""
+        if self.requested and self.point == math.inf:
+            self._control.wait_for(f"{self._name}/answers", f"the agreement on a point at which to {self._name}")
+            store = self._control.store
+            assert store is not None
+            self.point = int(store.get(f"{self._name}/answers/done"))
+            self.reason = int(store.get(f"{self._name}/reason"))
 
     def publish_reason(self, reason: int) -> bool:
-        """Publish this rank's reason, before ranks with a request are counted; return whether this rank has one."""
-        if reason and self._store is not None:
-            self._store.compare_set(f"{self._name}/reason", "", str(reason))
+        """Publish this rank's reason, if any, before ranks with a request are counted; return whether this rank counts.
+
+        A rank counts too if it knows of another rank's request, on whose point the ranks have not agreed yet.
+        """
+        store = self._control.store
+        if reason and store is not None:
+            store.compare_set(f"{self._name}/reason", "", str(reason))
         elif reason:
             self.reason = reason
-        return reason > 0
+        return reason > 0 or self.requested
 
-    def _read_announcement(self) -> None:
-        assert self._store is not None
-        point, reason = self._store.get(f"{self._name}/point").split()
-        self.point, self.reason, self.requested = int(point), int(reason), True
+    def act_on_requests(self, requesting: int) -> None:
+        """Act at the current point if ranks that have all arrived there, and called `publish_reason`, have a request.
+
+        Args:
+            requesting: the number of ranks with a request.
+        """
+        store = self._control.store
+        if requesting:
+            self.point = 0
+            if store is not None:
+                self.reason = int(store.get(f"{self._name}/reason"))
+
+    def _answer(self, store: Store) -> None:
+        self.requested = True
+        answer, key, control = self._hold(), f"{self._name}/answers", self._control
+        if store.add(f"{key}/of/{control.rank}", 1) > 1:
+            return  # this rank's other thread answers
+        store.set(f"{key}/{control.rank}", str(answer))
+        if store.add(key, 1) == control.world_size:
+            answers = store.multi_get([f"{key}/{rank}" for rank in range(control.world_size)])
+            store.set(f"{key}/done", str(max(map(int, answers))))
 
 
 class StopRequest:
@@ -117,29 +135,37 @@ class StopRequest:
         self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
         self._min_steps = min_steps or 0
         self._min_epochs = min_epochs or 0
-        self._stop = StepAgreement(control, "stop")
-        self._leave = StepAgreement(control, "leave")
+        self._stop = PointAgreement(control, "stop", self._hold)
+        self._leave = PointAgreement(control, "leave", self._hold)
         self._agreed = False
         self._time_is_up = False  # whether max_time was this rank's first reason to stop
         self._point = 0  # the number of points passed, the same on every rank
-        self._poll_at = 0
-        self._last_poll: tuple[int, float] | None = None
+        self._held = False  # whether the main thread has to conclude an agreement at the next point
+        self._waits = False  # whether the main thread waits for the other ranks, and passes no points until all arrive
         self._exchanges = 0  # the number of calls of `_agree_on_furthest_point`
-        self._has_trained = False
         self._in_first_window = True  # steps may be compiled in it, so the control plane allows ending time
         self.requested = False
         """Set to request a stop; ``trainer.should_stop``."""
         self.own_reason: str | None = None
         """The reason of this rank's first request, for the log."""
         self.signal = 0
-        """Set to the number of a preemption signal to request leaving; 0 for none."""
+        """The number of a preemption signal that this process has received; 0 for none."""
+        self.counts_points = self._store is not None
+        """Whether `exits_at_point` has to be called at each point: on several ranks, or after a signal."""
         self.leaving = 0
         """The number of the signal because of which all ranks leave now; 0 for none."""
+        if self._store is not None:
+            control.watch(self._poll)
 
     @property
     def saves_to_resume(self) -> bool:
         """Whether the run ends in order to be resumed later, so that it must be saved."""
         return self.leaving > 0 or (self._time_is_up if self._store is None else self._stop.reason == _TIME_IS_UP)
+
+    def leave_after(self, signal: int) -> None:
+        """Request leaving because of a preemption signal. May be called in any thread."""
+        self.signal = signal
+        self.counts_points = True
 
     def ask(self, reason: str) -> None:
         """Request a stop, for ``reason``."""
@@ -165,37 +191,46 @@ class StopRequest:
         if self._store is None:
             self.leaving = self.signal
             return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
-        self._has_trained = True
+        if self._in_first_window:
+            self._in_first_window = False
+            self._control.after_first_step()
         if self.requested and not self._stop.requested:
             self._publish_reason()
-            self._stop.request(self._point + 1, self._reason_code())
-        if self.polls_and_exits():
+            self._stop.request(self._reason_code(), self._store)
+        if self.exits_at_point():
             return True
-        if not self._stop.is_due(self._point):
+        if self._point < self._stop.point:
             return False
         self.requested = True
         return self._may_stop(step, epoch)
 
-    def polls_and_exits(self) -> bool:
+    def exits_at_point(self, apart: bool = False) -> bool:
         """Return whether all ranks leave now. Called on every rank at each point.
 
         Points are the ends of windows, of micro-batches within a window, and of micro-batches of an evaluation.
+
+        Args:
+            apart: whether ranks may be many points apart, because no forward or backward is collective. A rank that is
+                behind then leaves once another rank has called `release_ranks_behind`.
         """
         if self._store is None:
             self.leaving = self.signal
             return self.leaving > 0
-        self._point = point = self._point + 1
         if self.signal and not self._leave.requested:
-            self._leave.request(point, self.signal)
-        if point >= self._poll_at:
-            self._poll(point)
-        if not self._leave.is_due(point):
+            self._leave.request(self.signal, self._store)
+        self._point = point = self._point + 1
+        if self._held:
+            self._conclude()
+        if point < self._leave.point and not (apart and self._may_leave_behind()):
             return False
         self.leaving = self._leave.reason
         return True
 
     def agree(self, purpose: str) -> None:
-        """Exchange requests at a point that all ranks reach together. Collective."""
+        """Exchange requests at a point that all ranks reach together. Collective.
+
+        An action that was agreed for a later point is due at once.
+        """
         self._check_deadline()  # an epoch may have no complete window
         code = 0 if self._agreed or not self.requested else self._reason_code()
         if code:
@@ -207,16 +242,23 @@ class StopRequest:
         self._leave.act_on_requests(leaving)
         self.requested = self._agreed = stopping > 0
 
-    def agree_after_pause(self, purpose: str) -> None:
-        """Exchange requests when the time between points changes, as after a validation. Collective.
+    def release_ranks_behind(self, wait_for_device: Callable[[], object]) -> None:
+        """After a request to leave, let the ranks that are behind leave before they reach the agreed point.
 
-        An action that was agreed for a later point is due at once, and the next point is polled.
+        This rank has left an evaluation, or its data has ended. It has passed all its points without the ranks that are
+        behind, so the micro-batches that they skip contain no collective of all ranks. (If one did, the device would
+        still wait in it.)
+
+        Args:
+            wait_for_device: waits until the device has done this rank's work.
         """
-        self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
-        self._publish_poll(self._poll_at)  # before any rank continues and may make a request
-        self.agree(purpose)
+        if self._held:
+            self._conclude()
+        if self._store is not None and self._leave.reason:
+            wait_for_device()
+            self._store.set("leave/reached", "")
 
-    def agree_when_all_arrive(self, purpose: str, *, equal_counts: bool) -> None:
+    def agree_when_all_arrive(self, purpose: str, *, equal_counts: bool, wait_for_device: Callable[[], object]) -> None:
         """Exchange requests at a point that one rank may reach before the others. Collective.
 
         A rank that makes a request before it arrives ignores the ranks that wait. It acts at its current point, and
@@ -226,16 +268,15 @@ class StopRequest:
             purpose: the purpose of the agreement, the same on every rank.
             equal_counts: whether all ranks have passed the same number of points. Otherwise all ranks continue from
                 the largest number.
+            wait_for_device: as for `release_ranks_behind`.
         """
-        self._publish_poll(0)
+        self._waits = True
+        self.release_ranks_behind(wait_for_device)
         if equal_counts or self._store is None:
             self.agree(purpose)
         else:
             self._point = self._agree_on_furthest_point(purpose)
-        self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
-        # A rank may read the polls before all of them are published. That is harmless, since every rank polls its next
-        # point.
-        self._publish_poll(self._poll_at)
+        self._waits = False
 
     def _agree_on_furthest_point(self, purpose: str) -> int:
         """Exchange requests and points; return the largest point of all ranks."""
@@ -277,24 +318,28 @@ class StopRequest:
     def _reason_code(self) -> int:
         return _TIME_IS_UP if self._time_is_up else 1
 
-    def _publish_poll(self, poll_at: int) -> None:
-        if self._store is not None:
-            self._store.set(f"polls/{self._control.rank}", str(poll_at))
+    def _may_leave_behind(self) -> bool:
+        return self._leave.reason > 0 and self._store is not None and self._store.check(["leave/reached"])
 
-    def _poll(self, point: int) -> None:
-        now, interval = time.monotonic(), 1
-        if self._in_first_window and self._has_trained:
-            self._in_first_window = False
-            self._control.after_first_step()
-        if self._last_poll is not None:
-            last_point, last_time = self._last_poll
-            # Each point is polled if points are far apart in time. If points are close, few of them are polled.
-            interval = min(AGREE_EVERY, max(1, int(_POLL_INTERVAL * (point - last_point) / max(now - last_time, 1e-9))))
-        self._last_poll = point, now
-        self._poll_at = point + interval
-        self._publish_poll(self._poll_at)
-        self._leave.poll()
-        self._stop.poll()
+    def _conclude(self) -> None:
+        self._held = False
+        self._leave.conclude()
+        self._stop.conclude()
+
+    def _hold(self) -> int:
+        """Hold the main thread, and return the next point at which it is held. Called in either thread.
+
+        The ranks that have not arrived do not wait for a rank that waits for them.
+        """
+        self._held = True
+        return 0 if self._waits else self._point + 1
+
+    def _poll(self, store: Store) -> None:
+        """Send this rank's request, and answer those of other ranks. Called in the watchdog thread."""
+        if self.signal:
+            self._leave.request(self.signal, store)
+        self._leave.poll(store)
+        self._stop.poll(store)
 
 
 def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_step: int) -> str | None:

@@ -352,7 +352,7 @@ class TrainLoop:
                     return self._stop_within_epoch(micro_batches)
                 if snapshot is not None:
                     snapshot.take()
-            elif snapshot is not None and stop.polls_and_exits():
+            elif snapshot is not None and stop.exits_at_point():
                 return self._leave()
         return EpochEnd.DATA
 
@@ -513,7 +513,7 @@ class TrainLoop:
         self._requests.rollback = None
         load()
         self._flushed_at = self._progress.micro_batches
-        self._stop.agree_after_pause("going back to an earlier checkpoint")
+        self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         return resumed
 

@@ -115,7 +115,7 @@ class ValidationPlan:
         if self._stop.leaving:
             self._last_run_at = last_run
             return
-        self._stop.agree_after_pause("the end of a validation run")
+        self._stop.agree("the end of a validation run")
         self._schedule_next(self._progress)
 
     def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:

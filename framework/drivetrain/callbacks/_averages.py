@@ -42,6 +42,7 @@ class Averages:
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._addresses: tuple[int, ...] = ()
         self._trained_weights: dict[str, Tensor] = {}  # the trained weights, while the averages are in the module
+        self._trained_buffers: dict[str, Tensor] = {}  # copies that `keep_trained_buffers` has made
 
     @property
     def swapped_in(self) -> bool:
@@ -113,24 +114,36 @@ class Averages:
             self._strategy.sync_buffers(self._module)
 
     def swap_out(self) -> None:
-        """Restore the trained weights that `swap_in` copied, bit for bit. A collective operation."""
-        trained, self._trained_weights = self._trained_weights, {}
-        self._load(trained)
+        """Restore the trained weights and buffers that were copied, bit for bit. A collective operation."""
+        trained = self.trained_state()
+        self._trained_weights, self._trained_buffers = {}, {}
+        self._strategy.load_model_state(trained, strict=False)
+
+    @torch.no_grad()
+    def keep_trained_buffers(self) -> None:
+        """Keep copies of the trained buffers, which are about to be replaced by buffers that fit the averages."""
+        self._trained_buffers = {name: buffer.clone() for name, buffer in self._buffer_values().items()}
 
     # State in checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's part of each average and, while the averages are in the module, of the trained weights."""
-        state = self._as_strategy_state(self.averages)
-        return state | {
-            f"{_TRAINED_PREFIX}{name}": value for name, value in self._as_strategy_state(self._trained_weights).items()
-        }
+        """Return this rank's part of each average, and the buffers that fit the averages, if there are such buffers."""
+        averages = self._as_strategy_state(self.averages)
+        return {**averages, **self._buffer_values()} if self._trained_buffers else averages
+
+    def trained_state(self) -> dict[str, Any]:
+        """Return this rank's part of the trained weights and buffers that the module lacks, because it has averages."""
+        return {**self._trained_buffers, **self._as_strategy_state(self._trained_weights)}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned in a run with any strategy."""
         training = {}
+        not_averaged = set() if self._buffers else self._buffer_values().keys()
         for name, value in state.items():
+            if name in not_averaged:
+                continue
+            # Earlier versions saved the trained weights here while the averages were in the module.
             if name.startswith(_TRAINED_PREFIX):
                 training[name.removeprefix(_TRAINED_PREFIX)] = value
                 continue
@@ -173,6 +186,13 @@ class Averages:
                 values[name] = self._strategy.shard_of(value)
         return values
 
+    def _buffer_values(self) -> dict[str, Tensor]:
+        """Return the module's persistent buffers that this rank holds whole, by name."""
+        names = {name for name, _ in self._module.named_buffers()}
+        state: Mapping[str, Any] = self._strategy.model_state()
+        values = {name: self._strategy.shard_of(value) for name, value in state.items() if name in names}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     def _load(self, parts: Mapping[str, Tensor]) -> None:
         self._strategy.load_model_state(self._as_strategy_state(parts), strict=False)
 
@@ -190,11 +210,11 @@ class Averages:
 _DATA_PTR = Tensor.data_ptr  # a C function, which `map` applies without a Python call per parameter
 
 _TRAINED_PREFIX = "training: "
-"""Prefix of the names of trained weights that are saved while the averages are in the module."""
+"""Prefix under which earlier versions saved trained weights while the averages were in the module."""
 
 
 def average_regions(strategy: Strategy) -> dict[str, Region]:
-    """Return the regions of the tensors of `Averages.state` that this rank loads."""
+    """Return the regions of the tensors that `Averages.load` needs on this rank."""
     regions = strategy.model_regions()
     return {**regions, **{f"{_TRAINED_PREFIX}{name}": region for name, region in regions.items()}}
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from drivetrain.checkpoint._folders import LATEST
+from drivetrain.checkpoint._format.storage import is_checkpoint_file
 from drivetrain.errors import ConfigurationError, nearest
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 COUNTERS = ("epoch", "step")
+_LONGEST_NAME = 230  # characters; values of a run may be longer than those in `check_template`, and get a version
 _FORBIDDEN_CHARACTER = re.compile(r"[^A-Za-z0-9._=,+-]")
 
 
@@ -53,16 +56,46 @@ def names_in(template: str) -> list[str]:
     return [match[1] for match in _FIELD.finditer(template) if match[1] not in COUNTERS]
 
 
-def check_template(template: str) -> None:
-    """Validate a template.
+def check_template(template: str, named: bool) -> None:
+    """Validate a template, and the length and form of the names that it makes.
+
+    Args:
+        template: the template.
+        named: whether ``name=`` is put before each value.
 
     Raises:
-        ConfigurationError: the template is empty, starts with a dot, contains a slash or has unbalanced braces.
+        ConfigurationError: the template is no name of a folder, or makes names that are too long, that a format does
+            not fit, or that belong to other files.
     """
-    rest = _FIELD.sub("", template)
-    if not template or "/" in rest or "{" in rest or "}" in rest or template.startswith("."):
+    problem, name = _problem_of(template), ""
+    if problem is None:
+        name = checkpoint_name(template, {"epoch": 0, "step": 0, **dict.fromkeys(names_in(template), 0.0)}, named)
+        problem = _problem_of_name(name)
+    if problem is not None:
         raise ConfigurationError(
-            f"Checkpoint(filename={template!r}) is not a valid name.",
+            f"Checkpoint(filename={template if len(template) < _LONGEST_NAME else template[:40] + '...'!r}) is not a "
+            f"valid name: {problem}.",
             "filename is the name of a folder in dirpath: text, with the names of values in braces.",
             "write for example '{epoch:03d}-{val_loss:.3f}', and pass the path as dirpath.",
         )
+
+
+def _problem_of(template: str) -> str | None:
+    rest = _FIELD.sub("", template)
+    if not template:
+        return "it is empty"
+    if not rest.isprintable():
+        return "it has a character that cannot be printed"
+    if "/" in rest or "{" in rest or "}" in rest:
+        return "it has a slash, or a brace without its other half"
+    return None
+
+
+def _problem_of_name(name: str) -> str | None:
+    if name.startswith("."):
+        return "it begins with a dot, and hidden folders are not searched"
+    if name.lower() == LATEST or is_checkpoint_file(name.lower()):
+        return "a file of the checkpoints has this name"
+    if len(name) > _LONGEST_NAME:
+        return f"it makes names of {len(name)} characters, and most file systems take 255, including -v1 and the like"
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain._metrics.agreed_value import agreed_value
+from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -16,3 +17,13 @@ def monitored_value(trainer: RunContext, name: str) -> float | None:
     A collective operation.
     """
     return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))
+
+
+def missing_value(trainer: RunContext, monitored_by: str, name: str) -> ConfigurationError:
+    """Return the error for a logged value that ``monitored_by`` needs and that no rank has logged."""
+    known = sorted(trainer.callback_metrics)
+    return ConfigurationError(
+        f"{monitored_by}: no value of that name was logged.{nearest(name, known)}",
+        f"logged so far: {', '.join(known)}" if known else "nothing was logged so far",
+        f"call self.log({name!r}, ...) before a checkpoint is saved, or name another value",
+    )

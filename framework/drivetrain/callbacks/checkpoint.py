@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +12,9 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
+from drivetrain.callbacks._checkpoint_arguments import check_arguments, check_monitor
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
     DEFAULT_TEMPLATE,
@@ -20,19 +22,18 @@ from drivetrain.callbacks._checkpoint_names import (
     checkpoint_name,
     names_in,
 )
-from drivetrain.callbacks._monitored_value import monitored_value
+from drivetrain.callbacks._claimed_names import ClaimedNames
+from drivetrain.callbacks._monitored_value import missing_value, monitored_value
 from drivetrain.checkpoint._folders import (
     LATEST,
     child,
-    claim_name,
-    is_checkpoint_at,
     remove,
     resolve_folder,
     write_latest,
 )
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import Retention, SavedCheckpoint
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-_MODES = ("min", "max")
 _TIME_CHECK_INTERVAL = 16  # optimizer steps between checks of the elapsed time, each of which is a broadcast
 
 
@@ -53,6 +53,12 @@ class Checkpoint(Callback):
     checkpoints that this run has written are removed: folders directly in ``dirpath`` with an identifier of this run in
     their manifest. If a new checkpoint would have the name of one that is kept, ``-v1``, ``-v2``, ... is appended to
     the new name. A small file ``latest`` contains the name of the newest checkpoint.
+
+    A save that is due before the first validation and needs a value that only the validation logs (by ``monitor`` or
+    ``filename``) waits for it. With ``save_last`` or ``keep_last`` the newest state is saved meanwhile, without a score
+    and with ``nan`` in its name. If no validation follows, the state at the end of the run is saved like that.
+
+    Of checkpoints with equal monitored values the earlier is kept.
 
     Without ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval``, the callback saves once per epoch,
     or after each validation if an epoch has several validations.
@@ -68,7 +74,8 @@ class Checkpoint(Callback):
         every_n_epochs: epochs between checkpoints; 0 to not save by epochs.
         train_time_interval: time between checkpoints.
         save_weights_only: whether to save only the weights, from which a run cannot resume.
-        save_on_exception: whether to save the state after the last step if the run fails. Needs a single process.
+        save_on_exception: whether to save the state after the last step, unless it is saved already, if the run fails.
+            Needs a single process. The checkpoint is removed once the resumed run has saved a later one.
         save_async: whether to copy the state and write it in the background while training continues.
         keep_last: how many of the newest checkpoints to keep besides the best.
         trainable_only: whether to leave out parameters that were never trained, so that an adapter is saved without its
@@ -117,15 +124,15 @@ class Checkpoint(Callback):
                 "a checkpoint could overwrite another one that is kept.",
                 "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
             )
-        _check_monitor(monitor, mode)
+        check_monitor(monitor, mode)
         check_digest("Checkpoint", digest)
-        _check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
-        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
+        self.dirpath = None if dirpath is None else resolved_path(dirpath)
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
         self._disabled = False
         self.filename = DEFAULT_TEMPLATE if filename is None else filename
-        check_template(self.filename)
+        check_template(self.filename, auto_insert_metric_name)
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k
@@ -151,14 +158,17 @@ class Checkpoint(Callback):
     def _reset(self) -> None:
         self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
         self._last_saved_step = -1  # global_step of the last save
+        self._waiting_in: int | None = None  # the epoch in which a save waits for a value that it needs; None for none
+        self._has_validated = False  # whether a validation has run since training started or was resumed
+        self._said_that_it_waits = False
         self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
-        self._interrupt_checkpoint: SavedCheckpoint | None = None  # written by `save_before_leaving`
+        self._interrupt_checkpoint: SavedCheckpoint | None = None  # written as the run was interrupted
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
-        self._claims: dict[str, Callable[[], None]] = {}  # functions that release names of unfinished checkpoints
+        self._claims = ClaimedNames()
         self._to_remove: list[SavedCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
@@ -235,6 +245,7 @@ class Checkpoint(Callback):
             "best": "" if best is None else best.name,
             "saved_at": self._last_saved_step,
             "asked_at": self._last_considered_step,
+            "waiting_in": self._waiting_in,
             "interim": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
             "going": [asdict(saved) for saved in self._to_remove],
             **self._retention.state_dict(),
@@ -245,6 +256,8 @@ class Checkpoint(Callback):
         self._last_saved_step, self._last_considered_step = (
             _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
         )
+        waiting_in = state_dict.get("waiting_in")
+        self._waiting_in = waiting_in if type(waiting_in) is int else None
         folder = state_dict.get("dirpath")
         same_run = state_dict.get("run", self._run_id) in (self._run_id, "")  # older versions had no run id
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
@@ -255,6 +268,9 @@ class Checkpoint(Callback):
             # Older versions stored paths without identifiers; such checkpoints are not removed.
             self._to_remove = [SavedCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
             self._interrupt_checkpoint = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
+            resumable = [] if self.save_weights_only else self._retention.kept
+            interrupted = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+            self._last_resumable_step = max([-1, *(saved.step for saved in (*resumable, *interrupted))])
         except (ValueError, TypeError) as error:
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
@@ -286,8 +302,9 @@ class Checkpoint(Callback):
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
-        """Paths of all checkpoints that are kept."""
-        return list(self.best_k_models)
+        """Paths of all checkpoints that are kept, and of one that an interrupted run has written."""
+        interrupted = [] if self._interrupt_checkpoint is None else [self._path(self._interrupt_checkpoint)]
+        return [*self.best_k_models, *interrupted]
 
     @property
     def saves_resumable(self) -> bool:
@@ -345,8 +362,7 @@ class Checkpoint(Callback):
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
         self._fitting = False
-        for name in list(self._claims):
-            self._release_claim(name)
+        self._claims.release_all()
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove obsolete checkpoints that an interrupted run has left behind."""
@@ -375,77 +391,150 @@ class Checkpoint(Callback):
                 self._request_save(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save a checkpoint if checkpoints are saved at the end of validations."""
-        if not self._fitting or self._at_epoch_end or trainer.sanity_checking:
+        """Save a checkpoint if checkpoints are saved at the end of validations, or if a save waits for a validation."""
+        if not self._fitting or trainer.sanity_checking:
             return
+        self._has_validated = True
         every = self.every_n_epochs if self.save_on_train_epoch_end is False else None
-        if self._uses_default_interval or (every and (trainer.current_epoch + 1) % every == 0):
+        is_due = self._uses_default_interval or (every and (trainer.current_epoch + 1) % every == 0)
+        if is_due and not self._at_epoch_end:
             self._request_save(trainer)
+        elif self._waiting_in is not None:
+            self._request_save(trainer, may_wait=True)  # the end of the epoch may still log the value
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save a checkpoint if checkpoints are saved at the end of epochs and ``every_n_epochs`` is reached."""
         every = self.every_n_epochs or int(self._uses_default_interval and self._at_epoch_end)
-        if every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0:
+        is_due = every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0
+        if is_due or self._waiting_in is not None:
             self._request_save(trainer)
 
+    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
+        """Save the state without a score if a save still waits for a value."""
+        if self._waiting_in is not None:
+            self._request_save(trainer, is_last=True)
+
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
-        """Save a checkpoint if ``save_on_exception`` is set."""
-        if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step == trainer.global_step:
-            return  # `save_before_leaving` has saved this step already
-        if self._fitting and self.save_on_exception and not self._disabled:
-            path = child(self._folder(), f"exception-step={trainer.global_step}")
-            trainer.save_after_failure(path, self.digest, self.trainable_only)
+        """Save a checkpoint if ``save_on_exception`` is set and the state of the last step is not saved yet."""
+        if not self._fitting or not self.save_on_exception or self._disabled or self._is_saved(trainer):
+            return
+        if trainer.world_size > 1:
+            trainer.save_after_failure("")  # only warns, because the ranks cannot save together any more
+            return
+        name, identifier, replaced = self._name_interrupted(trainer, "exception")
+        path, then = child(self._folder(), name), self._on_complete(trainer, name, replaced)
+        trainer.save_after_failure(path, self.digest, self.trainable_only, then, identifier)
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
         """Save a checkpoint to resume from. A collective operation.
 
         If a run has several `Checkpoint` callbacks, only one saves: the first without ``save_weights_only``, or else
-        the first. The saved checkpoint does not count towards ``save_top_k`` and ``keep_last``, and is removed once a
-        later checkpoint is complete.
+        the first; none if one of them has saved the state of this step. The saved checkpoint does not count towards
+        ``save_top_k`` and ``keep_last``, and is removed once a later checkpoint is complete.
         """
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+        savers = _savers(trainer)
         if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
             return False
-        step = trainer.global_step
-        if self._last_resumable_step == step:
-            return True
-        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
-        name, identifier = self._choose_name(trainer, f"interrupted-step={step}", earlier)
-        self._to_remove += [saved for saved in earlier if saved.name != name]
-        self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
-        self._write(trainer, name, identifier, weights_only=False, background=False)
+        if all(saver._last_resumable_step != trainer.global_step for saver in savers):
+            name, identifier, _ = self._name_interrupted(trainer, "interrupted")
+            self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
+
+    def _name_interrupted(self, trainer: RunContext, prefix: str) -> tuple[str, str, list[SavedCheckpoint]]:
+        """Return the name and identifier of a checkpoint that goes once a later one is complete, and what it replaces.
+
+        Collective.
+        """
+        step = trainer.global_step
+        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+        name, identifier = self._choose_name(trainer, f"{prefix}-step={step}", earlier)
+        replaced = [saved for saved in earlier if saved.name != name]
+        self._to_remove += replaced
+        self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
+        return name, identifier, replaced
+
+    def _is_saved(self, trainer: RunContext) -> bool:
+        """Whether a complete checkpoint holds the state of the last step of a run that failed."""
+        step = trainer.global_step
+        if all(saver._last_resumable_step != step for saver in _savers(trainer)):
+            return False
+        with suppress(Exception):  # the write that failed may be the reason why the run fails
+            return trainer.world_size > 1 or (trainer.checkpoint_before(step) or ("", -1))[1] == step
+        return False
 
     # How to save
 
-    def _request_save(self, trainer: RunContext) -> None:
+    def _request_save(self, trainer: RunContext, may_wait: bool = False, is_last: bool = False) -> None:
+        """Request a save, or wait for a later validation if a value that the save needs is not logged yet. Collective.
+
+        Args:
+            trainer: the run.
+            may_wait: whether to wait although a validation has run, instead of raising an error.
+            is_last: whether the run ends, so that the state is saved even without the values.
+
+        Raises:
+            ConfigurationError: no validation is to come, and a value was not logged.
+        """
         if self._disabled or (self.save_top_k == 0 and self.keep_last == 0):
             return
-        score = None if self.monitor is None else self._score(trainer, self.monitor)
+        logged = {name: monitored_value(trainer, name) for name in self.monitors}
+        missing = [name for name, value in logged.items() if value is None]
+        # In `on_train_end` the current epoch is already the next one.
+        epoch = self._waiting_in if is_last and self._waiting_in is not None else trainer.current_epoch
+        self._waiting_in = epoch if missing and not is_last else None
+        if missing:
+            if not (is_last or may_wait or self._awaits_validation(trainer)):
+                raise missing_value(trainer, self.monitors[missing[0]], missing[0])
+            if may_wait:
+                return
+            self._say_what_is_missing(trainer, missing[0], is_last)
+            if not (is_last or self.keep_last):
+                return
+        score = None if self.monitor is None else self._score(trainer, logged)
         self._current_score = score
-        values = (
-            {name: float(value) for name, value in trainer.callback_metrics.items()} if self._name_needs_values else {}
-        )
-        values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        values = {name: math.nan if value is None else value for name, value in logged.items()}
+        values |= {"epoch": epoch, "step": trainer.global_step}
         trainer.defer_save(lambda: self._save(trainer, score, values))
 
-    @property
-    def _name_needs_values(self) -> bool:
-        """Whether the checkpoint's name may contain logged values, which have to be copied from the device."""
-        return self.filename != DEFAULT_TEMPLATE
+    def _score(self, trainer: RunContext, logged: Mapping[str, float | None]) -> float | None:
+        assert self.monitor is not None
+        if self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics:
+            return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
+        return logged[self.monitor] if self.monitor in logged else monitored_value(trainer, self.monitor)
+
+    def _awaits_validation(self, trainer: RunContext) -> bool:
+        """Whether the run validates, and has not validated yet."""
+        return not self._has_validated and any(trainer.num_val_batches)
+
+    def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
+        if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
+            return
+        if is_last:
+            text = "%s: no value of that name was logged until the end. The last state is saved without a score."
+            logger.warning(text, self.monitors[name])
+            return
+        self._said_that_it_waits = True
+        logger.warning(
+            "%s: the save that is due at step %d waits for the first validation, because no value of that name is "
+            "logged yet.%s This message is not repeated.",
+            self.monitors[name],
+            trainer.global_step,
+            "" if self.keep_last else " keep_last=1 would save the newest state meanwhile.",
+        )
 
     def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
-        if trainer.global_step == self._last_saved_step and score is None:
-            return  # the epoch's last step has been saved already
-        self._last_saved_step = trainer.global_step
+        step = trainer.global_step
+        if self._retention.rescore(step, score) or (step == self._last_saved_step and score is None):
+            return  # the state of this step is saved already
+        self._last_saved_step = step
         if not self._retention.would_keep(score):
             return
         preferred_name = self._name(self.filename, values)
         name, identifier = self._choose_name(trainer, preferred_name, self._retention.to_remove(score))
-        self._to_remove += self._retention.add(name, identifier, score, trainer.global_step)
+        self._to_remove += self._retention.add(name, identifier, score, step)
         if not self.save_weights_only:
-            self._last_resumable_step = trainer.global_step
-            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < trainer.global_step:
+            self._last_resumable_step = step
+            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < step:
                 self._to_remove.append(self._interrupt_checkpoint)
                 self._interrupt_checkpoint = None
         if self.verbose and trainer.strategy.control.rank == 0:
@@ -454,41 +543,24 @@ class Checkpoint(Callback):
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
     def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
-        """Return a name and an identifier, chosen by rank 0. Only checkpoints in ``to_remove`` may be overwritten."""
-        control = trainer.strategy.control
-        chosen: tuple[str, str] = control.from_rank_0(self._claim(name, to_remove) if control.rank == 0 else None)
-        return chosen[0], chosen[1]
-
-    def _claim(self, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
-        folder = self._folder()
-
-        def may_overwrite(existing: str) -> bool:
-            with suppress(OSError):  # If the storage fails, another name is chosen.
-                return any(
-                    saved.name == existing and is_checkpoint_at(folder, existing, saved.identifier)
-                    for saved in to_remove
-                )
-            return False
-
-        name, release = claim_name(folder, name, may_overwrite)
-        self._claims[name] = release
-        return name, secrets.token_hex(16)
+        return self._claims.claim(trainer.strategy.control, self._folder(), name, to_remove)
 
     def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
-        is_rank_0 = trainer.strategy.control.rank == 0
-        removable = list(self._to_remove)  # entries added later wait for the next checkpoint
+        then = self._on_complete(trainer, name, list(self._to_remove))  # later entries wait for the next checkpoint
+        path = child(self._folder(), name)
+        trainer.write_checkpoint(path, weights_only, background, then, identifier, self.digest, self.trainable_only)
+
+    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[SavedCheckpoint]) -> Callable[[], None]:
+        """Return the function to call once a checkpoint is complete."""
 
         def on_complete() -> None:
-            if is_rank_0:
+            if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
-                self._release_claim(name)
+                self._claims.release(name)
             else:
                 self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 
-        path = child(self._folder(), name)
-        trainer.write_checkpoint(
-            path, weights_only, background, on_complete, identifier, self.digest, self.trainable_only
-        )
+        return on_complete
 
     def _clean_up(self, trainer: RunContext, removable: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
@@ -510,11 +582,6 @@ class Checkpoint(Callback):
             except Exception as error:
                 logger.warning("Cannot remove %r in %r; the run will try again: %s", saved.name, folder, error)
 
-    def _release_claim(self, name: str) -> None:
-        release = self._claims.pop(name, None)
-        if release is not None:
-            release()
-
     def _folder(self) -> str:
         assert self.dirpath is not None
         return self.dirpath
@@ -522,59 +589,10 @@ class Checkpoint(Callback):
     def _path(self, saved: SavedCheckpoint | None) -> str:
         return "" if saved is None else child(self._folder(), saved.name)
 
-    def _score(self, trainer: RunContext, monitor: str) -> float:
-        if monitor in COUNTERS and monitor not in trainer.callback_metrics:
-            return float(trainer.current_epoch if monitor == "epoch" else trainer.global_step)
-        value = monitored_value(trainer, monitor)
-        if value is None:
-            known = sorted(trainer.callback_metrics)
-            raise ConfigurationError(
-                f"Checkpoint(monitor={monitor!r}): no value of that name was logged.{nearest(monitor, known)}",
-                f"logged so far: {', '.join(known)}" if known else "nothing was logged so far",
-                f"call self.log({monitor!r}, ...) before a checkpoint is saved, or monitor another key",
-            )
-        return value
+
+def _savers(trainer: RunContext) -> list[Checkpoint]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
 
 
 def _step_or_unset(number: Any) -> int:
     return number if type(number) is int else -1
-
-
-def _check_monitor(monitor: Any, mode: str) -> None:
-    if monitor is not None and not isinstance(monitor, str):
-        raise ConfigurationError(
-            f"Checkpoint(monitor={monitor!r}).",
-            "monitor is the name of a logged value.",
-            "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
-        )
-    if monitor is None and mode == "max":
-        raise ConfigurationError(
-            "Checkpoint(mode='max') without a monitor.",
-            "without a monitored value the newest checkpoint is kept, whatever the mode.",
-            "set monitor= to the name of a logged value, or remove mode.",
-        )
-
-
-def _check_arguments(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
-    if mode not in _MODES:
-        raise ConfigurationError(
-            f"Checkpoint(mode={mode!r}).{nearest(str(mode), _MODES)}",
-            "mode is the direction in which the monitored value improves",
-            "give 'min' or 'max'",
-        )
-    for name, value, least in (
-        ("save_top_k", top_k, -1),
-        ("keep_last", keep_last, 0),
-        ("every_n_train_steps", steps, 0),
-        ("every_n_epochs", epochs, 0),
-    ):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigurationError(
-                f"Checkpoint({name}={value!r}).", f"{name} is an integer, {least} or more.", f"give at least {least}."
-            )
-    if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
-        raise ConfigurationError(
-            f"Checkpoint(train_time_interval={interval!r}).",
-            "train_time_interval is the time between two checkpoints.",
-            "give a datetime.timedelta, such as timedelta(minutes=30).",
-        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._runtime.transfer import samples_in
+from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -147,7 +148,7 @@ class PredictionWriter(BasePredictionWriter):
             raise ConfigurationError(
                 f"PredictionWriter(part_bytes={part_bytes!r}).", "part_bytes is a number of bytes.", "give 1 or more."
             )
-        self.path = os.fspath(path)
+        self.path = resolved_path(path)
         self.format = format
         self.part_bytes = part_bytes
         self._run: PredictionRun | None = None

@@ -153,6 +153,8 @@ class StochasticWeightAveraging(WeightAveraging):
         super().on_train_end(trainer, module)
         layers = _batch_norm_layers(module) if self.updates else []
         if layers:
+            assert self._averages is not None
+            self._averages.keep_trained_buffers()
             _recompute_statistics(layers, trainer)
 
     def _rate_of(self, group: int) -> float:

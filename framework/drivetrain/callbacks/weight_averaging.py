@@ -37,7 +37,8 @@ class WeightAveraging(Callback):
 
     Within `fit`, each validation after the first update uses the averages, and afterwards the trained weights are
     restored bit for bit. After `fit` the module contains the averages. Checkpoints saved during `fit` contain the
-    averages and the trained weights. Subclasses override `should_update` to choose when to update the averages, and
+    trained weights and the averages, and are tested, loaded and exported with those that validation used, unless
+    ``averaged=`` says otherwise. Subclasses override `should_update` to choose when to update the averages, and
     `average` to choose how.
 
     Args:
@@ -104,6 +105,17 @@ class WeightAveraging(Callback):
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the averages by the weights' names."""
         return {} if self._averages is None or self.updates == 0 else self._averages.state()
+
+    @property
+    def evaluates_averages(self) -> bool | None:
+        """True if validation uses the averages or the module has them; False if not; None before the first update."""
+        if self._averages is None or self.updates == 0:
+            return None
+        return self.evaluate or self._averages.swapped_in
+
+    def trained_weights(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
+        """Return the trained weights while the module has the averages."""
+        return {} if self._averages is None else self._averages.trained_state()
 
     def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
         """Return, by name, the region of each average that this rank holds, which is the region of its weight."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint._format import Checkpoint as Checkpoint
     from drivetrain.checkpoint._format import load as load
     from drivetrain.checkpoint._format import verify as verify
+    from drivetrain.checkpoint.averaged_weights import evaluated_weights as evaluated_weights
     from drivetrain.checkpoint.consolidation import consolidate as consolidate
     from drivetrain.checkpoint.conversion import convert as convert
     from drivetrain.checkpoint.inspection import diff as diff
@@ -24,11 +25,12 @@ _HOME = {
     "consolidate": ".consolidation",
     "convert": ".conversion",
     "diff": ".inspection",
+    "evaluated_weights": ".averaged_weights",
     "load": _FORMAT,
     "show": ".inspection",
     "verify": _FORMAT,
 }
 
-__all__ = ["Checkpoint", "consolidate", "convert", "diff", "load", "show", "verify"]
+__all__ = ["Checkpoint", "consolidate", "convert", "diff", "evaluated_weights", "load", "show", "verify"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

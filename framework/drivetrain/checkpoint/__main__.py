@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "show":
         print(show(options.path))
     elif options.command == "consolidate":
-        print(consolidate(options.path, options.out))
+        print(consolidate(options.path, options.out, options.averaged, overwrite=options.overwrite))
     elif options.command == "convert":
         print(
             convert(
@@ -45,6 +45,7 @@ def _run(options: argparse.Namespace) -> int:
                 to=options.to,
                 config=options.config,
                 max_shard_size=options.max_shard_size,
+                averaged=options.averaged,
             )
         )
     else:
@@ -72,9 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     command("diff", "List the tensors, matched by name, in which two checkpoints differ.").add_argument(
         "other", metavar="OTHER", help="path or fsspec URL of the other checkpoint"
     )
-    command("consolidate", "Write a checkpoint's weights into one safetensors file.").add_argument(
+    consolidate_parser = command("consolidate", "Write a checkpoint's weights into one safetensors file.")
+    consolidate_parser.add_argument(
         "out", metavar="OUT", help="the .safetensors file to write, or a folder in which model.safetensors is written"
     )
+    consolidate_parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     convert_parser = command(
         "convert",
         "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
@@ -91,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert_parser.add_argument("--config", help="with --to hf: a config.json to use instead of the stored one")
     convert_parser.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a weights file")
+    for writing in (consolidate_parser, convert_parser):
+        writing.add_argument(
+            "--averaged",
+            action=argparse.BooleanOptionalAction,
+            help="write the averages, or the trained weights; by default those that the run evaluated with",
+        )
     return parser
 
 

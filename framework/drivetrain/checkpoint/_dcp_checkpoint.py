@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.checkpoint._nesting import nest_of
 from drivetrain.errors import CheckpointError
 
 
@@ -23,8 +24,10 @@ def is_dcp(folder: Path) -> bool:
     return (folder / ".metadata").is_file()
 
 
-def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a DCP checkpoint by name, unsharded. Entries that are not tensors are skipped.
+def read_dcp(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return every tensor of a DCP checkpoint by name, unsharded, and the nest of each name.
+
+    Entries that are not tensors are skipped.
 
     Raises:
         CheckpointError: the folder is damaged, was written with extensions, or its metadata refers to classes that are
@@ -37,11 +40,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
             metadata.state["state_dict_metadata"],
             _storage_by_offset(metadata.state["storage_data"]),
         )
-        return {
+        tensors = {
             name: _read_tensor(folder, name, entry.state, stored_chunks)
             for name, entry in descriptions.items()
             if "chunks" in (entry.state or {})
         }
+        paths = metadata.state.get("planner_data") or {}  # the keys of the nested dicts that were saved
+        return tensors, {name: nest_of(name, paths.get(name)) for name in tensors}
     except CheckpointError:
         raise
     except Exception as error:

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Container
 
+from drivetrain._runtime.working_directory import lacks_its_start
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_storage
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
@@ -31,7 +32,9 @@ def is_plain_name(name: str) -> bool:
 def resolve_folder(folder: str) -> str:
     """Return the real path of a local folder, or a URL without its trailing slash."""
     filesystem, root = filesystem_of(folder)
-    return os.path.realpath(os.path.expanduser(root)) if filesystem is None else folder.rstrip("/")
+    if filesystem is not None:
+        return folder.rstrip("/")
+    return os.path.normpath(root) if lacks_its_start(root) else os.path.realpath(root)
 
 
 def child(folder: str, name: str) -> str:

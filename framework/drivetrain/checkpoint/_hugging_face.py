@@ -13,6 +13,7 @@ from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.checkpoint.consolidation import create_file, write_tensors
 from drivetrain.errors import CheckpointError, listed, nearest
 
@@ -37,6 +38,7 @@ def write_pretrained(
     prefix: str = "",
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_size: int | str = "50GB",
+    averaged: bool | None = None,
 ) -> str:
     """Convert a checkpoint as `convert` does with ``to="hf"``; return the target folder."""
     limit, target = _parse_size(max_shard_size), os.fspath(out).rstrip("/")
@@ -46,7 +48,7 @@ def write_pretrained(
     name, description = _select_model(checkpoint, prefix, config)
     # If the configuration disables tying, `from_pretrained` would not initialize tied names that are not stored.
     untied = description.get("config", {}).get("tie_word_embeddings") is False
-    sources = _model_tensors(checkpoint, name, with_tied=untied)
+    sources = _model_tensors(checkpoint, name, averaged, with_tied=untied)
     _check_no_weights(target)
     adapters = description.get("adapters")
     if adapters:
@@ -115,7 +117,9 @@ def _read_config(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
+def _model_tensors(
+    checkpoint: Checkpoint, name: str, averaged: bool | None, with_tied: bool
+) -> dict[str, TensorSource]:
     """Return the tensors of one model by their names in that model.
 
     A tied tensor has only its first name, unless ``with_tied``.
@@ -123,7 +127,7 @@ def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[s
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
     tensors: dict[str, TensorSource] = {}
     stored_tensors = set()
-    sources = checkpoint.weights().sources()
+    sources = evaluated_weights(checkpoint, averaged).sources()
     for full_name in sorted(sources, key=lambda name: name in aliases):
         first = aliases.get(full_name, full_name)
         if full_name.startswith(prefix) and (with_tied or first not in stored_tensors):

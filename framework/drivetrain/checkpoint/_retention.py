@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drivetrain.checkpoint._folders import is_plain_name
@@ -18,7 +18,7 @@ class SavedCheckpoint:
         name: the name of the checkpoint's folder, which is directly inside the callback's folder.
         identifier: the identifier in the checkpoint's manifest; "" if unknown, in which case the checkpoint is never
             removed.
-        score: the monitored value at the save; None if nothing is monitored.
+        score: the monitored value at the save; None if nothing is monitored, or no value was logged yet.
         number: index of the save within the run.
         step: the optimizer step after which the checkpoint was written.
     """
@@ -56,7 +56,8 @@ class Retention:
     """Selects which of the added checkpoints to keep and which to remove.
 
     Args:
-        top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best.
+        top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best; a checkpoint
+            with a score is better than one without.
         keep_last: number of newest checkpoints to keep in addition.
         mode: "min" if lower scores are better, "max" if higher scores are better.
     """
@@ -90,6 +91,14 @@ class Retention:
         self._count += 1
         self.kept = self._select(candidates)
         return [checkpoint for checkpoint in candidates if checkpoint not in self.kept and checkpoint.name != name]
+
+    def rescore(self, step: int, score: float | None) -> bool:
+        """Return whether a checkpoint of this step is kept. If so, give it a new score, unless that is None."""
+        for index, checkpoint in enumerate(self.kept):
+            if checkpoint.step == step:
+                self.kept[index] = checkpoint if score is None else replace(checkpoint, score=score)
+                return True
+        return False
 
     def drop_after(self, step: int) -> list[SavedCheckpoint]:
         """Drop and return the checkpoints that were written after ``step``, the step that a run has rolled back to."""
@@ -139,8 +148,13 @@ class Retention:
         newest = sorted(candidates, key=lambda checkpoint: -checkpoint.number)[: self._keep_last]
         return [checkpoint for checkpoint in candidates if checkpoint in best or checkpoint in newest]
 
-    def _rank(self, checkpoint: SavedCheckpoint) -> tuple[float, int]:
-        """Return the sort key: better scores come first, then newer checkpoints of equal scores, and NaN comes last."""
-        if checkpoint.score is None:
-            return 0.0, -checkpoint.number
-        return (math.inf if math.isnan(checkpoint.score) else self._sign * checkpoint.score), -checkpoint.number
+    def _rank(self, checkpoint: SavedCheckpoint) -> tuple[bool, float, int]:
+        """Return the sort key: better scores come first, then NaN, then no score.
+
+        Of equal scores the earlier comes first, so that a score that stands still replaces nothing. Of checkpoints
+        without a score the newer comes first.
+        """
+        score, number = checkpoint.score, checkpoint.number
+        if score is None:
+            return True, 0.0, -number
+        return False, math.inf if math.isnan(score) else self._sign * score, number

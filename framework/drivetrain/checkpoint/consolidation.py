@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain._distributed.shards import Span
+from drivetrain.checkpoint._folders import is_taken
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.file_writer import FileWriter
@@ -19,12 +20,33 @@ from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint.averaged_weights import evaluated_weights
+from drivetrain.errors import CheckpointError, listed
 
+_OTHER_FORMATS = {
+    ".pt",
+    ".pth",
+    ".bin",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".npz",
+    ".npy",
+    ".h5",
+    ".onnx",
+    ".gguf",
+    ".msgpack",
+}
 _PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
-def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
+def consolidate(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    averaged: bool | None = None,
+    *,
+    overwrite: bool = False,
+) -> str:
     """Write the weights of a checkpoint into one file that `safetensors.torch.load_file` opens.
 
     A tied tensor is stored under one name, as in the checkpoint. Values that are not tensors (``_extra_state``) are
@@ -34,24 +56,50 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> st
         path: the checkpoint's path or URL.
         out: path or URL of the file; if it does not end with ``.safetensors``, of a folder in which the file
             ``model.safetensors`` is written.
+        averaged: True for the averages of the weights, False for the trained weights. None means those that the run
+            evaluated with.
+        overwrite: whether to replace the file if it exists.
 
     Returns:
         The path of the file.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the file cannot be written.
+        CheckpointError: the checkpoint is damaged, lacks the averages or lacks the weights of its base model
+            (``trainable_only``); or the file has the name of another format, exists already, or cannot be written.
     """
-    target = os.fspath(out)
-    if not target.endswith(".safetensors"):
-        target = f"{target.rstrip('/')}/model.safetensors"
+    target = _target_file(os.fspath(out))
     checkpoint = load(path)
+    if checkpoint.manifest.metadata.base:
+        raise CheckpointError(
+            f"{checkpoint.path!r} lacks {listed(list(checkpoint.manifest.metadata.base))}.",
+            "it holds only trained parameters (trainable_only=True), and a model needs all weights.",
+            "load it with TrainModule.load_from_checkpoint(path), and save the module's state_dict(); for the files of "
+            "a PEFT adapter, use convert(path, out, to='hf').",
+        )
+    if not overwrite and is_taken(target):
+        raise CheckpointError(
+            f"{target!r} exists already.",
+            "another file would be lost.",
+            "give another path, or overwrite=True (--overwrite).",
+        )
     with create_file(target) as sink:
-        write_tensors(_stored_tensors(checkpoint), sink)
+        write_tensors(_stored_tensors(checkpoint, averaged), sink)
     return target
 
 
-def _stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorSource]:
-    stored = checkpoint.weights().sources()
+def _target_file(out: str) -> str:
+    stem, suffix = os.path.splitext(out)
+    if suffix.lower() in _OTHER_FORMATS:
+        raise CheckpointError(
+            f"{out!r} has the name of a file of another format.",
+            "consolidate writes a safetensors file; a name without .safetensors is that of a folder.",
+            f"give {stem + '.safetensors'!r}, or the name of a folder.",
+        )
+    return out if suffix == ".safetensors" else f"{out.rstrip('/')}/model.safetensors"
+
+
+def _stored_tensors(checkpoint: Checkpoint, averaged: bool | None) -> dict[str, TensorSource]:
+    stored = evaluated_weights(checkpoint, averaged).sources()
     sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
     assert checkpoint.manifest.weights.tensors or not sources
     return sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -16,9 +17,15 @@ from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
+from drivetrain.checkpoint._nesting import common_nest, nest_of, nested_weights
 from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
+from drivetrain.checkpoint.averaged_weights import announce_choice, check_averaged
 from drivetrain.errors import CheckpointError
+
+_LIGHTNING_TRAINED = "current_model_state"
+"""Key of the trained weights in a file with Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
+logger = logging.getLogger("drivetrain")
 
 
 def convert(
@@ -29,6 +36,7 @@ def convert(
     to: str = "checkpoint",
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     max_shard_size: int | str = "50GB",
+    averaged: bool | None = None,
 ) -> str:
     """Convert weights of another library to a checkpoint, or a checkpoint to the Hugging Face layout.
 
@@ -45,31 +53,38 @@ def convert(
     Args:
         path: a local file or folder; with ``to="hf"`` a checkpoint's path or URL.
         out: the path or URL of the checkpoint or folder to write.
-        prefix: keep only names with this prefix and strip it, such as ``"model."`` for DCP folders saved from
-            ``{"model": ...}``. With ``to="hf"`` the model's name in the module, which is detected if there is only
-            one model.
+        prefix: keep only names with this prefix and strip it. The keys of nested dicts that lead to all weights, such
+            as "model" in ``{"model": state}``, and the ``module.`` of data-parallel modules are stripped anyway. With
+            ``to="hf"`` the model's name in the module, which is detected if there is only one model.
         to: "checkpoint" or "hf".
         config: with ``to="hf"``: a ``config.json``, its folder or its content, which replaces the configuration in the
             checkpoint.
         max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``. A larger
             model is split into several files with an index.
+        averaged: True for the averages of the weights, False for the trained weights. None means those that the run
+            evaluated with, which in Lightning are the averages if its callback ``WeightAveraging`` saved some.
 
     Returns:
         ``out`` as text.
 
     Raises:
         CheckpointError: the input has an unsupported format, holds more than tensors and plain values, or lacks
-            weights; the model to convert is ambiguous; or ``out`` already holds weights.
+            weights or the averages; the model to convert is ambiguous; or ``out`` already holds weights.
     """
     if to == "hf":
-        return write_pretrained(path, out, prefix, config, max_shard_size)
+        return write_pretrained(path, out, prefix, config, max_shard_size, averaged)
     if to != "checkpoint" or config is not None:
         raise CheckpointError(
             f"convert(to={to!r}, config={config!r}) is not supported.",
             'convert writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
-    weights, hyper_parameters = _read_other_format(Path(path))
+    check_averaged(averaged)
+    weights, hyper_parameters, nests = _read_other_format(Path(path), averaged)
+    nest = common_nest(nests, [name for name in weights if name.startswith(prefix)])
+    if len(nest) > len(prefix) and nest.startswith(prefix):
+        logger.warning("The names of all weights in %r begin with %r, which is taken off.", os.fspath(path), nest)
+        prefix = nest
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not weights:
@@ -85,12 +100,19 @@ def convert(
     return os.fspath(out)
 
 
-def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read_other_format(
+    path: Path, averaged: bool | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, str]]:
+    """Return the weights, the hyper-parameters, and what stands before the name of each weight in its module."""
+    is_pickle = path.is_file() and path.suffix != ".safetensors"
+    if averaged and not is_pickle:
+        raise _no_averages_error(path)
     if path.is_dir():
         if is_dcp(path):
-            return read_dcp(path), {}
+            weights, nests = read_dcp(path)
+            return weights, {}, nests
         if is_zero(path):
-            return read_zero(path), {}
+            return read_zero(path), {}, {}
         raise CheckpointError(
             f"{str(path)!r} is a folder of an unknown format.",
             "supported are folders of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a "
@@ -102,15 +124,23 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        return load_file(path), {}
+        return load_file(path), {}, {}
     document = load_safely(path, is_allowed=lambda name: True)  # objects outside of `state_dict` may be of any class
     state = document.get("state_dict", document)
+    trained = document.get(_LIGHTNING_TRAINED)
+    if trained is not None:
+        uses_averages = averaged is not False
+        announce_choice(str(path), uses_averages, is_default=averaged is None)
+        state = state if uses_averages else trained
+    elif averaged:
+        raise _no_averages_error(path)
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.",
             "weights are read as a mapping of names to tensors.",
             "check that this is the checkpoint and not another file of the run.",
         )
+    state, nest = nested_weights(state)
     unreadable_names = [str(name) for name, value in state.items() if isinstance(value, Placeholder)]
     if unreadable_names:
         raise CheckpointError(
@@ -118,8 +148,21 @@ def _read_other_format(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             "turning them into tensors would execute code of their classes.",
             "load the file in a program that defines the classes, and save plain tensors.",
         )
-    tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
+    tensors = {f"{nest}{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    nests = (
+        {}
+        if "pytorch-lightning_version" in document
+        else {name: nest_of(name, (*nest.split(".")[:-1], name)) for name in tensors}
+    )
+    return tensors, _json_hyper_parameters(document.get("hyper_parameters")), nests
+
+
+def _no_averages_error(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} holds no averages of its weights.",
+        "of other libraries' formats, convert knows only the averages that Lightning's WeightAveraging saves.",
+        "leave averaged out.",
+    )
 
 
 def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:

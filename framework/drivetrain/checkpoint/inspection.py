@@ -11,7 +11,7 @@ import torch
 
 from drivetrain._config.secret_values import without_secrets
 from drivetrain._runtime.size_format import format_size
-from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._format import AveragesRecord, Checkpoint, load
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 
@@ -44,13 +44,24 @@ def show(path: str | os.PathLike[str]) -> str:
     for index, part in enumerate(manifest.optimizers):
         lines.append(f"  optimizer {index}: {format_size(_total_bytes(checkpoint, part.files()))}")
     for key, part in manifest.callbacks.items():
-        lines.append(f"  {key}: {format_size(_total_bytes(checkpoint, part.files()))}")
+        record = metadata.averages
+        use = _describe_averages(checkpoint, record) if record is not None and record.callback == key else ""
+        lines.append(f"  {key}: {use}{format_size(_total_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())
     lines.append(f"  in all  {format_size(nbytes)} in {len(manifest.files)} files")
     rows = [(name, *_type_shape(source), source.file.name) for name, source in sources.items()]
+    if metadata.averages is not None:
+        averages = checkpoint.callback_tensors(metadata.averages.callback).sources().items()
+        rows += [(f"average of {name}", *_type_shape(source), source.file.name) for name, source in averages]
     for tied, first in manifest.aliases.items():
         rows = [(*row[:3], f"tied to {first}") if row[0] == tied else row for row in rows]
     return "\n".join([*lines, "", *_table(("name", "type", "shape", "file"), rows)])
+
+
+def _describe_averages(checkpoint: Checkpoint, record: AveragesRecord) -> str:
+    count = len(checkpoint.callback_tensors(record.callback).keys() & checkpoint.weights().keys())
+    use = "with which the run evaluated" if record.evaluated else "with which the run did not evaluate"
+    return f"averages of {count} weights, {use}, "
 
 
 def _list_models(models: Mapping[str, Mapping[str, Any]]) -> str:
@@ -71,7 +82,7 @@ def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[st
     for index in range(min(counts)):
         parts = (left.manifest.optimizers[index], right.manifest.optimizers[index])
         lines += _differences(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
-        groups = [checkpoint.optimizer_state(index)["param_groups"] for checkpoint in (left, right)]
+        groups = [checkpoint.optimizer_settings(index) for checkpoint in (left, right)]
         if repr(groups[0]) != repr(groups[1]):
             lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
     for key in dict.fromkeys([*left.manifest.callbacks, *right.manifest.callbacks]):

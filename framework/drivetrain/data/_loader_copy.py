@@ -1,6 +1,6 @@
 """Copies of a `torch.utils.data.DataLoader` with some attributes replaced.
 
-This is the only module that uses `DataLoader`'s private attributes.
+This is the only module that uses private attributes of `DataLoader` and of its workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, default_collate
+from torch.utils.data._utils import worker as torch_worker
 
 
 class LoaderClone:
@@ -86,3 +87,9 @@ class _IteratorTracker:
         shut_down = getattr(iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
+
+
+def replace_worker_info(info: Any) -> Any:
+    """Make `get_worker_info` return ``info`` in this process; return what it returned before."""
+    previous, torch_worker._worker_info = torch_worker._worker_info, info
+    return previous

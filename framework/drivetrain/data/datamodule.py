@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from drivetrain._runtime.transfer import move_to
-from drivetrain.module._hyper_parameters import HyperParametersMixin
+from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
 from drivetrain.module._run_handle import RunHandle
 
 
@@ -109,7 +109,7 @@ class DataModule(RunHandle, HyperParametersMixin):
                 setattr(datamodule, f"{stage}_dataloader", partial(_loaders_of, datasets, stage == "train", options))
         return datamodule
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         path: Any = None,

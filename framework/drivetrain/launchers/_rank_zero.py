@@ -1,18 +1,23 @@
-"""rank_zero_only: a decorator for functions that only rank 0 runs, before, during and after a run."""
+"""Functions that only rank 0 runs, before, during and after a run."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from drivetrain._runtime.console_logging import log_to_console
 from drivetrain.environments import detect_environment
 from drivetrain.launchers.world import current_world
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+logger = logging.getLogger("drivetrain")
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
@@ -27,6 +32,19 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
         return function(*args, **kwargs) if this_rank() == 0 else None
 
     return on_rank_zero
+
+
+@rank_zero_only
+def rank_zero_info(message: object, *args: Any, **kwargs: Any) -> None:
+    """Log a message on rank 0, with the arguments of `logging.info`. Without a configuration, it goes to stderr."""
+    with log_to_console(True):
+        logger.info(message, *args, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_warn(message: str | Warning, *, stacklevel: int = 1, **kwargs: Any) -> None:
+    """Issue a warning on rank 0, with the arguments of `warnings.warn`."""
+    warnings.warn(message, stacklevel=stacklevel + 2, **kwargs)
 
 
 def this_rank() -> int:

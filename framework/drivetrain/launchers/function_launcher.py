@@ -17,6 +17,7 @@ import torch
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import host, host_on, listen
+from drivetrain._runtime.working_directory import working_directory
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._elastic import Processes, polls
@@ -124,7 +125,7 @@ class FunctionLauncher(Launcher):
                 port,
                 job,
                 dict(os.environ),
-                os.getcwd(),
+                working_directory(),
                 multiprocessing.get_start_method(allow_none=True),
                 listener,
             )
@@ -190,7 +191,8 @@ class FunctionLauncher(Launcher):
         if len(failures) == world_size and len(kinds_of_failure) == 1 and cause.pickled_error is not None:
             original = cause.load_error()
             if original is not None:
-                original.__cause__ = error
+                # A cause would be printed with the error's text again, and below it the frames of this process.
+                original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
                 return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
             error.fix += (
@@ -216,7 +218,7 @@ class _RankSetup:
     port: int
     job: Job
     variables: dict[str, str]
-    folder: str
+    folder: str | None
     child_start_method: str | None
     listener: socket.socket | None
     """The listening socket of the caller's store, if the caller forks."""
@@ -253,7 +255,8 @@ def _restore_process_settings(setup: _RankSetup) -> None:
     os.environ.update(setup.variables)
     os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job.name or DEFAULT_RUN_ID))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
-    os.chdir(setup.folder)
+    if setup.folder is not None:
+        os.chdir(setup.folder)
     multiprocessing.set_start_method(setup.child_start_method, force=True)
     # After a fork, torch creates its thread pool at first use, which is this call. Otherwise all of autograd's device
     # threads would create the pool at the same time, and one of them would abort with "Invalid thread pool!".

@@ -15,5 +15,5 @@ def default_logger(root_dir: str | os.PathLike[str] | None = None) -> Logger:
     Args:
         root_dir: a local path or an fsspec URL; ``None`` for the working directory.
     """
-    root = os.getcwd() if root_dir is None else root_dir
+    root = os.curdir if root_dir is None else root_dir
     return TensorBoardLogger(root) if tensorboard_is_installed() else CSVLogger(root)

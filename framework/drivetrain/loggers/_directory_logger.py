@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from drivetrain._config.secret_values import SecretFilter
+from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.loggers.logger import Logger
 from drivetrain.runs._directory import RunDirectory
 
@@ -20,7 +21,7 @@ class DirectoryLogger(Logger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
-        self._directory = RunDirectory(os.path.expanduser(save_dir), name, version)
+        self._directory = RunDirectory(resolved_path(save_dir), name, version)
         self._prefix = f"{prefix}-" if prefix else ""
         self._secret_filter = SecretFilter()
 

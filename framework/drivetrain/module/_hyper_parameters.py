@@ -6,8 +6,9 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.errors import ConfigurationError
 
@@ -19,7 +20,10 @@ class HyperParameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; the names are {', '.join(self) or 'none'}") from None
+            advice = (
+                f"the names are {', '.join(self)}" if self else "call self.save_hyperparameters() in __init__ first"
+            )
+            raise AttributeError(f"no hyper-parameter {name!r}: {advice}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -159,3 +163,30 @@ def _check_json(owner: str, name: str, value: Any) -> None:
             "hyper-parameters are saved as JSON, so that loading a checkpoint cannot run code.",
             f"omit it with save_hyperparameters(ignore={name!r}).",
         ) from error
+
+
+if TYPE_CHECKING:
+    class_only = classmethod
+else:
+
+    class class_only(classmethod):  # a decorator, named like ``classmethod``
+        """A class method that builds a new object; called on an instance, it raises an error.
+
+        The instance would stay as it is, although the call reads as if it were changed.
+        """
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            method = super().__get__(instance, owner)
+            if instance is None:
+                return method
+
+            @wraps(method)
+            def refused(*args: Any, **kwargs: Any) -> Any:
+                owner_name, name = type(instance).__name__, method.__name__
+                raise ConfigurationError(
+                    f"{name} was called on an instance of {owner_name}.",
+                    "it returns a new object and does not change the instance.",
+                    f"write {owner_name.lower()} = {owner_name}.{name}(...).",
+                )
+
+            return refused

@@ -143,3 +143,29 @@ class ModuleHooks:
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called after a prediction micro-batch, with what `predict_step` returned."""
+
+    # Modes of the layers
+
+    def on_validation_model_eval(self: Any) -> None:
+        """Set the modes (train or eval) for validation; by default eval for every layer."""
+        self.eval()
+
+    def on_validation_model_train(self: Any) -> None:
+        """Set the modes after validation. Without an override, every layer gets the mode from before."""
+        self.train()
+
+    def on_test_model_eval(self: Any) -> None:
+        """Set the modes (train or eval) for a test; by default eval for every layer."""
+        self.eval()
+
+    def on_test_model_train(self: Any) -> None:
+        """Set the modes after a test. Without an override, every layer gets the mode from before."""
+        self.train()
+
+    def on_predict_model_eval(self: Any) -> None:
+        """Set the modes (train or eval) for a prediction; by default eval for every layer."""
+        self.eval()
+
+    def on_predict_model_train(self: Any) -> None:
+        """Set the modes after a prediction. Without an override, every layer gets the mode from before."""
+        self.train()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import ConfigurationError
-from drivetrain.module._hyper_parameters import HyperParametersMixin
+from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module._run_handle import RunHandle
 
@@ -96,6 +96,18 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         raise NotImplementedError
 
     # Overridable steps of the loop: clipping, optimizer and scheduler steps, and the batch transfer
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a loss of shape (), in automatic optimization and in `manual_backward`.
+
+        ``loss`` is already multiplied by the micro-batch's share of the accumulation window and, in fp16, by the loss
+        scale. DeepSpeed runs the backward itself, so that an override raises a `ConfigurationError` there.
+        """
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients of one optimizer, before the first micro-batch of a window."""
+        optimizer.zero_grad()
 
     def configure_gradient_clipping(
         self,
@@ -348,7 +360,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
 
     # Load and freeze weights
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         path: Any = None,
@@ -358,6 +370,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         hparams_file: Any = None,
         strict: bool | None = None,
         ignore: str | Iterable[str] = (),
+        averaged: bool | None = None,
         **overrides: Any,
     ) -> Self:
         """Build the module from a checkpoint's hyper-parameters and load its weights.
@@ -370,19 +383,26 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
             strict: whether to raise an error if names of weights are missing or unexpected, instead of skipping these
                 weights with a warning. None means `strict_loading`.
             ignore: names of saved hyper-parameters to omit because ``__init__`` no longer takes them.
+            averaged: True for the averages of the weights, False for the trained weights. None means those that the
+                run evaluated with.
             overrides: hyper-parameters that replace the saved ones, or secrets, which checkpoints do not contain.
 
         Raises:
             CheckpointError: there is no complete checkpoint, its hyper-parameters do not match the arguments of
-                ``__init__``, or its weights do not fit. Also raised if the checkpoint contains only the trained
-                weights, and the module's other weights differ from the weights of the run that saved the checkpoint.
+                ``__init__``, its weights do not fit, or it lacks the averages. Also raised if the checkpoint contains
+                only the trained weights, and the module's other weights differ from the weights of the run that saved
+                the checkpoint.
         """
-        from drivetrain.checkpoint._format import load  # Imported only here, because most runs do not need it.
+        # Imported only here, because most runs do not need it.
+        from drivetrain.checkpoint._format import load
+        from drivetrain.checkpoint.averaged_weights import evaluated_weights
+        from drivetrain.launchers._rank_zero import this_rank
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
-        weights, metadata = checkpoint.weights(), checkpoint.manifest.metadata
+        metadata = checkpoint.manifest.metadata
+        weights = evaluated_weights(checkpoint, averaged, announce=metadata.averages is not None and this_rank() == 0)
         base, arguments, secrets = metadata.base, checkpoint.hyper_parameters, metadata.left_out
         if hparams_file is not None:
             arguments, secrets = read_hyper_parameters(hparams_file), ()

@@ -119,7 +119,7 @@ class MixedPrecision(Precision):
             if scaler.unscaled:  # in manual optimization, gradients of an earlier backward may remain
                 scaler.scale_again()
             loss = scaler.scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.run_backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, once per backward, and check them for overflow."""

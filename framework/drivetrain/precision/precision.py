@@ -145,9 +145,12 @@ class Precision:
         weights between two forward passes in any other way.
         """
 
+    run_backward: Callable[[Tensor], None] = staticmethod(Tensor.backward)
+    """Runs the backward of a loss that `backward` has scaled: ``loss.backward()``, or the module's own ``backward``."""
+
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of a loss of shape ()."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Accumulate the gradients of a loss of shape (), by calling `run_backward` with the loss that it scales."""
+        self.run_backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, once after each `backward`."""

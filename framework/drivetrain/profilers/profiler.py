@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from drivetrain._runtime.working_directory import resolved_path
+
 
 @dataclass(slots=True)
 class ProfiledRun:
@@ -64,7 +66,7 @@ class Profiler(ABC):
     filename: str | None = None
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self.dirpath = None if dirpath is None else resolved_path(dirpath)
         self.filename = filename
 
     @abstractmethod

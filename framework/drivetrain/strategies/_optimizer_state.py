@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,13 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
 def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Load state by name into ``optimizer``, whose groups and order of parameters stay unchanged.
 
+    Args:
+        module: the module whose parameters the optimizer holds.
+        optimizer: the optimizer.
+        saved: state in the form that `named_optimizer_state` returns. The key "weight_dtypes" may hold the dtypes of
+            the saved weights by parameter name. State of the same dtype follows its parameter to another precision, and
+            state of another dtype keeps it.
+
     Raises:
         CheckpointError: a saved name is not in the optimizer, or the number of groups differs.
     """
@@ -69,6 +77,33 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
         start += len(group_names)
     state = {positions[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weight_dtypes: Mapping[str, torch.dtype] = saved.get("weight_dtypes", {})
+    for name, values in saved["state"].items():
+        loaded = optimizer.state[parameters[positions[name]]]
+        for key, value in values.items():
+            if key in loaded and key != "step":  # torch keeps the dtype of "step"
+                loaded[key] = _uncast(loaded[key], value, weight_dtypes.get(name))
+
+
+def _uncast(loaded: Any, saved: Any, weight_dtype: torch.dtype | None) -> Any:
+    """Return the loaded value without the conversions that do not suit it.
+
+    ``Optimizer.load_state_dict`` converts every tensor to the parameter's dtype if that is a floating-point type, which
+    rounds state that has a higher precision than the weights and changes counts, masks and complex numbers. It replaces
+    a string by the text of a generator.
+    """
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        follows = saved.is_floating_point() if weight_dtype is None else saved.dtype == weight_dtype
+        return loaded if follows or loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, str) and isinstance(loaded, str):
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict) and saved.keys() == loaded.keys():
+        return type(saved)({key: _uncast(loaded[key], value, weight_dtype) for key, value in saved.items()})
+    if isinstance(saved, list | tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        pairs = zip(loaded, saved, strict=True)
+        return type(saved)(_uncast(part, saved_part, weight_dtype) for part, saved_part in pairs)
+    return loaded
 
 
 def regroup_parameters(

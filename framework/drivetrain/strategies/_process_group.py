@@ -77,7 +77,7 @@ class ProcessGroup:
         watchdog_store: Store = control_store.clone()  # type: ignore[attr-defined]
         # NCCL kernels keep waiting for a failed rank, and so does every thread that waits for such a kernel.
         abort = abort_nccl if self._owned and uses_nccl() else None
-        self._watchdog = Watchdog(watchdog_store, rank, self.control.flight.write, abort)
+        self._watchdog = Watchdog(watchdog_store, rank, self.control.flight.write, abort, self.control.poll)
         return self.control
 
     def _after_first_step(self) -> None:

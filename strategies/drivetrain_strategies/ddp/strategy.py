@@ -44,7 +44,8 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: search for unused parameters in every step.
         bucket_cap_mb: size of a gradient bucket in MiB; None uses torch's default.
         broadcast_buffers: broadcast rank 0's buffers before each ``training_step``; None uses torch's default (True).
-        gradient_as_bucket_view: make gradients views of the communication buckets.
+        gradient_as_bucket_view: make gradients views of the communication buckets, which saves a copy of the gradients
+            in memory. Each backward overwrites the gradients of the previous step, so an optimizer must not keep them.
         comm_hook: how gradients are communicated. Takes "fp16", "bf16", "powersgd", a hook, or a tuple (state, hook).
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails.
@@ -65,7 +66,7 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
         broadcast_buffers: bool | None = None,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool = False,
         comm_hook: CommHook | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,

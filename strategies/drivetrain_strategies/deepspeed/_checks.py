@@ -197,12 +197,18 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
     )
 
 
-def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
+def is_own(optimizer: Optimizer) -> bool:
+    """Return whether the user, or a third party, wrote the optimizer, rather than torch or DeepSpeed."""
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
     path = f"torch.optim.{kind.__name__}" if package == "torch" else f"{package}.{kind.__name__}"
-    if path in _ELEMENTWISE_OPTIMIZERS:
+    return path not in _ELEMENTWISE_OPTIMIZERS
+
+
+def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
+    if not is_own(optimizer):
         return
+    kind = type(optimizer)
     for base in kind.__mro__:
         reason = _REFUSAL_REASONS.get(base)
         if reason is not None:

@@ -20,6 +20,7 @@ from drivetrain.strategies import ControlPlane, ParameterShard, broadcast_togeth
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies._missing_weights import check_gather_limit
+from drivetrain_strategies.deepspeed._checks import is_own
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._error_messages import explain_ordering_errors, explain_start_errors
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
@@ -27,7 +28,7 @@ from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._leave_sharded import gather_left_parts, leave_parts
 from drivetrain_strategies.deepspeed._library import redirected_prints
-from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer
+from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer, GradientCopies
 from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
@@ -82,6 +83,7 @@ class DeepSpeedRun:
         self._unrounded: dict[int, StoredParameter] = {}
         self._state: State | None = None
         self._adopted: AdoptedOptimizer | None = None
+        self._copies: GradientCopies | None = None
         self._unused: UnusedParameters | None = None
         self._gather_order: GatherOrder | None = None
         self._gradient_order: GradientOrder | None = None
@@ -204,6 +206,8 @@ class DeepSpeedRun:
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
         self.optimizers = [optimizer]
+        if is_own(optimizer):
+            self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
@@ -394,6 +398,8 @@ class DeepSpeedRun:
             self._adopted.restore()
         for optimizer in self.optimizers:
             optimizer.__dict__.pop("zero_grad", None)
+        if self._copies is not None:
+            self._copies.close()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError
 from drivetrain.strategies import ParameterShard, Region, Span, WeightMismatch, check_optimizer_fits, cut
@@ -197,6 +198,7 @@ class State:
             with self._active_zero.swapped_in(number):
                 for fragment in fragments:
                     if values := optimizer.state.get(fragment.flat):
+                        self._check_sliceable(values, optimizer)
                         shape, span = fragment.shape, fragment.span
                         state[self._names[id(fragment.parameter)]] = {
                             name: StoredParameter(fragment.slice_of(value), shape, span, is_swapped).read()
@@ -209,6 +211,18 @@ class State:
             for group, names in zip(optimizer.param_groups, self._groups(), strict=True)
         ]
         return {"state": state, "param_groups": groups}
+
+    def _check_sliceable(self, values: Mapping[str, Any], optimizer: Optimizer) -> None:
+        for key, value in values.items():
+            if hasattr(value, "__tensor_flatten__"):
+                raise CheckpointError(
+                    f"The state {key!r} of {type(optimizer).__name__} is of class {type(value).__name__}, which wraps "
+                    "other tensors.",
+                    "ZeRO keeps the parameters of a group in one flat tensor, and state that is stored in blocks "
+                    "cannot be cut into the parts of the parameters.",
+                    "use strategy='fsdp' or 'ddp' with this optimizer, or save only weights: "
+                    "Checkpoint(save_weights_only=True).",
+                )
 
     def optimizer_regions(self) -> dict[str, Region]:
         # Scalar parameters are left out. Their state has the shape of a step counter, which must not be sharded.

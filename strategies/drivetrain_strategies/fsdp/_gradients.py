@@ -11,6 +11,7 @@ from torch import nn
 
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._replicated_parameters import ReplicatedParameters
+from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 
 
@@ -22,6 +23,7 @@ class Gradients:
         replicated: parameters that every rank holds whole.
         group: the process group of the ranks that read different data.
         unused: finds parameters that no rank used.
+        unsplit: compares the gradients of unsplit parameters; None without tensor parallelism.
         reshard_after_backward: drop gathered parameters after every backward of an accumulation window. False drops
             gathered parameters only after the window's last backward.
     """
@@ -32,12 +34,14 @@ class Gradients:
         replicated: Sequence[nn.Parameter],
         group: Any,
         unused: UnusedParameters,
+        unsplit: UnsplitGradients | None,
         reshard_after_backward: bool,
     ) -> None:
         self._sharded = sharded
         self.replicated = list(replicated)
         self._replicated_average = ReplicatedParameters(replicated, group) if replicated else None
         self._unused = unused
+        self._unsplit = unsplit
         self._reshard_after_backward = reshard_after_backward
         self._exchange_enabled = True
 
@@ -95,8 +99,10 @@ class Gradients:
             require(True)
 
     def trainable_changed(self) -> None:
-        """Forget which parameters are unused. The next window determines the unused parameters again."""
+        """Let the next window determine the unused parameters again, and compare gradients of new trainable ones."""
         self._unused.reset()
+        if self._unsplit is not None:
+            self._unsplit.restart()
 
     def after_backward(self) -> None:
         """Finish the exchange of gradients. Collective, except while gradients are accumulated."""
@@ -105,3 +111,5 @@ class Gradients:
         self._unused.clear_unused_gradients(self._sharded.take_unused())
         if self._replicated_average is not None:
             self._replicated_average.average()
+        if self._unsplit is not None and self._unsplit.pending:
+            self._unsplit.compare()

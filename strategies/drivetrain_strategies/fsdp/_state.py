@@ -111,11 +111,17 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
         target = parameters.get(name)
-        state[name] = {
-            key: in_layout_of(value, target) if target is not None and _is_shaped_like(value, target) else value
-            for key, value in values.items()
-        }
-    return {"state": state, "param_groups": saved["param_groups"]}
+        state[name] = values if target is None else _in_layout_of_parameter(values, target)
+    return {**saved, "state": state}
+
+
+def _in_layout_of_parameter(value: Any, target: torch.Tensor) -> Any:
+    """Return ``value`` with each tensor of the parameter's shape in its layout, also in dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return {key: _in_layout_of_parameter(part, target) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_in_layout_of_parameter(part, target) for part in value)
+    return in_layout_of(value, target) if _is_shaped_like(value, target) else value
 
 
 def _is_shaped_like(value: Any, target: torch.Tensor) -> bool:

@@ -34,8 +34,7 @@ class WeightCasts:
     bytes in addition to its shards. Like `fully_shard` for weights, this class frees and refills storage under
     unchanged tensors, so that the graph, the order of gradient accumulation and every bit are those of plain autocast.
 
-    Casts of frozen weights are not found, since autocast does not cache them. A matrix product saves such a cast only
-    if the product has a backward.
+    Casts of frozen weights are not found, since autocast does not cache them; see `save_no_frozen_casts`.
 
     Args:
         parameters: torch's `FSDPParam` objects of the unit's weights.

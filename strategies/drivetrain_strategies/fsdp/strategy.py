@@ -47,6 +47,7 @@ from drivetrain_strategies.fsdp._checks import (
 from drivetrain_strategies.fsdp._closure_evaluation import step_with_closure
 from drivetrain_strategies.fsdp._custom_step import CustomStep
 from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
+from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
     Sharded,
@@ -64,6 +65,7 @@ from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, refuse_changes_while_gathered
+from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
@@ -95,7 +97,8 @@ class FSDPStrategy(DistributedStrategy):
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
         backward_prefetch: number of units to prefetch in backward; 0 uses torch's default.
         compile: compile each unit separately. Takes a bool or a dict of options for `torch.compile`.
-        tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
+        tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``. Each
+            rank has only some heads, so write ``unflatten(-1, (-1, head_size))`` instead of a fixed number of heads.
         reshard_after_backward: reshard parameters after each backward within an accumulation window. False saves
             communication and needs more memory.
         find_unused_parameters: find, in every accumulation window, the parameters that no rank used. None does so only
@@ -109,7 +112,8 @@ class FSDPStrategy(DistributedStrategy):
             but also rounds the weights of norms and embeddings. None gathers parameters in float32, their stored dtype.
 
     Raises:
-        ConfigurationError: arguments contradict each other.
+        ConfigurationError: arguments contradict each other. In the first window of a run with ``tensor_parallel``: a
+            weight that is not split got another gradient on each rank of a group.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -251,6 +255,7 @@ class FSDPStrategy(DistributedStrategy):
             compile_options,
             self.param_dtype is not None,
         )
+        self._save_no_frozen_casts()
         broadcast_from_rank_0(plan.replicated.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
@@ -265,7 +270,11 @@ class FSDPStrategy(DistributedStrategy):
         param_names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in sharded.parameters}
         unused = UnusedParameters(find_unused, param_names, self.control)
         replicated = list(plan.replicated.values())
-        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
+        unsplit = None
+        if self.tensor_parallel > 1:
+            group = mesh.whole.get_group("tensor")
+            unsplit = UnsplitGradients(dict(module.named_parameters()), group, self.control)
+        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, unsplit, self.reshard_after_backward)
         if replicated or self.tensor_parallel > 1:  # an overflow may occur on some ranks only
             self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
@@ -298,6 +307,14 @@ class FSDPStrategy(DistributedStrategy):
             return WeightCasts(parameters, device_type, dtype)
 
         return make_weight_casts
+
+    def _save_no_frozen_casts(self) -> None:
+        if self._weight_casts_factory() is None or self.reshard_after_forward is False:
+            return
+        assert self.plan is not None
+        assert self._forward_swap is not None
+        for unit in self.plan.units[:-1]:  # the root stays gathered
+            save_no_frozen_casts(unit.module.modules(), self._forward_swap)
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._adopted_optimizers is not None
@@ -334,6 +351,7 @@ class FSDPStrategy(DistributedStrategy):
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
         adapt_to_trainable(self._resharded_module(), self._sharded, self._require_gradients())
+        self._save_no_frozen_casts()
 
     # During a step: forward, gradients, backward and optimizer step
 

@@ -313,7 +313,10 @@ def test_an_error_of_every_rank_is_raised_unchanged() -> None:
     with pytest.raises(ConfigurationError, match="devices=9 cannot be had") as caught:
         FunctionLauncher("fork").launch(_TWO, _refuse)
     assert caught.value.fix == "ask for 2"
-    assert isinstance(caught.value.__cause__, RankFailedError)
+    (note,) = caught.value.__notes__
+    assert note.startswith("Traceback of rank ")
+    assert note.endswith('raise ConfigurationError("devices=9 cannot be had", "there are 2", "ask for 2")')
+    assert caught.value.__cause__ is None  # it would be printed with the same text and traceback
     with pytest.raises(ValueError, match="from rank one"):
         FunctionLauncher("fork").launch(_ONE, _raise_value_error)
     with pytest.raises(SystemExit) as exited:

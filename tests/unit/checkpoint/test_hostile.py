@@ -71,6 +71,11 @@ class TestManifests:
             {"pretrained": {"model": {}}},
             {"pretrained": {"model": {"config": []}}},
             {"pretrained": {"model": {"adapters": {"default": 1}}}},
+            {"averages": []},
+            {"averages": {"callback": "EMA"}},
+            {"averages": {"callback": ["EMA"], "evaluated": True}},
+            {"averages": {"callback": "EMA", "evaluated": 1}},
+            {"averages": {"callback": "EMA", "evaluated": True}},  # there is no callback of this name
             {"format": 10**400},
         ],
         ids=lambda planted: next(iter(planted)),

@@ -201,6 +201,20 @@ class TestLightning:
         }
         torch.testing.assert_close(weights["net.0.bias"], torch.tensor([-0.1240502, 0.5156178, -0.135562]))
 
+    def test_averages_and_trained_weights(self, tmp_path: Path) -> None:
+        # Lightning's WeightAveraging saves the averages as the state_dict.
+        trained = {name: value + 1 for name, value in Tied(4).state_dict().items()}
+        averages = lightning(tmp_path / "a.ckpt", current_model_state=trained, averaging_state={"n_averaged": 3})
+        for averaged, wanted in ((None, averages), (True, averages), (False, trained)):
+            convert(tmp_path / "a.ckpt", tmp_path / "c", averaged=averaged)
+            assert torch.equal(load(tmp_path / "c").weights()["first.bias"], wanted["first.bias"])
+        lightning(tmp_path / "b.ckpt")
+        with pytest.raises(CheckpointError, match="holds no averages"):
+            convert(tmp_path / "b.ckpt", tmp_path / "c", averaged=True)
+        consolidate(tmp_path / "c", tmp_path / "out")
+        assert main(["convert", str(tmp_path / "out" / "model.safetensors"), str(tmp_path / "d"), "--averaged"]) == 2
+        convert(tmp_path / "b.ckpt", tmp_path / "c", averaged=False)
+
     def test_weights_of_unknown_classes_are_named(self, tmp_path: Path) -> None:
         lightning(tmp_path / "a.ckpt", state_dict={"w": torch.ones(2), "odd": OrderedOnly(3)})
         with pytest.raises(CheckpointError, match=r"weights that are not plain tensors: odd\."):

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from drivetrain.data import CombinedLoader, split_by_rank
 from drivetrain.data._loaders import prepare_loader
@@ -35,6 +45,67 @@ class Files(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         for first in split_by_rank(range(0, 70, 10)):
             yield from range(first, first + 3)
+
+
+class OwnParts(IterableDataset[int]):
+    """Splits itself by worker, as torch's documentation shows."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(first, self.length, step))
+
+
+class Asking(IterableDataset[int]):
+    """Asks for its worker at every element, and fails once no further element is left."""
+
+    def __iter__(self) -> Iterator[int]:
+        for element in range(6):
+            assert get_worker_info() is None
+            yield element
+        assert get_worker_info() is None
+        raise OSError("the file ends early")
+
+
+class Mapped(Dataset[int]):
+    """A map-style data set that skips what another worker reads."""
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 12:
+            raise IndexError(index)
+        worker = get_worker_info()
+        return index if worker is None else index * worker.num_workers + worker.id
+
+
+class Chained(IterableDataset[int]):
+    """Reads split iterables from within, of which one splits itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from split_by_rank(range(7))
+        yield from (7 + element for element in split_by_rank(OwnParts(10)))
+
+
+class WorkerAroundReads(IterableDataset[Any]):
+    """Yields how a worker sees itself before, between and after reads of split iterables."""
+
+    def __iter__(self) -> Iterator[Any]:
+        seen = [get_worker_info() is not None]
+        elements = iter(split_by_rank(OwnParts(12)))
+        for _ in range(2):
+            next(elements)
+            seen.append(get_worker_info() is not None)
+        del elements  # before it has ended
+        seen.append(get_worker_info() is not None)
+        try:
+            list(split_by_rank(Asking()))
+        except OSError:
+            seen.append(get_worker_info() is not None)
+        list(split_by_rank(OwnParts(12)))
+        seen.append(get_worker_info() is not None)
+        yield torch.tensor(seen)
 
 
 class Reversed(Sampler[int]):
@@ -65,6 +136,30 @@ def test_every_sample_is_read_once(ranks: int, workers: int) -> None:  # I-08
         parts = [_read(DataLoader(dataset, batch_size=4, num_workers=workers), rank, ranks) for rank in range(ranks)]
         assert sorted(sample for part in parts for sample in part) == expected
         assert all(parts)
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (1, 2), (2, 2), (3, 2)])
+def test_an_iterable_that_splits_itself_by_worker_is_read_once(ranks: int, workers: int) -> None:  # Q-07
+    # With two workers, 24 of 48 elements were read: the iterable and `split_by_rank` both split by worker.
+    for dataset, length in (
+        (split_by_rank(OwnParts(48)), 48),
+        (split_by_rank(OwnParts(48), by_worker=False), 48),
+        (split_by_rank(Mapped()), 12),  # type: ignore[arg-type]  # iterated through __getitem__
+        (split_by_rank(Chained()), 17),
+        (split_by_rank(split_by_rank(OwnParts(20))), 20),
+        (split_by_rank(split_by_rank(OwnParts(20), by_worker=False)), 20),
+    ):
+        parts = [_read(DataLoader(dataset, batch_size=4, num_workers=workers), rank, ranks) for rank in range(ranks)]
+        assert sorted(sample for part in parts for sample in part) == list(range(length))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_sees_itself_again_after_each_read(workers: int) -> None:  # Q-07
+    loader = DataLoader(WorkerAroundReads(), batch_size=None, num_workers=workers)
+    seen = list(loader)
+    assert len(seen) == workers
+    for found in seen:
+        assert found.tolist() == [True] * 6
 
 
 def test_workers_that_start_afresh_know_their_rank_too() -> None:  # I-08

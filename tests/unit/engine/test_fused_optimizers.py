@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain._engine import console_logging
 from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
+from drivetrain._runtime import console_logging
 
 
 def _optimizer(kind: Any, layer: nn.Module | None = None, **options: Any) -> Any:

@@ -27,9 +27,9 @@ def _batch(stage: str, step: str) -> list[str]:
 
 
 def _validation(batches: int) -> list[str]:
-    order = _everyone("on_validation_start", "on_validation_epoch_start")
+    order = ["module.on_validation_model_eval", *_everyone("on_validation_start", "on_validation_epoch_start")]
     order += _batch("validation", "validation_step") * batches
-    return order + _everyone("on_validation_epoch_end", "on_validation_end")
+    return [*order, *_everyone("on_validation_epoch_end", "on_validation_end"), "module.on_validation_model_train"]
 
 
 def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
@@ -101,9 +101,12 @@ def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str, ste
         "module.prepare_data",
         *_everyone("setup"),
         "module.configure_model",
+        f"module.on_{stage}_model_eval",
         *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),
         *(_batch(stage, step) * 2),
-        *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end", "teardown"),
+        *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end"),
+        f"module.on_{stage}_model_train",
+        *_everyone("teardown"),
     ]
 
 

@@ -39,10 +39,7 @@ def callback_with(*names: str, **methods: Callable[..., Any]) -> Callback:
         ("training_epoch_end", "on_train_epoch_end(self)"),
         ("validation_epoch_end", "on_validation_epoch_end(self)"),
         ("training_step_end", "on_train_batch_end"),
-        ("backward", "self.manual_backward(loss)"),
-        ("optimizer_zero_grad", "on_before_zero_grad(self, optimizer)"),
-        ("on_validation_model_eval", "on_validation_start(self)"),
-        ("on_test_model_train", "on_test_start(self)"),
+        ("on_validation_model_zero_grad", "on_validation_start(self)"),
         ("configure_sharded_model", "configure_model(self)"),
         ("on_train_epoch_stop", "write on_train_epoch_end"),
         ("on_epoch_end", "on_train_epoch_end"),
@@ -187,19 +184,6 @@ def test_hooks_of_several_loaders_may_require_dataloader_idx(tmp_path: Path) -> 
     )
     fit(tmp_path, num_sanity_val_steps=0).fit(module, loader(), [loader(2), loader(2)])
     assert seen == [0, 1]
-
-
-def test_a_backward_is_not_considered_a_helper(tmp_path: Path) -> None:  # I-10
-    class Net(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.layer(batch).mean()
-            loss.backward()
-            return loss
-
-        def backward(self, loss: Any) -> None: ...
-
-    with pytest.raises(ConfigurationError, match=r"Net\.backward"):
-        fit(tmp_path).fit(Net(), loader())
 
 
 def test_a_method_that_returned_the_loaders_is_not_refused(tmp_path: Path) -> None:  # I-10

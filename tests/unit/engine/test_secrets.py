@@ -27,7 +27,7 @@ class Fetching(TrainModule):
     """Takes a token, and saves all its arguments."""
 
     def __init__(
-        self, api_token: str, width: int = 3, auth: dict[str, str] | None = None, pad_token: str = "<pad>"
+        self, api_token: str, width: int = 3, login: dict[str, str] | None = None, pad_token: str = "<pad>"
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -64,7 +64,7 @@ class Keeping(Logger):
 
 
 def fetching() -> Fetching:
-    return Fetching(SECRET, auth={"user": "me", "password": f"{SECRET}-2"})
+    return Fetching(SECRET, login={"user": "me", "password": f"{SECRET}-2"})
 
 
 def everything_in(folder: Path) -> bytes:
@@ -82,23 +82,23 @@ def test_no_file_of_a_run_contains_a_secret(tmp_path: Path, save_async: bool) ->
     with captured_warnings() as lines:
         trainer.fit(module, datamodule=Fetched(SECRET, 24))
         trainer.save_checkpoint(tmp_path / "end", weights_only=True)
-    kept = {"width": 3, "auth": {"user": "me"}, "pad_token": "<pad>"}
+    kept = {"width": 3, "login": {"user": "me"}, "pad_token": "<pad>"}
     assert theirs.params == [{"samples": 24, **kept}]
     assert json.loads((tmp_path / "logs/drivetrain_logs/version_0/hparams.json").read_text()) == theirs.params[0]
     assert len(list((tmp_path / "c").glob("epoch=*"))) == 3
     for path in (tmp_path / "end", *(tmp_path / "c").glob("epoch=*")):
         assert load(path).hyper_parameters == kept
-        assert load(path).manifest.metadata.left_out == ("api_token", "auth.password")
+        assert load(path).manifest.metadata.left_out == ("api_token", "login.password")
     written = everything_in(tmp_path)
     assert b"hyper_parameters" in written
     assert SECRET.encode() not in written
     # One warning, with the names and without the values.
     (line,) = [line for line in lines if "secrets" in line]
-    assert "'db_password', 'api_token', 'auth.password'" in line
+    assert "'db_password', 'api_token', 'login.password'" in line
     assert SECRET not in "".join(lines)
     # In memory everything is unchanged.
     assert module.hparams.api_token == SECRET
-    assert module.hparams.auth == {"user": "me", "password": f"{SECRET}-2"}
+    assert module.hparams.login == {"user": "me", "password": f"{SECRET}-2"}
 
 
 def test_a_run_without_files_does_not_warn(tmp_path: Path) -> None:
@@ -133,12 +133,12 @@ def test_a_required_secret_is_requested(tmp_path: Path) -> None:  # J-11
     assert "load_from_checkpoint(path, api_token=...)" in caught.value.fix
     assert "checkpoints do not contain secrets" in caught.value.why
     assert "save_hyperparameters" not in str(caught.value)  # it was called
-    with pytest.warns(UserWarning, match=r"built without 'auth.password'.*auth=\.\.\."):
+    with pytest.warns(UserWarning, match=r"built without 'login.password'.*login=\.\.\."):
         module = Fetching.load_from_checkpoint(path, api_token="another")
-    assert module.hparams == {"api_token": "another", "width": 3, "auth": {"user": "me"}, "pad_token": "<pad>"}
+    assert module.hparams == {"api_token": "another", "width": 3, "login": {"user": "me"}, "pad_token": "<pad>"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Fetching.load_from_checkpoint(path, api_token="another", auth={"user": "me", "password": "p"})
+        Fetching.load_from_checkpoint(path, api_token="another", login={"user": "me", "password": "p"})
 
 
 def test_a_resumed_run_uses_the_secrets_of_its_module(tmp_path: Path) -> None:
@@ -185,3 +185,81 @@ def test_an_object_store_receives_no_secret(tmp_path: Path) -> None:  # J-11
     assert len(names) > 3
     assert SECRET.encode() not in b"".join(store.cat_file(name) for name in names)
     store.rm("/secrets", recursive=True)
+
+
+def test_credentials_and_passwords_in_urls_are_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # Q-08
+    class Connecting(Fetching):
+        def __init__(
+            self, wandb_key: str, servers: list[Any], headers: dict[str, str], sort_key: str = "date", width: int = 3
+        ) -> None:
+            super().__init__("", width)
+            self.hparams.clear()
+            self.save_hyperparameters()
+
+    url = f"postgres://me:{SECRET}@host/db"
+    given = [{"url": url, "private_key": SECRET, "port": 1}]
+    module = Connecting(SECRET, given, {"Authorization": f"Bearer {SECRET}", "Accept": "a"})
+    monkeypatch.setattr("sys.argv", ["train.py", f"--db={url}", "-H", f"Cookie: {SECRET}", "--auth", SECRET])
+    theirs = Keeping()
+    trainer = fit(tmp_path, logger=[CSVLogger(tmp_path / "logs"), theirs], callbacks=Checkpoint(tmp_path / "c"))
+    with captured_warnings() as lines:
+        trainer.fit(module, regression())
+    kept = {"servers": [{"port": 1}], "headers": {"Accept": "a"}, "sort_key": "date", "width": 3}
+    assert theirs.params == [kept]
+    (record,) = tmp_path.rglob("run.json")
+    assert json.loads(record.read_text())["argv"][1:] == [
+        *("train.py", "--db=postgres://me:...@host/db", "-H", "Cookie: ...", "--auth", "..."),
+    ]
+    written = everything_in(tmp_path)
+    assert b"sort_key" in written
+    assert SECRET.encode() not in written
+    assert SECRET not in "".join(lines)
+    names = "'wandb_key', 'servers.0.url', 'servers.0.private_key', 'headers.Authorization', '--db', 'Cookie', '--auth'"
+    assert names in "".join(lines)
+
+
+def test_a_run_that_fails_records_no_password_of_a_url(tmp_path: Path) -> None:  # Q-08
+    class Failing(Fetching):
+        def training_step(self, batch: Any) -> Any:
+            raise OSError(f"cannot reach s3://me:{SECRET}@host/data")
+
+    with pytest.raises(OSError, match="cannot reach"):
+        fit(tmp_path, logger=CSVLogger(tmp_path / "logs")).fit(Failing(""), regression())
+    (record,) = tmp_path.rglob("run.json")
+    assert "cannot reach s3://me:...@host/data" in json.loads(record.read_text())["why"]
+    assert SECRET not in record.read_text()
+
+
+@pytest.mark.parametrize("given", [{"wandb_key": SECRET}, {"db": {"password": SECRET}}, {"db": f"s3://u:{SECRET}@h"}])
+def test_a_mistake_in_a_setting_shows_no_nested_secret_or_password(given: dict[str, Any]) -> None:  # Q-08
+    with pytest.raises(ConfigurationError) as caught:
+        Fit(**given)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_wrong_value_of_a_setting_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:  # Q-08
+    monkeypatch.setenv("DRIVETRAIN_MAX_EPOCHS", f"s3://u:{SECRET}@h")
+    with pytest.raises(ConfigurationError, match=r"s3://u:\.\.\.@h") as caught:
+        Fit()
+    assert SECRET not in str(caught.value)
+
+
+def test_a_setting_with_a_password_in_its_url_is_recorded_without_it(tmp_path: Path) -> None:  # Q-08
+    trainer = fit(tmp_path, logger=CSVLogger(tmp_path / "logs"), default_root_dir=f"memory://u:{SECRET}@h/root")
+    assert SECRET not in str(trainer.settings)
+    trainer.fit(Fetching(""), regression())
+    (record,) = tmp_path.rglob("run.json")
+    assert json.loads(record.read_text())["settings"]["default_root_dir"]["value"] == "memory://u:...@h/root"
+
+
+def test_a_fit_is_shown_with_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # Q-12
+    monkeypatch.chdir(tmp_path)
+    assert repr(Fit()) == "Fit()"
+    assert repr(Fit(strategy="ddp", devices=2)) == "Fit(strategy='ddp', devices=2)"
+    Path("drivetrain.toml").write_text("max_epochs = 3\n")
+    monkeypatch.setenv("DRIVETRAIN_SEED", "7")
+    shown = repr(Fit(devices=1, default_root_dir=f"memory://u:{SECRET}@h"))
+    assert shown == "Fit(devices=1, max_epochs=3, default_root_dir=..., seed=7)"
+    assert SECRET not in shown

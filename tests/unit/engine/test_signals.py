@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import resource
 import signal
@@ -17,8 +18,11 @@ import torch
 from engine_case import Regression, Tiny, fit, loader, regression
 
 from drivetrain import Callback, ConfigurationError
-from drivetrain.callbacks import Checkpoint
+from drivetrain._engine.signals import Signals
+from drivetrain.callbacks import Checkpoint, PredictionWriter
 from drivetrain.checkpoint import load
+from drivetrain.data import read_predictions
+from drivetrain.loggers import Logger
 
 RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
 
@@ -238,3 +242,182 @@ def test_slurm_requeues_a_job_that_had_not_begun_training(
     assert left.value.code == 128 + signal.SIGUSR1
     assert (tmp_path / "told").read_text() == "requeue 77\n"
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+# Evaluations
+
+
+class Evaluated(Regression):
+    """Sends this process signals in a given micro-batch of an evaluation.
+
+    Args:
+        numbers: the signals.
+        at: the micro-batch, or the name of a hook.
+        pause: seconds after each signal.
+    """
+
+    def __init__(self, *numbers: int, at: int | str = 2, pause: float = 0.0) -> None:
+        super().__init__()
+        self.numbers, self.at, self.pause = numbers, at, pause
+        self.batches = 0
+
+    def send(self, where: int | str) -> None:
+        if where == self.at:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(self.pause)
+
+    def _evaluate(self, batch: Any, batch_idx: int) -> None:
+        self.send(batch_idx)
+        self.batches += 1
+        self.log("score", float(batch_idx))
+
+    validation_step = test_step = _evaluate
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.send(batch_idx)
+        self.batches += 1
+        return self.layer(batch[0])
+
+    def setup(self, stage: str) -> None:
+        self.send("setup")
+
+    def on_test_start(self) -> None:
+        self.send("on_test_start")
+
+    def on_test_end(self) -> None:
+        self.send("on_test_end")
+
+
+class Ended(Logger):
+    """Records the status with which a run ends."""
+
+    name = "ended"
+    version = 0
+    status: str | None = None
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        """Nothing is recorded."""
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+
+class Closing(Callback):
+    """Records the hooks that are called as a run ends."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.calls.append(type(exception).__name__)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.calls.append(f"teardown {stage}")
+
+
+EVALUATIONS = {"validate": {"verbose": False}, "test": {"verbose": False}, "predict": {}}
+
+
+@pytest.mark.parametrize("entry", EVALUATIONS)
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_ends_an_evaluation_after_the_batch(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    entry: str,
+    number: signal.Signals,
+    raised: type[BaseException],
+) -> None:  # Q-06
+    caplog.set_level("INFO", logger="drivetrain")
+    module, closing, ended = Evaluated(number), Closing(), Ended()
+    before = signal.getsignal(number), signal.set_wakeup_fd(-1)
+    run = fit(tmp_path, callbacks=closing, logger=ended)
+    with pytest.raises(raised) as caught:
+        getattr(run, entry)(module, regression(), **EVALUATIONS[entry])
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == 143
+    assert module.batches == 3
+    assert closing.calls == [raised.__name__, f"teardown {entry}"]
+    assert "The run ended" not in caplog.text  # it did not train
+    assert (run.state, ended.status) == ("interrupted", "interrupted")
+    assert (signal.getsignal(number), signal.set_wakeup_fd(-1)) == before
+    assert not [one for one in threading.enumerate() if one.name.startswith("drivetrain")]
+
+
+@pytest.mark.parametrize(("at", "batches"), [("setup", 0), ("on_test_start", 1), ("on_test_end", 6)])
+def test_a_signal_between_the_batches_of_an_evaluation_ends_it(tmp_path: Path, at: str, batches: int) -> None:  # Q-06
+    module, closing = Evaluated(signal.SIGTERM, at=at), Closing()
+    run = fit(tmp_path, callbacks=closing)
+    with pytest.raises(SystemExit) as caught:
+        run.test(module, regression(), verbose=False)
+    assert (caught.value.code, module.batches, run.state) == (143, batches, "interrupted")
+    assert closing.calls[-1] == "teardown test"
+
+
+def test_a_second_signal_ends_an_evaluation_within_the_batch(tmp_path: Path) -> None:  # Q-06
+    module = Evaluated(signal.SIGTERM, signal.SIGTERM, pause=0.6)
+    with pytest.raises(SystemExit) as caught:
+        fit(tmp_path).test(module, regression(), verbose=False)
+    assert (caught.value.code, module.batches) == (143, 2)
+
+
+def test_none_handles_no_signal_in_an_evaluation(tmp_path: Path) -> None:  # Q-06
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        run = fit(tmp_path, preemption_signals=None)
+        run.test(Evaluated(signal.SIGTERM), regression(), verbose=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (told, run.state) == ([signal.SIGTERM], "finished")
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_preempted_prediction_is_resumed_and_only_then_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: bool
+) -> None:  # Q-06
+    stub = tmp_path / "scontrol"
+    stub.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    torch.manual_seed(0)
+    leaving = Evaluated(signal.SIGUSR1)
+    resumed = Evaluated()
+    resumed.load_state_dict(leaving.state_dict())
+    with pytest.raises(SystemExit) as caught:
+        fit(tmp_path, callbacks=PredictionWriter(tmp_path / "p")).predict(
+            leaving, regression(), return_predictions=returned
+        )
+    assert caught.value.code == 128 + signal.SIGUSR1
+    assert (tmp_path / "told").exists() == (not returned)  # otherwise all batches are computed again
+    fit(tmp_path, callbacks=PredictionWriter(tmp_path / "p")).predict(
+        resumed, regression(), return_predictions=returned
+    )
+    assert (leaving.batches, resumed.batches) == (3, 6 if returned else 3)
+    assert len(read_predictions(tmp_path / "p")) == 24
+
+
+def test_a_preempted_test_is_not_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # Q-06
+    stub = tmp_path / "scontrol"
+    stub.write_text(f"#!/bin/sh\ntouch {tmp_path}/told\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    for at in ("setup", 2):
+        with pytest.raises(SystemExit):
+            fit(tmp_path).test(Evaluated(signal.SIGUSR1, at=at), regression(), verbose=False)
+    assert not (tmp_path / "told").exists()
+
+
+def test_a_signal_is_noticed_while_the_main_thread_runs_no_python() -> None:  # Q-06
+    """Other ranks then need not wait until this rank's micro-batch ends."""
+    noticing: list[str] = []
+    with Signals([signal.SIGTERM], lambda number: noticing.append(threading.current_thread().name)) as signals:
+        signals.defer_to_run()
+        sender = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+        sender.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000_000)  # more than a second without Python
+        sender.join()
+        signals.handled = True
+    assert noticing[0] == "drivetrain-signals"

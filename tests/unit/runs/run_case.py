@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,12 @@ def process_of(pid: int) -> dict[str, Any]:
     """Return the record's entry for a process of this machine."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return {"pid": pid, "began": fields[19]}
+
+
+def of_an_earlier_version(checkpoint: Path) -> None:
+    """Remove the run from a manifest, as in checkpoints written before runs had folders."""
+    manifest = checkpoint / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["run"], document["crc32"]
+    body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
+    manifest.write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())

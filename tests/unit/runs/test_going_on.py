@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import shutil
 import signal
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_case import Another, Net, data, edit, fit, folders, left_running, process_of, record, stopped, trained
+from run_case import (
+    Another,
+    Net,
+    data,
+    edit,
+    fit,
+    folders,
+    left_running,
+    of_an_earlier_version,
+    process_of,
+    record,
+    stopped,
+    trained,
+)
 
 from drivetrain import Callback, Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
@@ -34,15 +45,6 @@ def version(trainer: Fit) -> str:
 
 def every(step: int, **options: Any) -> Checkpoint:
     return Checkpoint(every_n_train_steps=step, save_top_k=-1, **options)
-
-
-def of_an_earlier_version(checkpoint: Path) -> None:
-    """Remove the run from a manifest, as in checkpoints written before runs had folders."""
-    manifest = checkpoint / "manifest.json"
-    document = json.loads(manifest.read_text())
-    del document["run"], document["crc32"]
-    body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
-    manifest.write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
 
 
 # Which run

@@ -11,11 +11,12 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
+from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
 from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.read_memory import check_memory
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
+from drivetrain.checkpoint._format.tensor_reader import CastSource, CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.errors import CheckpointError, listed
 
 
@@ -50,7 +51,10 @@ class Checkpoint:
         return self.manifest.metadata.weights_only
 
     def weights(self) -> Weights:
-        """Return every parameter and buffer by name, including tied names. Each value is read when it is accessed."""
+        """Return every parameter and buffer by name, including tied names. Each value is read when it is accessed.
+
+        These are the trained weights, also if the checkpoint has averages, which `averages` returns.
+        """
         part = self.manifest.weights
         sources = self._sources(part)
         other_values = {} if part.document is None else self._read_document(part, sources)
@@ -58,6 +62,26 @@ class Checkpoint:
             raise damage_error(self.path, f"{part.document} is not a dict of names")
         tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
         return Weights({**tensors, **other_values}, self.manifest.aliases, self.readers)
+
+    def averages(self) -> Weights:
+        """Return the weights of the module with the averages: `weights`, with averages in place of what was averaged.
+
+        Averages are converted to the dtypes of their weights. `callback_tensors` returns them as they are stored, in at
+        least float32.
+
+        Raises:
+            CheckpointError: the checkpoint records no averages.
+        """
+        record = self.manifest.metadata.averages
+        if record is None:
+            others = sorted(self.manifest.callbacks)
+            raise CheckpointError(
+                f"{self.path!r} holds no averages of its weights.",
+                "the run averaged no weights, or averaging had not begun, or the checkpoint was saved after fit, with "
+                "what the module held then; earlier versions of drivetrain did not record which tensors are averages.",
+                f"use its weights, or its callback_tensors({others[0]!r})." if others else "use its weights.",
+            )
+        return self.weights().with_values(self.callback_tensors(record.callback).sources())
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Return an optimizer's state, keyed by parameter name.
@@ -83,15 +107,22 @@ class Checkpoint:
         wanted_regions: dict[int, Region] = {}
         for name, values in document["state"].items():
             region = None if regions is None else regions.get(name)
-            for value in values.values():
-                if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
-                    wanted_regions[id(value)] = region
+            sources: dict[int, TensorSource] = {}
+            _collect_sources(values, sources, within_subclasses=False)
+            for key, value in sources.items():
+                if region is not None and value.shape == shapes.get(name):
+                    wanted_regions[key] = region
         state: dict[str, Any] = _read_tensors(document, wanted_regions, self.readers)
         return state
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
         """Return the parameter names of each group of an optimizer, without reading tensors."""
         return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
+
+    def optimizer_settings(self, index: int = 0) -> list[dict[str, Any]]:
+        """Return the parameter groups of an optimizer with parameter names as ``params``, without reading its state."""
+        groups: list[dict[str, Any]] = _read_tensors(self.optimizer_document(index)["param_groups"], {}, self.readers)
+        return groups
 
     def optimizer_document(self, index: int) -> dict[str, Any]:
         """Return an optimizer's state with a `TensorSource` in place of each tensor; no tensor is read.
@@ -219,6 +250,16 @@ class Weights(Mapping[str, Any]):
         """Return a `TensorSource` (with shape and dtype) per tensor, including tied names; nothing is read."""
         return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
 
+    def with_values(self, others: Mapping[str, TensorSource]) -> Weights:
+        """Return these weights with the values of ``others`` of equal name and shape, converted to the same dtypes."""
+        values = dict(self._values)
+        for name, source in others.items():
+            own = values.get(name)
+            # A buffer that has changed its shape since the last update of the averages has no average.
+            if isinstance(own, TensorSource) and own.shape == source.shape:
+                values[name] = source if source.dtype == own.dtype else CastSource(source.file, source.entry, own.dtype)
+        return Weights(values, self._aliases, self._readers)
+
     def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Read all values, or only the given regions of some tensors. Tied names share one object.
 
@@ -309,15 +350,14 @@ def _optimizer_state_problem(document: Any) -> str | None:
     return None
 
 
-def _collect_sources(value: Any, sources: dict[int, TensorSource]) -> None:
+def _collect_sources(value: Any, sources: dict[int, TensorSource], within_subclasses: bool = True) -> None:
     if isinstance(value, TensorSource):
         sources[id(value)] = value
-    elif isinstance(value, dict):
-        for part in value.values():
-            _collect_sources(part, sources)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _collect_sources(part, sources)
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            _collect_sources(part, sources, within_subclasses)
+    elif isinstance(value, FlattenedTensor) and within_subclasses:
+        _collect_sources(dict(value.tensors), sources)
 
 
 def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
@@ -327,4 +367,6 @@ def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
         return type(value)({key: _replace_sources(part, replacements) for key, part in value.items()})
     if isinstance(value, list | tuple):
         return type(value)(_replace_sources(part, replacements) for part in value)
+    if isinstance(value, FlattenedTensor):
+        return value.map(lambda part: _replace_sources(part, replacements)).restore()
     return value

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
-from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, Regions
+from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, LocalWriteError, Regions
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, encode_manifest, versions
 from drivetrain.checkpoint._format.object_storage import ObjectStorage
@@ -204,10 +204,15 @@ def _write(
         files = [replace(file, name=storage.file_name(file.name)) for file in files]
         regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
         document = None if part.document is None else storage.file_name(f"{part.stem}.json")
+        writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
         try:
-            # `GatheredWriter.write` is collective, so this rank calls it even after an earlier part has failed.
-            writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
+            # The write is collective, so this rank calls it even after an earlier part has failed. An error of the
+            # exchange itself is not caught: the ranks are no longer at the same point, so this rank's failure must end
+            # the run instead of letting this rank wait for the others in a later collective.
             file_records.update(writer.write(files))
+        except LocalWriteError as error:
+            problem = problem or error.cause
+        try:
             if part.document is not None and document is not None and problem is None:
                 file_records[document] = _write_file(storage, document, part.document, plan.digest)
             index = _encode_index(part, files)

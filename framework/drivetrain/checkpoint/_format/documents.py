@@ -7,16 +7,19 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from drivetrain._distributed.shards import ParameterShard
+from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor, is_flattenable
 from drivetrain.errors import CheckpointError
 
 # A dict with one of the following keys as its only key encodes a value that JSON cannot represent. A user's dict with a
 # key that begins with "$" is written as pairs, so that the user's dict is not mistaken for such an encoding.
 TENSOR, TUPLE, FLOAT, PAIRS, COUNTER = "$tensor", "$tuple", "$float", "$pairs", "$counter"
+SUBCLASS, DTYPE = "$subclass", "$dtype"
 METADATA = "__metadata__"
 """A key that the header of a safetensors file reserves, so that no tensor can have this name."""
 _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -57,6 +60,11 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
 def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     if len(path) > MAX_DEPTH:
         raise RecursionError
+    if is_flattenable(value):
+        flat = FlattenedTensor.of(value)
+        encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
+        context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))
+        return {SUBCLASS: [flat.class_name, encoded, context, list(flat.shape), list(flat.stride)]}
     if isinstance(value, torch.Tensor | ParameterShard):
         name = _unused_name("/".join(path) or "tensor", tensors)
         tensors[name] = value
@@ -82,11 +90,29 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {str(key): _encode(part, tensors, (*path, key)) for key, part in value.items()}
         return {PAIRS: _encode_pairs(value, tensors, path)}
+    if isinstance(value, _Dtype):
+        return {DTYPE: value.name}
     raise CheckpointError(
         f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, a {type(value).__name__}.",
         "a checkpoint holds only JSON-able values and tensors, so that loading a checkpoint runs no code.",
         "save numbers, strings, lists, tuples, dicts or tensors.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtype:
+    """A dtype in the context of a tensor subclass. Elsewhere a dtype is refused, like other objects."""
+
+    name: str
+
+
+def _with_dtypes(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return _Dtype(str(value).removeprefix("torch."))
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        parts = [_with_dtypes(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return {key: _with_dtypes(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def _encode_pairs(value: Mapping[Any, Any], tensors: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
@@ -126,6 +152,10 @@ def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
             if _of_type(str, tag, content) not in _SPECIAL_FLOATS:
                 raise ValueError(f"{tag} has the content {reprlib.repr(content)}")
             return _SPECIAL_FLOATS[content]
+        if tag == DTYPE:
+            return _dtype(_of_type(str, tag, content))
+        if tag == SUBCLASS:
+            return _flattened(_of_type(list, tag, content), tensor, depth)
         if tag == TUPLE:
             return tuple([decode(part, tensor, depth) for part in _of_type(list, tag, content)])
         if tag in (PAIRS, COUNTER):
@@ -142,6 +172,24 @@ def _of_type(kind: type, tag: str, content: Any) -> Any:
     if type(content) is not kind:
         raise ValueError(f"{tag} has the content {reprlib.repr(content)}")
     return content
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{DTYPE} has the content {reprlib.repr(name)}")
+    return dtype
+
+
+def _flattened(content: list[Any], tensor: Callable[[str], Any], depth: int) -> FlattenedTensor:
+    if len(content) != 5 or not isinstance(content[0], str) or not isinstance(content[1], dict):
+        raise ValueError(f"{SUBCLASS} has the content {reprlib.repr(content)}")
+    class_name, encoded, context, shape, stride = content
+    sizes = (*_of_type(list, SUBCLASS, shape), *_of_type(list, SUBCLASS, stride))
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"{SUBCLASS} has the content {reprlib.repr(content)}")
+    tensors = {name: decode(value, tensor, depth) for name, value in encoded.items()}
+    return FlattenedTensor(class_name, tensors, decode(context, tensor, depth), tuple(shape), tuple(stride))
 
 
 def _hashable(key: Any) -> Any:

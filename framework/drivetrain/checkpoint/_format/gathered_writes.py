@@ -67,15 +67,17 @@ class GatheredWriter:
         """Write the files that this rank owns, and send shards for the others. Collective.
 
         Raises:
-            Exception: the first error in a file that this rank owns; it is raised after all files are done.
+            LocalWriteError: a file that this rank owns could not be written, or a shard of this rank could not be read.
+                The error is raised after the exchange of all files, so that no other rank waits for this one. Any other
+                error comes from the exchange, which cannot be continued.
         """
         records: dict[str, FileRecord] = {}
-        problem: Exception | None = None
+        problem: LocalWriteError | None = None
         for wave in _split_into_waves(files):
             try:
                 records.update(self._write_wave(wave))
-            except _WriteFailedError as error:
-                problem = problem or error.cause
+            except LocalWriteError as error:
+                problem = problem or error
         if problem is not None:
             raise problem
         return records
@@ -87,6 +89,7 @@ class GatheredWriter:
         output = None if owned is None else _Output(owned, self.storage, self.digest)
         receive_buffers, assembly_buffers = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
         rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
+        problems: list[Exception] = []
         try:
             while True:
                 current_round = [
@@ -94,26 +97,39 @@ class GatheredWriter:
                 ]
                 if not current_round:
                     break
-                received = self._exchange(current_round, receive_buffers)
+                received = self._exchange(current_round, receive_buffers, problems)
                 for owner, pieces in current_round:
                     if owner == self.control.rank and output is not None:
                         output.write(self._assembled(pieces, received, assembly_buffers))
-            return {} if output is None else output.finish()
+            records = {} if output is None else output.finish()
         finally:
             if output is not None:
                 output.close()
+        if problems:
+            raise LocalWriteError(problems[0])
+        return records
 
     def _exchange(
-        self, current_round: Sequence[tuple[int, list[Piece]]], receive_buffers: _Buffers
+        self,
+        current_round: Sequence[tuple[int, list[Piece]]],
+        receive_buffers: _Buffers,
+        problems: list[Exception],
     ) -> dict[int, torch.Tensor]:
-        """Send this rank's parts of the pieces to the files' owners; return the bytes received, by sending rank."""
+        """Send this rank's parts of the pieces to the files' owners; return the bytes received, by sending rank.
+
+        The owners wait for the bytes of every part. If a part cannot be read, zeros are sent in its place, and the
+        error is added to ``problems``.
+        """
         control, sends = self.control, {}
         receives: dict[int, torch.Tensor] = {}
         for owner, pieces in current_round:
             if owner != control.rank:
-                parts = [part.view(torch.uint8) for part in self._parts(pieces)]
-                if parts:
-                    sends[owner] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+                if count := self._nbytes_from(control.rank, pieces):
+                    try:
+                        sends[owner] = self._bytes_to_send(pieces, count)
+                    except Exception as error:
+                        problems.append(error)
+                        sends[owner] = torch.zeros(count, dtype=torch.uint8)
                 continue
             others = [rank for rank in range(control.world_size) if rank != control.rank]
             nbytes = {rank: count for rank in others if (count := self._nbytes_from(rank, pieces))}
@@ -121,6 +137,13 @@ class GatheredWriter:
         if control.world_size > 1:
             control.exchange(sends, receives)
         return receives
+
+    def _bytes_to_send(self, pieces: Sequence[Piece], count: int) -> torch.Tensor:
+        parts = [part.view(torch.uint8) for part in self._parts(pieces)]
+        content = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        if content.numel() != count:
+            raise ValueError(f"this rank's shards have {content.numel()} bytes instead of {count}")
+        return content
 
     def _parts(self, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
         for piece in pieces:
@@ -200,8 +223,8 @@ class _Buffers:
         return [buffer[begin : begin + size] for begin, size in zip(offsets, sizes, strict=False)]
 
 
-class _WriteFailedError(Exception):
-    """Carries the error of one file to the end of its wave, since all ranks must finish the exchange."""
+class LocalWriteError(Exception):
+    """Carries an error of this rank's files or shards past the exchange, which all ranks must finish."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -224,13 +247,13 @@ class _Output:
             self._fail(error)
 
     def write(self, pieces: Iterator[_FlatPiece]) -> None:
-        for piece, borrowed in pieces:
-            if self._writer is None:
-                return
-            try:
+        try:
+            for piece, borrowed in pieces:
+                if self._writer is None:
+                    return
                 self._writer.write(bytes_of(piece), borrowed)
-            except Exception as error:
-                self._fail(error)
+        except Exception as error:
+            self._fail(error)
 
     def finish(self) -> dict[str, FileRecord]:
         try:
@@ -244,7 +267,7 @@ class _Output:
         except Exception as error:
             self._fail(error)
         assert self._problem is not None
-        raise _WriteFailedError(self._problem)
+        raise LocalWriteError(self._problem)
 
     def close(self) -> None:
         """Stop the threads and close the file; a file that was not finished is discarded."""

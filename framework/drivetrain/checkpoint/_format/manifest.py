@@ -8,7 +8,7 @@ import reprlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -67,6 +67,19 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class AveragesRecord:
+    """Which of a checkpoint's tensors are averages of its weights.
+
+    Attributes:
+        callback: the key of the callback whose tensors are averages, under the weights' names.
+        evaluated: whether the run evaluated with the averages, rather than with the trained weights.
+    """
+
+    callback: str
+    evaluated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
     """What a run records about a checkpoint.
 
@@ -88,6 +101,7 @@ class CheckpointMetadata:
         argument: name of the module's argument that holds all hyper-parameters; "" if each is a separate argument.
         data_hyper_parameters: arguments that the data module was built with, JSON-able.
         data_argument: like ``argument``, but for the data module.
+        averages: which tensors are averages of the weights; None if there are no averages.
     """
 
     strategy: str = ""
@@ -105,6 +119,7 @@ class CheckpointMetadata:
     argument: str = ""
     data_hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     data_argument: str = ""
+    averages: AveragesRecord | None = None
 
     def descends_from(self, other: CheckpointMetadata) -> bool:
         """Return whether ``other`` is an ancestor of this checkpoint in the lineage."""
@@ -185,6 +200,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "aliases": dict(manifest.aliases),
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
         "callbacks": {key: _part_as_json(part) for key, part in manifest.callbacks.items()},
+        "averages": None if metadata.averages is None else asdict(metadata.averages),
         "state": None if manifest.state is None else _part_as_json(manifest.state),
         "ranks": [_part_as_json(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
@@ -299,12 +315,13 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
             base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
             pretrained=_pretrained(decode(document.get("pretrained", {}), _reject_tensor)),
-            # Earlier versions of drivetrain did not write the following three keys.
+            # Earlier versions of drivetrain did not write the following keys.
             argument=_text(document.get("argument", "")),
             data_hyper_parameters=_dict(
                 decode(document.get("data_hyper_parameters", {}), _reject_tensor), "data_hyper_parameters"
             ),
             data_argument=_text(document.get("data_argument", "")),
+            averages=_averages(document.get("averages")),
         ),
         files=files,
         weights=_part(document["weights"]),
@@ -319,6 +336,9 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     )
     if not 1 <= manifest.world_size <= _MAX_RANKS or len(manifest.ranks) not in (0, manifest.world_size):
         raise ValueError(f"its world size is {manifest.world_size}, and it has parts of {len(manifest.ranks)} ranks")
+    averages = manifest.metadata.averages
+    if averages is not None and averages.callback not in manifest.callbacks:
+        raise ValueError(f"it has averages of {reprlib.repr(averages.callback)}, and no tensors of this callback")
     use_counts = Counter(name for part in manifest.parts() for name in part.files())
     unlisted = sorted(use_counts.keys() - files.keys())
     shared = sorted(name for name, count in use_counts.items() if count > 1)
@@ -342,6 +362,15 @@ def _part(document: Any) -> Part:
         tensors=tuple(_file_name(name) for name in _list(fields["tensors"], "tensors")),
         index=None if fields["index"] is None else _file_name(fields["index"]),
     )
+
+
+def _averages(document: Any) -> AveragesRecord | None:
+    if document is None:
+        return None
+    fields = _dict(document, "averages")
+    if type(fields["evaluated"]) is not bool:
+        raise ValueError(f"{reprlib.repr(fields['evaluated'])} is not a boolean")
+    return AveragesRecord(_text(fields["callback"]), fields["evaluated"])
 
 
 def _pretrained(document: Any) -> dict[str, dict[str, Any]]:

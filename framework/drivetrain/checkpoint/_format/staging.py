@@ -199,10 +199,13 @@ def _stage_parts(
     yield part("model", "weights", document if other_values and is_rank_0 else None, tensors)
     for number, state in enumerate(contents.optimizers):
         tensors = {}
-        document = {
-            "state": encode(state["state"], tensors),
-            "param_groups": encode(state["param_groups"], tensors, "param_groups"),
-        }
+        try:
+            document = {
+                "state": encode(state["state"], tensors),
+                "param_groups": encode(state["param_groups"], tensors, "param_groups"),
+            }
+        except CheckpointError as error:
+            raise CheckpointError(f"Optimizer {number}: {error.what}", error.why, error.fix) from error
         yield part(f"optimizer-{number}", "optimizer", document if is_rank_0 else None, tensors)
     for number, (key, value) in enumerate(contents.callbacks.items()):
         yield part(f"callback-{number}", "callback", None, value, key)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint._format.documents import METADATA, parse_json
+from drivetrain.checkpoint._format.flattened_tensor import has_own_memory
 from drivetrain.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
@@ -74,13 +75,20 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Raise if safetensors cannot store a tensor.
 
     Raises:
-        CheckpointError: the tensor has an unsupported name, dtype, layout or device.
+        CheckpointError: the tensor has an unsupported name, class, dtype, layout or device.
     """
     if name.rpartition(": ")[2] == METADATA:
         raise CheckpointError(
             f"A checkpoint cannot hold a tensor named {METADATA!r}.",
             "the header of a safetensors file reserves that key.",
             "give the parameter or buffer another name.",
+        )
+    if not has_own_memory(tensor):
+        raise CheckpointError(
+            f"A checkpoint cannot hold {name!r}, a tensor of class {type(tensor).__name__}.",
+            "the class wraps other tensors, and a checkpoint would have to store these.",
+            "save the wrapped tensors. For the state of an optimizer, define __tensor_flatten__ and "
+            "__tensor_unflatten__ in the class, as torch.compile requires.",
         )
     if tensor.dtype not in NAMES:
         problem = f"of dtype {tensor.dtype}"

@@ -238,14 +238,14 @@ class TensorSource:
 
     @property
     def spec(self) -> Spec:
-        return Spec(self.entry.name, self.entry.dtype, self.entry.shape)
+        return Spec(self.entry.name, self.dtype, self.entry.shape)
 
     def nbytes(self, region: Region | None = None) -> int:
         """Return the size in bytes of the tensor, or of a region of it."""
         if region is None:
             return self.entry.nbytes
         numel = region.stop - region.start if isinstance(region, Span) else math.prod(region.sizes)
-        return max(0, numel) * self.dtype.itemsize
+        return max(0, numel) * self.entry.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
         """Read and verify the tensor, or a region of it, into new CPU memory, and return the result.
@@ -258,7 +258,7 @@ class TensorSource:
         if isinstance(region, Span):
             return self._read_elements(region.start, max(region.start, region.stop))
         if 0 in region.sizes:
-            return torch.empty(region.sizes, dtype=self.dtype)
+            return torch.empty(region.sizes, dtype=self.entry.dtype)
         # Read the contiguous rows that the region touches, then slice the other dimensions.
         shape, row = as_rows(self.shape), row_size(self.shape)
         first, count = (*region.offsets, 0)[0], (*region.sizes, 1)[0]
@@ -269,10 +269,25 @@ class TensorSource:
     def _read_elements(self, start: int, stop: int) -> torch.Tensor:
         if not 0 <= start <= stop <= self.entry.numel:
             raise IndexError(f"elements {start} to {stop} of {self.entry.name!r}, which has {self.entry.numel}")
-        values = allocate_tensor(stop - start, self.dtype, f"{self.entry.name!r} in {self.file.name}")
+        dtype = self.entry.dtype
+        values = allocate_tensor(stop - start, dtype, f"{self.entry.name!r} in {self.file.name}")
         if start < stop:
-            self.file.fill(self.entry.begin + start * self.dtype.itemsize, bytes_of(values))
+            self.file.fill(self.entry.begin + start * dtype.itemsize, bytes_of(values))
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class CastSource(TensorSource):
+    """A stored tensor that is converted to ``target``, another dtype, when it is read."""
+
+    target: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target
+
+    def read(self, region: Region | None = None) -> torch.Tensor:
+        return TensorSource.read(self, region).to(self.target)  # `super` does not work in a class with slots
 
 
 def tensors_in(file: CheckedFile) -> dict[str, TensorSource]:

@@ -1,0 +1,67 @@
+"""Chooses between the trained weights and the averages of a checkpoint that has both."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from drivetrain._runtime.console_logging import log_to_console
+from drivetrain.checkpoint._format import Checkpoint, Weights, load
+from drivetrain.errors import ConfigurationError
+
+logger = logging.getLogger("drivetrain")
+
+
+def evaluated_weights(
+    checkpoint: Checkpoint | str | os.PathLike[str], averaged: bool | None = None, announce: bool = True
+) -> Weights:
+    """Return the weights to evaluate, load or export. If the checkpoint has averages, a message says which are used.
+
+    Args:
+        checkpoint: the checkpoint, or its path or fsspec URL.
+        averaged: True for the averages, False for the trained weights, None for those that the run evaluated with.
+        announce: whether to log the message; False on ranks other than 0.
+
+    Raises:
+        ConfigurationError: ``averaged`` has another value.
+        CheckpointError: ``averaged`` is True and the checkpoint has no averages.
+    """
+    check_averaged(averaged)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = load(checkpoint)
+    record = checkpoint.manifest.metadata.averages
+    if record is None:
+        return checkpoint.averages() if averaged else checkpoint.weights()  # `averages` raises the error
+    uses_averages = record.evaluated if averaged is None else averaged
+    if announce:
+        announce_choice(checkpoint.path, uses_averages, is_default=averaged is None)
+    return checkpoint.averages() if uses_averages else checkpoint.weights()
+
+
+def announce_choice(path: str, uses_averages: bool, is_default: bool) -> None:
+    """Log which weights of the checkpoint at ``path``, which has trained weights and averages, are used."""
+    used, others = ("averages", "trained weights") if uses_averages else ("trained weights", "averages")
+    with log_to_console(True):
+        logger.info(
+            "%r has trained weights and averages: the %s are used%s; averaged=%s chooses the %s.",
+            path,
+            used,
+            ", with which the run evaluated" if is_default else "",
+            not uses_averages,
+            others,
+        )
+
+
+def check_averaged(averaged: Any) -> None:
+    """Check the value of an argument ``averaged``.
+
+    Raises:
+        ConfigurationError: the value is not True, False or None.
+    """
+    if averaged not in (True, False, None):
+        raise ConfigurationError(
+            f"averaged={averaged!r}.",
+            "averaged chooses which weights of a checkpoint to use.",
+            "give True for the averages, False for the trained weights, or None for those that the run evaluated with.",
+        )

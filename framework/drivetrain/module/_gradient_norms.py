@@ -1,0 +1,53 @@
+"""grad_norm: the norm of each parameter's gradient, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.errors import ConfigurationError
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """Return the norm of each gradient of ``module``, and the norm of all gradients together, for `log_dict`.
+
+    Call it in ``on_before_optimizer_step``, where gradients are unscaled, on every rank: under FSDP the norms are those
+    of the whole gradients, which takes a collective for each. ZeRO keeps gradients out of ``parameter.grad``; read
+    ``trainer.gradient_norm`` there.
+
+    Args:
+        module: the module, or one of its layers.
+        norm_type: the order of the norm, above 0, or "inf".
+        group_separator: the text between the prefix ``grad_<norm_type>_norm`` and the parameter's name.
+
+    Returns:
+        Norms of shape () by key, the last of them ``grad_<norm_type>_norm_total``; {} if there is no gradient.
+
+    Raises:
+        ConfigurationError: ``norm_type`` is not above 0.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigurationError(
+            f"grad_norm(norm_type={norm_type!r}).", "the order of a norm is above 0.", "give 2, 1 or 'inf'."
+        )
+    prefix = f"grad_{order}_norm"
+    norms = {
+        f"{prefix}{group_separator}{name}": _norm(parameter.grad, order)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        norms[f"{prefix}_total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), order)
+    return norms
+
+
+def _norm(gradient: Any, order: float) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    norm: Any = torch.linalg.vector_norm(gradient.detach(), order)
+    # A DTensor is recognized by its method rather than by its class, since importing the class is slow.
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole.float()

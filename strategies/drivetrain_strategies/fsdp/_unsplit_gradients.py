@@ -1,0 +1,118 @@
+"""Refuses weights that are not split by tensor parallelism but get another gradient on each rank of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.strategies import ControlPlane
+
+TOLERANCE = 1e-3
+"""The largest relative difference that is attributed to rounding, unless the gradient's dtype has a larger epsilon."""
+
+WINDOWS = 9
+"""How often a gradient of zeros is compared again until it is given up: in the first window and in eight others."""
+
+
+class UnsplitGradients:
+    """Compares the gradients of unsplit parameters over each tensor-parallel group, until each was compared once.
+
+    The ranks of a group read the same data, so they compute equal gradients of a parameter that none of them has only a
+    part of. An unsplit parameter that acts on split heads gets the gradient of this rank's heads, and the ranks' copies
+    would drift apart. A gradient of zeros shows nothing, and an overflow of fp16 neither; such parameters are compared
+    again in the next windows.
+
+    Args:
+        parameters: the module's parameters, by name, in the same order on every rank.
+        group: the process group of the ranks that read the same data.
+        control: the control plane.
+
+    Attributes:
+        pending: whether parameters are left to compare.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Any, control: ControlPlane) -> None:
+        self._parameters = {name: parameter for name, parameter in parameters.items() if not _is_split(parameter)}
+        self._group = group
+        self._control = control
+        self._compared: set[str] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Compare the trainable parameters that were not compared yet, in the next windows."""
+        self._windows_left = {
+            name: WINDOWS
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad and name not in self._compared
+        }
+        self.pending = bool(self._windows_left)
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Compare the gradients of a window, after the exchange over the data ranks. Collective.
+
+        Raises:
+            ConfigurationError: names the parameters whose gradients differ, on every rank.
+        """
+        names = [name for name in self._windows_left if self._parameters[name].requires_grad]
+        if not names:
+            return
+        squares = torch.stack([self._squares(self._parameters[name]).cpu() for name in names])  # some may be offloaded
+        # The shards of one parameter are on different ranks, so the squares are summed over all of them.
+        totals = self._control.all_reduce_async(squares.reshape(-1)).wait().reshape(-1, 2)
+        differing: dict[str, float] = {}
+        for name, (difference, size) in zip(names, totals.tolist(), strict=True):
+            if not size < float("inf"):
+                continue
+            self._windows_left[name] -= 1
+            if size > 0:
+                self._compared.add(name)
+                relative = (difference / size) ** 0.5
+                if relative > max(TOLERANCE, torch.finfo(self._parameters[name].dtype).eps):
+                    differing[name] = relative
+            if size > 0 or self._windows_left[name] == 0:
+                del self._windows_left[name]
+        self.pending = bool(self._windows_left)
+        if differing:
+            raise _differing_error(differing, dist.get_world_size(self._group))
+
+    def _squares(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the squared norms of this rank's difference from the group's mean, and of this rank's gradient."""
+        local = _local(parameter if parameter.grad is None else parameter.grad)
+        local = torch.zeros_like(local) if parameter.grad is None else local
+        mean = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
+        dist.all_reduce(mean, group=self._group)
+        mean /= dist.get_world_size(self._group)
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in (mean.sub_(local), local)]
+        return torch.stack(norms).square()
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    placements = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+    return "tensor" in placements and not placements["tensor"].is_replicate()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _differing_error(differing: Mapping[str, float], ranks: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"tensor_parallel={ranks}, but the gradients of {listed(list(differing))} differ between the ranks that share "
+        f"the split layers, by up to {max(differing.values()):.2g} of their size.",
+        "these weights are not split, so every rank must compute the same gradient. If a weight acts on this rank's "
+        "heads only, as a norm of queries and keys does, each rank has only its part of the gradient. The ranks would "
+        "train different copies, and checkpoints would contain rank 0's copy.",
+        "in the plan for parallelize_module, give such a norm SequenceParallel(sequence_dim=2, use_local_output=True), "
+        "where 2 is the dimension of the heads in its input: its gradient is then summed. For other modules and for "
+        "single weights, see 'Tensor parallelism' in docs/strategies.md. If weights are named that do not act on split "
+        "heads, the ranks of a group read different data: split an iterable data set by strategy.data_rank.",
+    )

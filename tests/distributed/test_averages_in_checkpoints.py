@@ -1,0 +1,622 @@
+"""A checkpoint that holds averages is evaluated, loaded and exported with the weights that its run evaluated with."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import assert_near, quiet
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, TrainModule
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, PredictionWriter, StochasticWeightAveraging
+from drivetrain.checkpoint import consolidate, load, show
+from drivetrain.checkpoint.__main__ import main
+from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from worlds import DEEPSPEED, on_ranks, preload
+
+preload(*DEEPSPEED)
+
+SAMPLES, BATCH, EPOCHS, STEPS = 48, 8, 2, 12
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: "auto",
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "zero 1": lambda: DeepSpeedStrategy(stage=1),
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+}
+CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
+
+
+class Noisy(TrainModule):
+    """Trained with a large learning rate on random targets, so that its weights differ much from their average."""
+
+    seen: Tensor
+
+    def __init__(self, normed: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.inner, self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.tied.weight = self.inner.weight
+        self.norm: nn.Module = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
+        self.register_buffer("seen", torch.zeros(()))
+        self.validated: list[float] = []
+        self.fails_at = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tied(self.norm(torch.tanh(self.inner(torch.tanh(self.frozen(x)))))))).squeeze(
+            1
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at:
+            raise RuntimeError("killed")
+        return self(batch[0])
+
+    def on_validation_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["val"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.3)
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), 3 * torch.randn(SAMPLES, generator=generator))
+
+
+def everything() -> DataLoader[Any]:
+    return DataLoader(rows(), batch_size=SAMPLES)
+
+
+def by_hand(decay: float = 0.9) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the trained weights and their average after a loop in plain PyTorch."""
+    model = Noisy()
+    optimizer = model.configure_optimizers()
+    averaged: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    for _ in range(EPOCHS):
+        for batch in DataLoader(rows(), batch_size=BATCH):
+            model.seen += 1
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+    return model.state_dict(), averaged.module.state_dict()
+
+
+def loss_of(state: dict[str, Tensor]) -> float:
+    model = Noisy()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        return float(model.eval().loss(rows()[:]))
+
+
+def same_loss(found: float, state: dict[str, Tensor]) -> bool:
+    return found == pytest.approx(loss_of(state), rel=1e-4)
+
+
+def ema(**options: Any) -> EMAWeightAveraging:
+    return EMAWeightAveraging(0.9, **options)
+
+
+def fitted(strategy: str, world: int, folder: Path, *callbacks: Callback, module: Any = None, **settings: Any) -> Any:
+    """Train and return the `Fit` and its module; the checkpoints are in ``folder / "c"``."""
+    fit = quiet(
+        strategy=STRATEGIES[strategy](),
+        devices=world,
+        max_epochs=EPOCHS,
+        default_root_dir=folder,
+        enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
+        callbacks=list(callbacks),
+        **settings,
+    )
+    module = Noisy() if module is None else module
+    fit.fit(module, DataLoader(rows(), batch_size=BATCH // world), everything())
+    return fit, module
+
+
+def kept(folder: Path) -> Checkpoint:
+    """Keep the checkpoint of the last epoch only, as the best by the validation's value."""
+    return Checkpoint(folder / "c", monitor="epoch", mode="max")
+
+
+def saved(folder: Path, **options: Any) -> str:
+    """Return the checkpoint of a run on one process, which holds both."""
+    fitted("single", 1, folder, ema(**options), kept(folder))
+    return newest(folder)
+
+
+def newest(folder: Path) -> str:
+    (path,) = (folder / "c").glob("epoch=*")
+    return str(path)
+
+
+def whole(module: TrainModule) -> dict[str, Tensor]:
+    state: Any = module.state_dict()
+    values = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+TRAINED, AVERAGE = by_hand()
+
+
+def without_seen(state: Any) -> dict[str, Tensor]:
+    """Leave out the counter of micro-batches, which is smaller on two ranks."""
+    return {name: value for name, value in state.items() if name != "seen"}
+
+
+def test_the_case_tells_averages_from_trained_weights() -> None:
+    assert abs(loss_of(TRAINED) - loss_of(AVERAGE)) > 0.2
+
+
+# Evaluation
+
+
+class Rows(DataModule):
+    def test_dataloader(self) -> Any:
+        return everything()
+
+
+def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
+    fit, module = fitted(strategy, world, folder, ema(), kept(folder))
+    found: dict[str, Any] = {"validated": module.validated[-1]}
+    (values,) = fit.test(datamodule=Rows(), verbose=False)
+    found["after fit"], found["module"] = values["test"], whole(module)
+    (values,) = fit.test(dataloaders=everything(), ckpt_path="best", averaged=False, verbose=False)
+    found["trained"] = values["test"]
+    other = quiet(strategy=STRATEGIES[strategy](), devices=world, default_root_dir=folder)
+    (values,) = other.test(Noisy(), everything(), ckpt_path=newest(folder), verbose=False)
+    found["fresh"] = values["test"]
+    (values,) = other.validate(Noisy(), everything(), ckpt_path=newest(folder), verbose=False)
+    found["validate"] = values["val"]
+    outputs: Any = other.predict(Noisy(), everything(), ckpt_path=newest(folder))
+    found["predictions"] = torch.cat(outputs)
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "world"), CASES)
+def test_a_checkpoint_is_evaluated_with_the_averages_that_the_run_evaluated_with(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    model = Noisy()
+    model.load_state_dict(AVERAGE)
+    for found in on_ranks(_tested, world, strategy, world, tmp_path, process_group=None, timeout=120):
+        assert same_loss(found["validated"], AVERAGE)
+        for entry in ("after fit", "fresh", "validate"):
+            assert same_loss(found[entry], AVERAGE), entry
+        assert same_loss(found["trained"], TRAINED)
+        assert_near(without_seen(found["module"]), without_seen(AVERAGE), rtol=1e-4)
+        torch.testing.assert_close(found["predictions"], model(rows()[:][0]).detach(), atol=1e-5, rtol=1e-4)
+
+
+def _evaluated(strategy: str, world: int, path: str) -> list[float]:
+    found = []
+    for averaged in (None, True, False):
+        fit = quiet(strategy=STRATEGIES[strategy](), devices=world)
+        (values,) = fit.test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False)
+        found.append(values["test"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("fsdp", 2), ("single", 1)),
+        (("single", 1), ("zero 3", 2)),
+        (("zero 1", 2), ("fsdp", 2)),
+        (("zero 3", 2), ("ddp", 2)),
+    ],
+    ids=str,
+)
+def test_averages_are_evaluated_under_another_strategy_and_world_size(
+    first: tuple[str, int], second: tuple[str, int], tmp_path: Path
+) -> None:  # Q-01
+    on_ranks(_only_fit, first[1], *first, tmp_path, process_group=None)
+    for found in on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None):
+        assert [same_loss(value, AVERAGE) for value in found] == [True, True, False]
+        assert same_loss(found[2], TRAINED)
+
+
+def _only_fit(strategy: str, world: int, folder: Path, **options: Any) -> None:
+    fitted(strategy, world, folder, ema(), Checkpoint(folder / "c", monitor="epoch", mode="max", **options))
+
+
+def test_weights_that_the_run_did_not_evaluate_with_are_not_chosen(tmp_path: Path) -> None:  # Q-01
+    path = saved(tmp_path, evaluate=False)
+    found = _evaluated("single", 1, path)
+    assert same_loss(found[0], TRAINED)
+    assert same_loss(found[1], AVERAGE)
+    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+
+
+def test_averages_that_have_not_begun_cannot_be_chosen(tmp_path: Path) -> None:  # Q-01
+    path = saved(tmp_path, update_starting_at_step=100)
+    assert load(path).manifest.metadata.averages is None
+    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
+    assert same_loss(values["test"], TRAINED)
+    with pytest.raises(CheckpointError, match="holds no averages"):
+        quiet().test(Noisy(), everything(), ckpt_path=path, averaged=True, verbose=False)
+    with pytest.raises(CheckpointError, match="holds no averages"):
+        Noisy.load_from_checkpoint(path, averaged=True)
+    with pytest.raises(CheckpointError, match="holds no averages"):
+        consolidate(path, tmp_path / "out", averaged=True, overwrite=True)
+
+
+def test_averaged_chooses_from_a_checkpoint_only(tmp_path: Path) -> None:  # Q-01
+    with pytest.raises(ConfigurationError, match="averaged=True"):
+        quiet().test(Noisy(), everything(), averaged=True, verbose=False)
+    wrong: Any = "ema"
+    with pytest.raises(ConfigurationError, match="averaged='ema'"):
+        quiet().validate(Noisy(), everything(), ckpt_path="last", averaged=wrong, verbose=False)
+
+
+def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # Q-01
+    path = saved(tmp_path)
+    with caplog.at_level(logging.INFO, logger="drivetrain"):
+        for use in (
+            lambda averaged: quiet().test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False),
+            lambda averaged: Noisy.load_from_checkpoint(path, averaged=averaged),
+            lambda averaged: consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True),
+        ):
+            for averaged, used in ((None, "averages"), (False, "trained weights")):
+                caplog.clear()
+                use(averaged)
+                (line,) = [text for text in caplog.messages if "averaged=" in text]
+                assert path in line
+                assert f"the {used} are used" in line
+                assert f"averaged={averaged is not None} " in line  # how to choose the others
+
+
+def test_the_line_is_on_the_console_outside_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # Q-01
+    path = saved(tmp_path)
+    capsys.readouterr()
+    root, handlers = logging.getLogger(), logging.getLogger().handlers[:]
+    for handler in handlers:  # pytest's own
+        root.removeHandler(handler)
+    try:
+        assert main(["consolidate", "--overwrite", path, str(tmp_path / "out")]) == 0
+    finally:
+        for handler in handlers:
+            root.addHandler(handler)
+    printed = capsys.readouterr()
+    assert "the averages are used" in printed.err
+    assert printed.out == f"{tmp_path / 'out' / 'model.safetensors'}\n"
+
+
+# Loading and exporting
+
+
+@pytest.mark.parametrize(("strategy", "world"), CASES)
+def test_what_loads_a_checkpoint_gets_the_averages(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
+    on_ranks(_only_fit, world, strategy, world, tmp_path, process_group=None)
+    path = newest(tmp_path)
+    assert_near(without_seen(whole(Noisy.load_from_checkpoint(path))), without_seen(AVERAGE), rtol=1e-4)
+    trained = whole(Noisy.load_from_checkpoint(path, averaged=False))
+    assert_near(without_seen(trained), without_seen(TRAINED), rtol=1e-4)
+    checkpoint = load(path)
+    assert_near(without_seen(checkpoint.weights()), without_seen(TRAINED), rtol=1e-4)
+    assert_near(without_seen(checkpoint.averages()), without_seen(AVERAGE), rtol=1e-4)
+    assert checkpoint.averages().keys() == checkpoint.weights().keys() == AVERAGE.keys()
+    stored = AVERAGE.keys() - {"tied.weight", "seen"}
+    for averaged, wanted in ((None, AVERAGE), (True, AVERAGE), (False, TRAINED)):
+        file = load_file(consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True))
+        assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)
+
+
+def test_the_command_line_chooses_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # Q-01
+    path, out = saved(tmp_path), str(tmp_path / "out.safetensors")
+    for flags, wanted in (([], AVERAGE), (["--averaged"], AVERAGE), (["--no-averaged"], TRAINED)):
+        assert main(["consolidate", "--overwrite", path, out, *flags]) == 0
+        torch.testing.assert_close(load_file(out)["head.weight"], wanted["head.weight"], atol=1e-5, rtol=1e-4)
+    text = show(path)
+    assert "EMAWeightAveraging: averages of 6 weights, with which the run evaluated" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["average", "of", "head.weight", "F32", "1x4", "callback-0.safetensors"] in rows
+    capsys.readouterr()
+    fitted("single", 1, tmp_path / "none", kept(tmp_path / "none"))
+    assert main(["consolidate", "--overwrite", newest(tmp_path / "none"), out, "--averaged"]) == 2
+    assert "holds no averages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save_weights_only": True},
+        {"trainable_only": True},
+        {"save_async": True},
+        {"save_weights_only": True, "save_async": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("fsdp", 2), ("zero 3", 2)])
+def test_smaller_and_background_checkpoints_hold_the_averages(
+    strategy: str, world: int, options: dict[str, bool], tmp_path: Path
+) -> None:  # Q-01
+    on_ranks(_fit_with_options, world, strategy, world, tmp_path, options, process_group=None)
+    for found in on_ranks(_evaluated, world, strategy, world, newest(tmp_path), process_group=None):
+        assert same_loss(found[0], AVERAGE)
+        assert same_loss(found[2], TRAINED)
+    if "trainable_only" in options:
+        assert "frozen.weight" not in load(newest(tmp_path)).averages()
+
+
+def _fit_with_options(strategy: str, world: int, folder: Path, options: dict[str, bool]) -> None:
+    _only_fit(strategy, world, folder, **options)
+
+
+# Checkpoints that are saved while the module holds the averages
+
+
+class SavesInValidation(Callback):
+    """Saves while the module holds the averages."""
+
+    priority = -100
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == EPOCHS - 1:
+            trainer.save_checkpoint(self.path)
+
+
+class SavesAtTheEnd(SavesInValidation):
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Saves nothing."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: bool) -> None:
+    saves = [SavesInValidation(folder / "validation"), SavesAtTheEnd(folder / "end")]
+    fitted(strategy, world, folder, ema(evaluate=evaluate), *saves)
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+@pytest.mark.parametrize(("strategy", "world"), CASES)
+def test_weights_are_the_trained_ones_while_the_module_holds_the_averages(
+    strategy: str, world: int, evaluate: bool, tmp_path: Path
+) -> None:  # Q-01
+    on_ranks(_saved_while_swapped_in, world, strategy, world, tmp_path, evaluate, process_group=None)
+    for name in ("validation", "end"):
+        checkpoint = load(tmp_path / name)
+        assert_near(without_seen(checkpoint.weights()), without_seen(TRAINED), rtol=1e-4)
+        assert_near(without_seen(checkpoint.averages()), without_seen(AVERAGE), rtol=1e-4)
+        record = checkpoint.manifest.metadata.averages
+        assert record is not None
+        assert record.evaluated == (evaluate or name == "end")
+
+
+class Held(Callback):
+    """Keeps what the module holds at the end."""
+
+    priority = -100
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.state = whole(module)
+
+
+class Before(Callback):
+    """Keeps what was trained, before anything replaces it."""
+
+    priority = 100
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.state = whole(module)
+
+
+def _swa(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    before, held = Before(), Held()
+    average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
+    fitted(
+        strategy, world, folder, average, before, held, kept(folder), SavesAtTheEnd(folder / "end"), module=Noisy(True)
+    )
+    return before.state, held.state
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2)])
+def test_the_checkpoint_of_the_end_gives_what_stochastic_averaging_left_in_the_module(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    before, held = on_ranks(_swa, world, strategy, world, tmp_path, process_group=None)[0]
+    checkpoint = load(tmp_path / "end")
+    assert not torch.equal(before["norm.running_var"], held["norm.running_var"])
+    assert_near(dict(checkpoint.weights()), before)
+    assert_near(dict(checkpoint.averages()), held)
+    assert_near(whole(Noisy.load_from_checkpoint(tmp_path / "end")), held)
+    # The best one was scored with the trained weights, because those of the averages were not ready.
+    assert_near(whole(Noisy.load_from_checkpoint(newest(tmp_path))), before)
+
+
+class LastStep(Callback):
+    """Keeps what each rank held after its last step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.state = whole(module)
+
+
+class Started(Callback):
+    """Keeps what a resumed run starts from."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.state = whole(module)
+
+
+def _swa_resumed(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    before, _ = _swa(strategy, world, folder)
+    average, started = StochasticWeightAveraging(0.3, swa_epoch_start=1), Started()
+    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=EPOCHS + 1, callbacks=[average, started])
+    fit.fit(Noisy(True), DataLoader(rows(), batch_size=BATCH // world), ckpt_path=folder / "end")
+    return before, started.state, average.updates
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_run_resumes_from_the_end_with_the_trained_statistics_of_each_rank(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    found = on_ranks(_swa_resumed, world, strategy, world, tmp_path, process_group=None)
+    for before, state, updates in found:
+        assert_near(state, before)
+        assert updates == EPOCHS + 1
+    if world > 1:
+        assert not torch.equal(found[0][0]["norm.running_mean"], found[1][0]["norm.running_mean"])
+
+
+def _resumed_within_validation(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    last, started = LastStep(), Started()
+    fitted(strategy, world, folder, ema(), last, SavesInValidation(folder / "validation"), module=Noisy(True))
+    fit = quiet(strategy=STRATEGIES[strategy](), devices=world, max_epochs=EPOCHS + 1, callbacks=[ema(), started])
+    loader = DataLoader(rows(), batch_size=BATCH // world)
+    fit.fit(Noisy(True), loader, everything(), ckpt_path=folder / "validation")
+    return last.state, started.state
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_a_run_resumes_from_within_a_validation_with_the_trained_statistics_of_each_rank(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    found = on_ranks(_resumed_within_validation, world, strategy, world, tmp_path, process_group=None)
+    for trained, resumed in found:
+        assert_near(resumed, trained)
+    if world > 1:
+        assert not torch.equal(found[0][0]["norm.running_mean"], found[1][0]["norm.running_mean"])
+
+
+# What is read
+
+
+def _elements_read(strategy: str, world: int, path: str) -> dict[str, list[int]]:
+    read: dict[str, list[int]] = {}
+    original = TensorSource.read
+
+    def counting(source: TensorSource, region: Any = None) -> Tensor:
+        value = original(source, region)
+        read.setdefault(source.entry.name, []).append(value.numel())
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorSource, "read", counting)
+        quiet(strategy=STRATEGIES[strategy](), devices=world).test(Noisy(), everything(), ckpt_path=path, verbose=False)
+    return read
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero 3"])
+def test_each_rank_reads_only_its_part_of_the_averages(strategy: str, tmp_path: Path) -> None:  # Q-01
+    found = on_ranks(_elements_read, 2, strategy, 2, saved(tmp_path), process_group=None)
+    for name in ("inner.weight", "head.weight"):
+        counts = [read[name] for read in found]
+        assert all(len(count) == 1 for count in counts)  # the average, and not the trained weight
+        assert sum(count[0] for count in counts) == AVERAGE[name].numel()
+
+
+# Earlier versions
+
+
+def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path: Path) -> None:  # Q-01
+    path = saved(tmp_path)
+    manifest = Path(path) / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["averages"], document["crc32"]
+    manifest.write_bytes(dump_with_checksum(document))
+    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
+    assert same_loss(values["test"], TRAINED)
+    with pytest.raises(CheckpointError, match=r"callback_tensors\('EMAWeightAveraging'\)"):
+        load(path).averages()
+    module = Noisy()
+    fit = quiet(max_epochs=EPOCHS + 1, callbacks=[average := ema()])
+    fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=path)
+    assert average.updates == STEPS + len(rows()) // BATCH
+
+
+# Callbacks of others
+
+
+class Mean(Callback):
+    """A third party's average, which uses nothing of drivetrain's own callbacks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        for name, value in module.named_parameters():
+            self.sums[name] = self.sums.get(name, 0) + value.detach()
+
+    @property
+    def evaluates_averages(self) -> bool | None:
+        return True if self.count else None
+
+    def save_tensors(self, trainer: Any, module: Any) -> dict[str, Tensor]:
+        means = {name: total / self.count for name, total in self.sums.items()}
+        return {**means, "another tensor": torch.zeros(3)}
+
+
+def test_averages_of_any_callback_are_used(tmp_path: Path) -> None:  # Q-01
+    mean = Mean()
+    fitted("single", 1, tmp_path, mean, kept(tmp_path))
+    wanted = {name: total / mean.count for name, total in mean.sums.items()}
+    loaded = dict(Noisy.load_from_checkpoint(newest(tmp_path)).named_parameters())
+    assert_near({name: loaded[name].detach() for name in wanted}, wanted)
+    assert "another tensor" not in load(newest(tmp_path)).averages()
+
+
+# Predictions
+
+
+def test_a_prediction_does_not_continue_that_of_the_other_weights(tmp_path: Path) -> None:  # Q-01
+    path = saved(tmp_path)
+
+    def write(averaged: bool | None, fails_at: int = -1) -> None:
+        module = Noisy()
+        module.fails_at = fails_at
+        fit = quiet(callbacks=[PredictionWriter(tmp_path / "out")], default_root_dir=tmp_path)
+        batches = DataLoader(rows(), batch_size=BATCH)
+        fit.predict(module, batches, ckpt_path=path, return_predictions=False, averaged=averaged)
+
+    with pytest.raises(RuntimeError, match="killed"):
+        write(None, fails_at=1)
+    with pytest.raises(CheckpointError, match="have other weights"):
+        write(False)
+    write(True)
+
+
+# Dtypes
+
+
+def test_exported_averages_have_the_dtype_of_their_weights(tmp_path: Path) -> None:  # Q-01
+    fitted("single", 1, tmp_path, ema(), kept(tmp_path), precision="bf16-true")
+    checkpoint = load(newest(tmp_path))
+    assert {one.dtype for one in checkpoint.callback_tensors("EMAWeightAveraging").values()} == {torch.float32}
+    file = load_file(consolidate(newest(tmp_path), tmp_path / "out", overwrite=True))
+    assert {one.dtype for one in file.values()} == {torch.bfloat16}
+    for name, average in checkpoint.callback_tensors("EMAWeightAveraging").items():
+        assert torch.equal(file[name], average.bfloat16())

@@ -1,0 +1,196 @@
+"""State of a tensor subclass on several ranks: resumed with the same shards, and refused by name otherwise."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import failing, quiet, seeded
+from test_checkpoint_files import control
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, TrainModule
+from drivetrain._distributed.shards import Box, ParameterShard
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint._format import Contents, Sizes, commit, stage
+from drivetrain.testing import requires_package
+from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
+from quantised_optimizer import QuantisedMomentum, WithoutFlatten
+from worlds import on_ranks
+
+WIDTH = 8
+
+
+def own(params: Any) -> Any:
+    # A rank that holds 5 of 9 rows (40 elements) has a quantised momentum, and one that holds 4 (32) has a plain one.
+    return QuantisedMomentum(params, smallest=33)
+
+
+def eight_bit(params: Any) -> Any:
+    return importlib.import_module("torchao.optim").AdamW8bit(params, lr=0.01)
+
+
+class Module(TrainModule):
+    def __init__(self, configure: Callable[[Any], Any], width: int) -> None:
+        super().__init__()
+        self.uneven, self.even = seeded(lambda: nn.ModuleList([nn.Linear(width, 9), nn.Linear(9, width * 2)]))
+        self.configure = configure
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.even(self.uneven(batch[0]).tanh()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self.parameters())
+
+
+class Save(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "fsdp": lambda: FSDPStrategy(wrap=[nn.Linear]),
+    "hybrid": lambda: FSDPStrategy(wrap=[nn.Linear], sharding="hybrid", replicate_size=2, shard_size=1),
+    "deepspeed": lambda: DeepSpeedStrategy(stage=2, config={"zero_allow_untested_optimizer": True}),
+}
+
+
+def fit(strategy: str, configure: Any = own, width: int = WIDTH, callbacks: Any = (), **options: Any) -> dict[str, Any]:
+    module = Module(configure, width)
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(TensorDataset(torch.randn(16, width, generator=generator)), batch_size=2)
+    trainer = quiet(
+        strategy=STRATEGIES[strategy](), max_epochs=2, callbacks=list(callbacks), seed=1,
+        enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
+    )  # fmt: skip
+    # torchao compiles its step, which takes minutes.
+    with torch.compiler.set_stance("force_eager"), failing() as caught:
+        trainer.fit(module, loader, **options)
+    return {"error": caught["text"], "step": trainer.global_step, "state": module.state_dict()}
+
+
+def saved_and_resumed(strategy: str, path: str, configure: Any = own, width: int = WIDTH) -> list[dict[str, Any]]:
+    """Return a run in one piece, and the run resumed from the checkpoint that it saved after its first epoch."""
+    whole = fit(strategy, configure, width, [Save(path)])
+    return [whole, fit(strategy, configure, width, ckpt_path=path)]
+
+
+def assert_equal(runs: list[dict[str, Any]]) -> None:
+    whole, resumed = runs
+    assert (whole["error"], resumed["error"]) == ("", "")
+    for name, value in whole["state"].items():
+        assert torch.equal(resumed["state"][name], value), name
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "hybrid"])
+def test_the_same_ranks_resume_exactly(strategy: str, tmp_path: Path) -> None:
+    # Q-03: under FSDP the first save hung, one rank in the exchange of pieces, the other in the gathering of errors.
+    # Some shards are quantised on one rank only.
+    for runs in on_ranks(saved_and_resumed, 2, strategy, str(tmp_path / "saved"), timeout=120):
+        assert_equal(runs)
+
+
+@requires_package("torchao")
+def test_torchao_resumes_exactly_under_fsdp(tmp_path: Path) -> None:
+    # Q-03
+    for runs in on_ranks(saved_and_resumed, 2, "fsdp", str(tmp_path / "saved"), eight_bit, 1024, timeout=300):
+        assert_equal(runs)
+
+
+def _resume(strategies: tuple[str, str], path: str) -> list[dict[str, Any]]:
+    fit(strategies[0], callbacks=[Save(path)])
+    return [fit(strategies[1], ckpt_path=path), fit(strategies[1], ckpt_path=path, allow="optimizer")]
+
+
+@pytest.mark.parametrize("strategies", [("fsdp", "ddp"), ("ddp", "fsdp")], ids="-".join)
+def test_blocks_are_not_cut_anew(strategies: tuple[str, str], tmp_path: Path) -> None:
+    # Q-03: with another division into shards, the blocks and their scales would not be the same
+    for refused, allowed in on_ranks(_resume, 2, strategies, str(tmp_path / "saved"), timeout=120):
+        assert "block-wise optimizer state" in refused["error"]
+        assert "even.weight/momentum" in refused["error"]
+        assert 'allow=("optimizer",)' in refused["error"]
+        assert "2 ranks of" in refused["error"]
+        assert (allowed["step"], allowed["error"]) == (8, "")
+
+
+def test_whole_blocks_move_between_numbers_of_ranks(tmp_path: Path) -> None:
+    # Q-03: replicas hold them whole
+    on_ranks(fit, 2, "ddp", own, WIDTH, [Save(str(tmp_path / "saved"))], timeout=120)
+    assert fit("ddp", ckpt_path=str(tmp_path / "saved"))["error"] == ""
+
+
+def _other_shards(path: str) -> str:
+    fit("fsdp", callbacks=[Save(path)])
+    return str(fit("hybrid", ckpt_path=path)["error"])
+
+
+def test_other_shards_of_as_many_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    # Q-03
+    for error in on_ranks(_other_shards, 2, str(tmp_path / "saved"), timeout=120):
+        assert "belongs to other shards" in error
+        assert "even.weight" in error
+
+
+def _refused_under_zero(folder: str) -> dict[str, Any]:
+    return fit("deepspeed", callbacks=[Checkpoint(folder)])
+
+
+@requires_package("deepspeed")
+def test_zero_refuses_it_before_the_second_step(tmp_path: Path) -> None:
+    # Q-03
+    for found in on_ranks(_refused_under_zero, 2, str(tmp_path), timeout=120):
+        assert "'momentum' of QuantisedMomentum is of class Quantised" in found["error"]
+        assert found["step"] == 1
+
+
+class Unreadable(WithoutFlatten):
+    """Fails in every operation."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError("cannot be read")
+
+
+def _save_with_unreadable_part(path: str, failing_rank: int, name: str) -> str:
+    """Save four tensors of 64 rows, of which the failing rank cannot read one. The sizes make several rounds.
+
+    Rank 0 writes the file of "first" and "second", and rank 1 that of "third" and "whole".
+    """
+    plane = control()
+    values = torch.arange(256.0).view(64, 4)
+    half = Box((32 * plane.rank, 0), (32, 4))
+    shards = {key: ParameterShard(values[half.index], (64, 4), half) for key in ("first", "second", "third")}
+    sizes = Sizes(200, 10**9, 200)
+    staged = stage(Contents({**shards, "whole": values}), plane.rank, plane.world_size, sizes=sizes)
+    if plane.rank == failing_rank:
+        tensors = staged.parts[0].tensors
+        broken = Unreadable.of(values if name == "whole" else values[half.index])
+        tensors[name] = broken if name == "whole" else replace(shards[name], local=broken)
+    with failing() as caught:
+        commit(path, staged, plane)
+    plane.barrier()
+    return f"{caught['type']}: {caught['text']}"
+
+
+@pytest.mark.parametrize(
+    ("failing_rank", "name"), [(0, "second"), (1, "second"), (0, "third"), (1, "third"), (1, "whole")]
+)
+def test_a_part_that_one_rank_cannot_read_fails_the_save_on_all_ranks(
+    failing_rank: int, name: str, tmp_path: Path
+) -> None:
+    # Q-03: the failing rank went on to the gathering of errors, while the other waited for its pieces forever
+    for error in on_ranks(_save_with_unreadable_part, 2, str(tmp_path / "saved"), failing_rank, name, timeout=60):
+        assert error.startswith("CheckpointError")
+        assert f"rank {failing_rank}: RuntimeError: cannot be read" in error
+    assert not (tmp_path / "saved").exists()

@@ -1,0 +1,40 @@
+"""``grad_norm`` gives the norms of whole gradients, by Lightning's keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader
+
+from drivetrain import ConfigurationError, grad_norm
+
+
+def test_the_norms_are_those_of_the_gradients() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).requires_grad_(False))
+    net(torch.randn(4, 3)).sum().backward()
+    for order in (1, 2, 3.0, "inf"):
+        name = f"grad_{float(order)}_norm"
+        norms = grad_norm(net, order, group_separator=".")
+        assert list(norms) == [f"{name}.0.weight", f"{name}.0.bias", f"{name}_total"]
+        gradients = [p.grad.flatten() for p in net[0].parameters() if p.grad is not None]
+        torch.testing.assert_close(norms[f"{name}_total"], torch.cat(gradients).norm(float(order)))
+        torch.testing.assert_close(norms[f"{name}.0.weight"], gradients[0].norm(float(order)))
+
+
+def test_no_gradients_and_wrong_orders() -> None:
+    assert grad_norm(torch.nn.Linear(2, 2), 2) == {}
+    for order in (0, -1, "nan"):
+        with pytest.raises(ConfigurationError, match="norm_type"):
+            grad_norm(torch.nn.Linear(2, 2), order)
+
+
+def test_a_hook_logs_them(tmp_path: Any) -> None:  # Q-11
+    class Logging(Tiny):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    runner = fit(tmp_path)
+    runner.fit(Logging(), loader(4))
+    assert "grad_2.0_norm_total" in runner.callback_metrics

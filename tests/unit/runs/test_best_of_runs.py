@@ -1,0 +1,92 @@
+"""ckpt_path="best" of a fresh Fit: the newest run that monitored a value, and an error where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_case import Another, Net, data, fit, of_an_earlier_version, trained
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import load
+from drivetrain.errors import CheckpointError
+
+# A fresh Fit().test(ckpt_path="best") silently took the newest checkpoint of a run that monitored nothing.
+
+
+def monitored(**options: Any) -> Checkpoint:
+    return Checkpoint(monitor="loss_epoch", save_last=True, mode="max", **options)
+
+
+def best_weights(root: Path, **options: Any) -> torch.Tensor:
+    """Test a fresh module with ckpt_path="best", and return the weights that were loaded."""
+    module = Net()
+    fit(root, **options).test(module, data(), ckpt_path="best", verbose=False)
+    return module.net.weight.detach()
+
+
+def weights_of(path: str) -> torch.Tensor:
+    return load(path).weights()["net.weight"]
+
+
+def test_runs_that_monitored_nothing_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    best = trained(tmp_path, callbacks=monitored(), max_epochs=3).checkpoint_callback
+    assert best is not None
+    assert best.best_model_path != best.last_model_path
+    for _ in range(2):
+        trained(tmp_path, callbacks=Checkpoint(save_top_k=-1), max_epochs=2)
+    caplog.clear()
+    assert torch.equal(best_weights(tmp_path), weights_of(best.best_model_path))
+    (line,) = [one.getMessage() for one in caplog.records if "ckpt_path='best'" in one.getMessage()]
+    assert "version_0/checkpoints/epoch=0" in line
+    assert "version_2 (" in line
+    assert "version_1 (" in line
+
+
+@pytest.mark.parametrize("stage", ["test", "validate", "predict"])
+def test_without_a_run_that_monitored_it_is_refused(stage: str, tmp_path: Path) -> None:
+    trained(tmp_path, callbacks=Checkpoint())
+    trained(tmp_path, module=Another(), callbacks=monitored())  # another class, which is not considered
+    with pytest.raises(CheckpointError, match=r"ckpt_path='best'[\s\S]*version_0 \([\s\S]*monitor=") as caught:
+        getattr(fit(tmp_path), stage)(Net(), data(), ckpt_path="best")
+    assert "ckpt_path='last'" in caught.value.fix
+
+
+def test_the_callback_that_monitored_decides_and_not_the_first(tmp_path: Path) -> None:
+    best = monitored(filename="best-{epoch}")
+    trained(tmp_path, callbacks=[Checkpoint(every_n_train_steps=2), best], max_epochs=3)
+    assert torch.equal(best_weights(tmp_path), weights_of(best.best_model_path))
+
+
+def test_the_best_is_found_in_a_folder_that_this_fit_names(tmp_path: Path) -> None:
+    best = monitored(dirpath=tmp_path / "best")
+    trained(tmp_path, callbacks=[best, Checkpoint(every_n_train_steps=1, save_top_k=-1)], max_epochs=2)
+    again = [Checkpoint(tmp_path / "best")]
+    assert torch.equal(best_weights(tmp_path, callbacks=again), weights_of(best.best_model_path))
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_replaced_by_the_newest(tmp_path: Path) -> None:
+    best = trained(tmp_path, callbacks=monitored(), max_epochs=3).checkpoint_callback
+    assert best is not None
+    shutil.rmtree(best.best_model_path)
+    with pytest.raises(CheckpointError, match=r"version_0 \(its best checkpoint, 'epoch=0-step=6', is not"):
+        best_weights(tmp_path)
+
+
+def test_the_same_fit_takes_its_own_best(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, callbacks=Checkpoint(), max_epochs=2)
+    module = Net()
+    trainer.test(module, data(), ckpt_path="best", verbose=False)
+    assert trainer.checkpoint_callback is not None
+    assert torch.equal(module.net.weight, weights_of(trainer.checkpoint_callback.best_model_path))
+
+
+def test_a_checkpoint_that_names_no_run_is_passed_over_with_its_folder(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, callbacks=Checkpoint(save_top_k=-1), max_epochs=2)
+    for path in Path(trainer.log_dir or "", "checkpoints").glob("epoch=*"):
+        of_an_earlier_version(path)
+    with pytest.raises(CheckpointError, match=r"version_0 \("):
+        best_weights(tmp_path)
