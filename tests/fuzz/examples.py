@@ -338,6 +338,11 @@ EXAMPLES = (
         Program(strategy="ddp", ranks=2, optimizers=(Optimizer("optimistic", closure=True),), epochs=2),
     ),
     Example(
+        "Heun's method by hand",
+        "Q-02: the first gradient was the second one",
+        Program(strategy="ddp", ranks=2, optimizers=(Optimizer("heun"),), manual=(Turn(repeats=2),), epochs=2),
+    ),
+    Example(
         "SAM that adds up the gradients at both points",
         "Q-02: the first gradient was the second one, 0.002 off",
         Program(strategy="ddp", ranks=2, optimizers=(Optimizer("sam_sum"),)),
