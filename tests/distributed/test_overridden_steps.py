@@ -195,7 +195,7 @@ def test_hooks_set_the_modes_of_evaluations() -> None:  # Q-11
 
 def test_gradient_clipping_gets_its_arguments_by_name() -> None:
     class Clips(Doubled):
-        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:  # type: ignore[override]
             assert options == {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
             self.clip_gradients(optimizer, **options)
 
@@ -205,7 +205,7 @@ def test_gradient_clipping_gets_its_arguments_by_name() -> None:  # Q-11
     assert torch.equal(weights(overridden), weights(plain))
 
     class Renamed(Doubled):
-        def configure_gradient_clipping(self, optimizer: Any, value: Any, algorithm: Any) -> None: ...
+        def configure_gradient_clipping(self, optimizer: Any, value: Any, algorithm: Any) -> None: ...  # type: ignore[override]
 
     with failing() as failed:
         quiet(gradient_clip_val=0.1).fit(Renamed(), loader(8, 4))

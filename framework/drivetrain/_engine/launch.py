@@ -158,7 +158,7 @@ class _WorkOfRun(Work):
         self.device = device
         self.done = False
         self.result: Any = None
-        self.signals = handled_signals(request.trainer.preemption_signals, os.environ)
+        self.signals = handled_signals(request.trainer.preemption_signals, os.environ, request.stage)
 
     def run_in_this_process(self, world: World) -> Any:
         store = world.store("runs")

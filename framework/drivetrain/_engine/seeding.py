@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._runtime.seed import derive_seed, generator_was_used, is_unseeded, last_seed, seed_generators
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
@@ -33,6 +34,21 @@ def seed_rank(seed: int, data_rank: int) -> None:
     With equal seeds, all ranks would draw the same dropout masks.
     """
     seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))
+
+
+def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> None:
+    """Seed this rank after the module was initialized, so that data ranks draw other dropout masks than each other.
+
+    Args:
+        seed: ``Fit(seed=)``. Without it, ranks are seeded only if several ranks read the same data, as with tensor
+            parallelism: they have to draw the same dropout masks.
+        order: the seed for the order of samples, which is equal on all ranks.
+        strategy: the strategy, which knows the ranks.
+    """
+    if seed is not None and strategy.data_rank > 0:
+        seed_rank(seed, strategy.data_rank)
+    elif seed is None and strategy.data_world_size < strategy.world_size:
+        seed_rank(order, strategy.data_rank)
 
 
 def built_unseeded(module: nn.Module) -> bool:

@@ -16,6 +16,9 @@ from drivetrain.strategies import ControlPlane
 TOLERANCE = 1e-3
 """The largest relative difference that is attributed to rounding, unless the gradient's dtype has a larger epsilon."""
 
+ROUNDING = 1e-6
+"""The size of a gradient, relative to the largest one, up to which it is attributed to rounding."""
+
 WINDOWS = 9
 """How often a gradient of zeros is compared again until it is given up: in the first window and in eight others."""
 
@@ -25,8 +28,8 @@ class UnsplitGradients:
 
     The ranks of a group read the same data, so they compute equal gradients of a parameter that none of them has only a
     part of. An unsplit parameter that acts on split heads gets the gradient of this rank's heads, and the ranks' copies
-    would drift apart. A gradient of zeros shows nothing, and an overflow of fp16 neither; such parameters are compared
-    again in the next windows.
+    would drift apart. A gradient of zeros shows nothing, nor does one that consists of rounding errors, as that of the
+    bias of attention's keys, or an overflow of fp16; such parameters are compared again in the next windows.
 
     Args:
         parameters: the module's parameters, by name, in the same order on every rank.
@@ -66,17 +69,18 @@ class UnsplitGradients:
         squares = torch.stack([self._squares(self._parameters[name]).cpu() for name in names])  # some may be offloaded
         # The shards of one parameter are on different ranks, so the squares are summed over all of them.
         totals = self._control.all_reduce_async(squares.reshape(-1)).wait().reshape(-1, 2)
+        rounding = totals[:, 1].nan_to_num(posinf=0.0).max().item() * ROUNDING**2
         differing: dict[str, float] = {}
         for name, (difference, size) in zip(names, totals.tolist(), strict=True):
             if not size < float("inf"):
                 continue
             self._windows_left[name] -= 1
-            if size > 0:
+            if size > rounding:
                 self._compared.add(name)
                 relative = (difference / size) ** 0.5
                 if relative > max(TOLERANCE, torch.finfo(self._parameters[name].dtype).eps):
                     differing[name] = relative
-            if size > 0 or self._windows_left[name] == 0:
+            if size > rounding or self._windows_left[name] == 0:
                 del self._windows_left[name]
         self.pending = bool(self._windows_left)
         if differing:
