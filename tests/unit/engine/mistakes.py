@@ -366,9 +366,6 @@ MISTAKES = [
         net(validation_steps=lambda self, batch: None),
     ),
     Mistake(
-        "own backward", START, "Net.backward", "would not run", "manual_backward", net(backward=lambda self, loss: None)
-    ),
-    Mistake(
         "outputs of an epoch",
         START,
         "(outputs)",

@@ -231,7 +231,7 @@ drivetrain.Fit(max_epochs=1, logger=False, enable_checkpointing=False, enable_pr
     enable_model_summary=False, default_root_dir={str(tmp_path)!r}).fit(
     M(), DataLoader(TensorDataset(torch.ones(4, 2))))
 later = set(sys.modules) - before_fit
-assert len(later) <= 11, sorted(later)
+assert len(later) <= 12, sorted(later)
 assert all(name.startswith("drivetrain") for name in later), sorted(later)
 found = (heavy - {{"torch._dynamo"}}) & (set(sys.modules) - before)
 assert not found, found

@@ -20,7 +20,7 @@ def test_a_checkpoint_callback_writes_digests(tmp_path: Path, save_async: bool) 
 
     class Fails(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.global_step == 4:
+            if self.global_step == 5:
                 raise RuntimeError("enough")
             return super().training_step(batch, batch_idx)
 

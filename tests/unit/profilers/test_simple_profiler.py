@@ -70,7 +70,7 @@ def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> 
     assert calls["training > data"] == 5  # the last finds the end
     assert calls["training > transfer"] == calls["training > forward > augmentation"] == 4
     assert calls["training > optimizer > clipping"] == 4
-    assert calls["training > checkpoint"] == 2
+    assert calls["training > checkpoint"] == 3  # the dry run that is repeated after the first step, and two saves
     assert calls["training > logging > loggers"] == 2
     assert calls["training > Watching.on_train_batch_end > mine"] == 4
     assert calls["training > validation"] == 1
