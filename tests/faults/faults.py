@@ -191,6 +191,8 @@ def _check(life: Life, fault: Fault, outcome: Outcome) -> None:
     # A dry run suppresses errors of the hooks that save, and a life may have one more of them than was counted.
     harmless = fault.kind in ("full disk", "cut off") or fault.place in ("on_save_checkpoint", "state_dict")
     assert not life.ended or harmless, "nothing came of it"
+    if life.ended and fault.place in ("on_save_checkpoint", "state_dict"):
+        return
     outcome.waited = life.waited
     assert life.waited < LIMIT, f"{life.waited:.1f} s"
     error, told = life.error, str(life.error)
