@@ -49,14 +49,7 @@ from drivetrain._engine.run_parts import (
     TrainingInputs,
 )
 from drivetrain._engine.seeding import seed_rank, warn_unseeded
-from drivetrain._engine.signals import (
-    Signals,
-    announce,
-    as_interruption,
-    handled_signals,
-    handles_signals,
-    interruption_error,
-)
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
@@ -156,9 +149,8 @@ class Session:
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
-        # An evaluation in a hook of another run leaves signals to that run, which may have something to save.
-        is_inner = request.stage != "fit" and handles_signals()
-        self._handled_signals = handled = () if is_inner else handled_signals(trainer.preemption_signals, os.environ)
+        handled = handled_signals(trainer.preemption_signals, os.environ, request.stage)
+        self._handled_signals = handled
         self._signals = Signals(handled, self._on_signal)
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"

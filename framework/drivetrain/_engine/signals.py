@@ -32,14 +32,18 @@ _FIRST_SIGNAL_GRACE = 12.0
 """Seconds in which the main thread has to raise after a first signal with nothing to save. Schedulers allow 15 s."""
 
 
-def handled_signals(setting: str | list[str] | None, variables: Mapping[str, str]) -> tuple[int, ...]:
+def handled_signals(
+    setting: str | list[str] | None, variables: Mapping[str, str], stage: str = "fit"
+) -> tuple[int, ...]:
     """Return the signals that a run handles: SIGINT and the signals of ``Fit(preemption_signals=setting)``, or none.
 
     Args:
         setting: "auto", one name, several names, or None to handle no signal.
         variables: the environment variables; in a SLURM job "auto" includes SIGUSR1.
+        stage: the stage of the run. An evaluation in a hook of another run leaves signals to that run, which may have
+            something to save.
     """
-    if setting is None:
+    if setting is None or (stage != "fit" and _handling() is not None):
         return ()
     names: str | list[str] = setting
     if setting == "auto":
@@ -192,11 +196,6 @@ def _raise_interruption(number: int, frame: FrameType | None) -> None:
 
 _active: weakref.ref[Signals] | None = None
 _registered = False
-
-
-def handles_signals() -> bool:
-    """Return whether a run of this process handles signals now."""
-    return _handling() is not None
 
 
 def _handling() -> Signals | None:
