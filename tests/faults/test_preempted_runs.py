@@ -131,7 +131,7 @@ if __name__ == "__main__":
         ("torchrun", signal.SIGTERM, "group", None),
         ("subprocess", signal.SIGTERM, "caller", 128 + signal.SIGTERM),
         ("subprocess", signal.SIGINT, "group", -signal.SIGINT),
-        ("forkserver", signal.SIGTERM, "caller", 128 + signal.SIGTERM),
+        ("forkserver", signal.SIGTERM, "group", 128 + signal.SIGTERM),
     ],
 )
 def test_a_preempted_script_saves_and_exits(

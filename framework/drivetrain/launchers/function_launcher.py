@@ -33,7 +33,10 @@ Result = TypeVar("Result")
 
 # If DDP imports torch._dynamo after `init_process_group`, the threads of the process group never end. The fork server
 # therefore imports torch._dynamo before it starts ranks.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "drivetrain.launchers.function_launcher")
+PRELOAD = (
+    *("torch", "torch.distributed", "torch._dynamo"),
+    *("drivetrain.launchers.function_launcher", "drivetrain.launchers._fork_server"),
+)
 
 
 class FunctionLauncher(Launcher):

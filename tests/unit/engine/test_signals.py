@@ -387,7 +387,7 @@ def test_a_signal_in_an_evaluation_within_a_hook_is_left_to_the_fit(tmp_path: Pa
 @pytest.mark.parametrize("nested", ["test", "fit"])
 def test_processes_forked_after_a_run_within_a_hook_have_the_default_handlers(
     tmp_path: Path, nested: str
-) -> None:  # Q-06, S-15
+) -> None:
     codes: list[int | None] = []
 
     def end_a_process() -> None:
