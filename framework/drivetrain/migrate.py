@@ -145,7 +145,7 @@ def migrate(source: str) -> Migrated:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _LIGHTNING_STRING.fullmatch(node.value):
             remaining.append((node.lineno, f"{node.value!r} is a Lightning name in a string"))
     names = _collect_names(tree)
-    if not names.classes and not names.packages:
+    if not any(isinstance(node, ast.Import | ast.ImportFrom) and _mentions_lightning(node) for node in ast.walk(tree)):
         return Migrated(source, sorted(set(remaining)))
     edits: Edits = {}
     reads = _edit_checkpoint_reads(tree, edits, remaining)
@@ -163,7 +163,7 @@ def migrate(source: str) -> Migrated:
         for text in _annotation_strings(node):
             _edit_annotation(text, lines, names, edits, remaining)
     if reads:
-        _import_checkpoint(tree, edits, remaining)
+        _import_checkpoint(tree, lines, edits, remaining)
     changed = _apply_edits(lines, edits, remaining)
     try:
         ast.parse(changed)
@@ -209,6 +209,12 @@ def _collect_names(tree: ast.AST) -> _Names:
 
 def _imports_lightning(node: ast.ImportFrom) -> bool:
     return node.level == 0 and _LIGHTNING_MODULE.match(node.module or "") is not None
+
+
+def _mentions_lightning(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return _imports_lightning(node)
+    return any(_LIGHTNING_MODULE.match(alias.name) for alias in node.names)
 
 
 def _is_module(name: str) -> bool:
@@ -290,7 +296,7 @@ def _edit_import(
 ) -> None:
     new: list[str] = []
     if isinstance(node, ast.Import):
-        if not any(_LIGHTNING_MODULE.match(alias.name) for alias in node.names):
+        if not _mentions_lightning(node):
             return
         for alias in node.names:
             module = alias.name
@@ -333,9 +339,14 @@ def _replace_statement(node: ast.stmt, new: list[str], lines: Sequence[bytes], e
     if indent.strip() or not re.match(r"\s*(#|$)", after):  # Other statements share these lines.
         edits[node.lineno, node.col_offset] = end, "", "; ".join(new)
         return
-    newline = re.search(r"[\r\n]*$", lines[0].decode())
-    separator = ((newline and newline[0]) or "\n") + indent
+    separator = _newline(lines) + indent
     edits[node.lineno, node.col_offset] = end, "", separator.join(comments + new)
+
+
+def _newline(lines: Sequence[bytes]) -> str:
+    """Return what ends the first line, which is taken to end every line."""
+    newline = re.search(r"[\r\n]+$", lines[0].decode())
+    return newline[0] if newline else "\n"
 
 
 def _comments(node: ast.stmt, lines: Sequence[bytes]) -> Iterator[bytes]:
@@ -378,7 +389,9 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
         elif module_name != "drivetrain":
             remaining.append((node.lineno, f"{owner}.{node.attr}: write `from {module_name} import {name}`"))
     elif len(path) == 2 and module_name != f"drivetrain.{path[0]}":
-        remaining.append((node.lineno, f"{owner}.{node.attr} has no counterpart in drivetrain.{path[0]}"))
+        advice = f": write `from {module_name} import {name}`" if module_name else ""
+        text = f"{owner}.{node.attr} has no counterpart in drivetrain.{path[0]}{advice}"
+        remaining.append((node.lineno, text))
     elif len(path) > 2:
         if node.attr in _RENAMED_CLASSES:
             remaining.append((node.lineno, f"{owner}.{node.attr}: write `from {module_name} import {name}`"))
@@ -399,12 +412,15 @@ def _edit_checkpoint_reads(tree: ast.AST, edits: Edits, remaining: list[tuple[in
             and node.slice.value == "state_dict"
             and (path := _loaded_checkpoint(node.value)) is not None
         ):
-            assert isinstance(node.value, ast.Call)
             rewritten.add(id(node.value))
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
-            new = f"drivetrain.checkpoint.evaluated_weights({ast.unparse(path)})"
-            edits[node.lineno, node.col_offset] = (node.end_lineno, node.end_col_offset), "", new
+            assert path.end_lineno is not None
+            assert path.end_col_offset is not None
+            # Two edits, because the path between them may contain names that change too.
+            start, end = (path.lineno, path.col_offset), (path.end_lineno, path.end_col_offset)
+            edits[node.lineno, node.col_offset] = start, "", "drivetrain.checkpoint.evaluated_weights("
+            edits[end] = (node.end_lineno, node.end_col_offset), "", ")"
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and id(node) not in rewritten and _loaded_checkpoint(node) is not None:
             remaining.append((node.lineno, f"{ast.unparse(node)}: {_CHECKPOINT_NOTE}"))
@@ -420,13 +436,15 @@ def _loaded_checkpoint(node: ast.expr) -> ast.expr | None:
     return None
 
 
-def _import_checkpoint(tree: ast.Module, edits: Edits, remaining: list[tuple[int, str]]) -> None:
+def _import_checkpoint(
+    tree: ast.Module, lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int, str]]
+) -> None:
     """Add ``import drivetrain.checkpoint`` before the first import of Lightning at the top level."""
     for node in tree.body:
         key = node.lineno, node.col_offset
         if isinstance(node, ast.Import | ast.ImportFrom) and key in edits:
             end, old, new = edits[key]
-            edits[key] = end, old, f"import drivetrain.checkpoint\n{new}"
+            edits[key] = end, old, f"import drivetrain.checkpoint{_newline(lines)}{new}"
             return
     remaining.append((1, "write import drivetrain.checkpoint"))
 

@@ -142,3 +142,77 @@ def test_hyper_parameters_that_were_not_saved_say_so() -> None:  # Q-10
 
     with pytest.raises(AttributeError, match=r"call self\.save_hyperparameters\(\)"):
         Forgetful()
+
+
+def test_an_optimizer_of_ones_own_may_train_what_the_engine_does_not() -> None:
+    class Probed(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.probe = torch.nn.Linear(4, 1)
+            self.probing = torch.optim.SGD(self.probe.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            held = {id(parameter) for parameter in self.probe.parameters()}
+            return torch.optim.SGD([parameter for parameter in self.parameters() if id(parameter) not in held], lr=0.1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.probing.zero_grad()
+            self.probe(batch[0]).square().mean().backward()
+            self.probing.step()
+            return self.loss(batch)
+
+    fit = quiet()
+    fit.fit(Probed(), loader(8, 2))
+    assert fit.global_step == 4
+
+
+def test_clearing_gradients_that_an_earlier_run_left_is_no_backward_by_hand() -> None:
+    class Clearing(Regression):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.zero_grad()
+            return self.loss(batch)
+
+    module, fit = Clearing(), quiet()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fit.fit(module, loader(8, 2))
+    assert fit.global_step == 4
+
+
+def test_an_optimizer_without_hooks_that_wraps_another_trains() -> None:
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.defaults = inner, inner.defaults
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    class Wrapped(Regression):
+        def configure_optimizers(self) -> Any:
+            return Wrapping(torch.optim.SGD(self.parameters(), lr=0.1))
+
+    fit = quiet()
+    fit.fit(Wrapped(), loader(8, 2))
+    assert fit.global_step == 4
+
+
+def test_an_overridden_optimizer_step_may_step_every_optimizer() -> None:
+    class Together(Regression):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            every = self.optimizers()
+            if optimizer is every[0]:
+                for each in every:
+                    each.step(optimizer_closure)
+
+    fit, module = quiet(), Together()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    fit.fit(module, loader(8, 2))
+    assert fit.global_step == 4
+    assert not any(map(torch.equal, before, module.parameters()))

@@ -328,3 +328,28 @@ def test_what_remains_goes_to_stderr_and_into_the_exit_code(
     assert printed.out == ""
     assert "train.py:37: torch.load(trainer.checkpoint_callback.last_model_path)" in printed.err
     assert "drivetrain.checkpoint.load(path)" in printed.err
+
+
+def test_a_read_of_a_checkpoint_keeps_the_edits_within_it() -> None:
+    source = (
+        "import torch\nfrom lightning import Trainer\n"
+        'a = torch.load(Trainer().checkpoint_callback.best_model_path, map_location="cpu")["state_dict"]; b = 1\n'
+        "c = 2\n"
+    )
+    migrated = migrate(source)
+    assert migrated.remaining == []
+    assert migrated.source.endswith(
+        "a = drivetrain.checkpoint.evaluated_weights(Fit().checkpoint_callback.best_model_path); b = 1\nc = 2\n"
+    )
+
+
+def test_an_added_import_ends_its_line_as_the_file_does() -> None:
+    migrated = migrate('import torch\r\nimport lightning as L\r\na = torch.load(c.best_model_path)["state_dict"]\r\n')
+    assert "import drivetrain.checkpoint\r\nimport drivetrain as L\r\n" in migrated.source
+
+
+def test_modules_of_lightning_without_a_counterpart_are_listed() -> None:
+    migrated = migrate("import lightning.pytorch.utilities as utilities\nutilities.grad_norm(module, 2)\n")
+    assert [line for line, _ in migrated.remaining] == [1]
+    migrated = migrate("import lightning as L\nL.pytorch.utilities.grad_norm(module, 2)\n")
+    assert any("write `from drivetrain import grad_norm`" in text for _, text in migrated.remaining)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
@@ -25,14 +26,15 @@ def run_first_step(
         ConfigurationError: ``step`` ran a backward or stepped an optimizer, which the engine does after it.
     """
     name = type(module).__name__
-    before = _gradients(module)
-    handles = [optimizer.register_step_pre_hook(refuse_step) for optimizer in optimizers]
-    try:
+    parameters = _optimized_parameters(module, optimizers)
+    before = _gradients(parameters)
+    with ExitStack() as hooks:
+        for optimizer in optimizers:
+            # An optimizer that wraps another one may not have called Optimizer.__init__, and then has no hooks.
+            with suppress(AttributeError):
+                hooks.callback(optimizer.register_step_pre_hook(refuse_step).remove)
         output = step(batch, batch_idx)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if _gradients(module) != before:
+    if _gradients(parameters).items() - before.items():
         raise ConfigurationError(
             f"{name}.training_step ran a backward by hand.",
             "with automatic optimization the engine runs the backward of the returned loss, so gradients would be "
@@ -51,10 +53,25 @@ def refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:
     )
 
 
-def _gradients(module: Module) -> dict[str, tuple[int, int]]:
+def _optimized_parameters(module: Module, optimizers: Sequence[Optimizer]) -> dict[str, Parameter]:
+    """Return the module's parameters by name, without those that only an optimizer of the user's own may hold.
+
+    An optimizer whose parameters are not the module's, as ZeRO's are, may step any parameter of the module.
+    """
+    parameters = dict(module.named_parameters())
+    ids = set(map(id, parameters.values()))
+    held = {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
+    if not held <= ids:
+        return parameters
+    return {name: parameter for name, parameter in parameters.items() if id(parameter) in held}
+
+
+def _gradients(parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
     """Return the identity and version of each gradient, by the parameter's name."""
     return {
         name: (id(parameter.grad), parameter.grad._version)
-        for name, parameter in module.named_parameters()
+        for name, parameter in parameters.items()
         if parameter.grad is not None
     }

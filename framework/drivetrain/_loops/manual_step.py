@@ -419,10 +419,12 @@ class OverriddenOptimizerStep:
             closure: evaluates the loss again; None if the optimizer needs no closure.
         """
         detached = None if loss is None else loss.detach()
-        for handle in self._handles:
+        for handle in self._handles:  # all of them, because the first call may step every optimizer
             handle.stepped, handle.may_step = None, True
+        for handle in self._handles:
             self._module.optimizer_step(
                 self._progress.epoch, self._progress.batch_idx, handle, closure or (lambda: detached)
             )
+        for handle in self._handles:
             handle.may_step = False
         return all(handle.stepped for handle in self._handles)

@@ -35,10 +35,10 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 @rank_zero_only
-def rank_zero_info(message: object, *args: Any, **kwargs: Any) -> None:
+def rank_zero_info(message: object, *args: Any, stacklevel: int = 1, **kwargs: Any) -> None:
     """Log a message on rank 0, with the arguments of `logging.info`. Without a configuration, it goes to stderr."""
     with log_to_console(True):
-        logger.info(message, *args, **kwargs)
+        logger.info(message, *args, stacklevel=stacklevel + 2, **kwargs)
 
 
 @rank_zero_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -47,7 +48,13 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 def _norm(gradient: Any, order: float) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    norm: Any = torch.linalg.vector_norm(gradient.detach(), order)
+    if order == inf and hasattr(gradient, "full_tensor"):
+        gradient = gradient.full_tensor()  # torch takes no "inf" norm of a rank's part that is empty
+    if not gradient.numel():
+        return torch.zeros((), device=gradient.device)
+    # Half precision overflows at a norm of 65504, or keeps two digits.
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Any = torch.linalg.vector_norm(gradient.detach(), order, dtype=dtype)
     # A DTensor is recognized by its method rather than by its class, since importing the class is slow.
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole.float()
+    return whole

@@ -23,6 +23,14 @@ def test_the_norms_are_those_of_the_gradients() -> None:
         torch.testing.assert_close(norms[f"{name}.0.weight"], gradients[0].norm(float(order)))
 
 
+def test_norms_are_computed_in_float32_or_float64() -> None:
+    for dtype, value in ((torch.float16, 2000.0), (torch.bfloat16, 0.01), (torch.float64, 1e200)):
+        layer = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
+        layer.weight.grad = torch.full_like(layer.weight, value)
+        total = grad_norm(layer, 2)["grad_2.0_norm_total"]
+        torch.testing.assert_close(total.double(), layer.weight.grad.double().norm())
+
+
 def test_no_gradients_and_wrong_orders() -> None:
     assert grad_norm(torch.nn.Linear(2, 2), 2) == {}
     for order in (0, -1, "nan"):
