@@ -94,14 +94,12 @@ def convert(
 
 
 def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    is_pickle = path.is_file() and path.suffix != ".safetensors"
-    if averaged and not is_pickle:
-        raise _no_averages_error(path)
     if path.is_dir():
-        if is_dcp(path):
-            return read_dcp(path), {}
-        if is_zero(path):
-            return read_zero(path), {}
+        read = read_dcp if is_dcp(path) else read_zero if is_zero(path) else None
+        if read is not None:
+            if averaged:
+                raise _no_averages_error(path)
+            return read(path), {}
         raise CheckpointError(
             f"{str(path)!r} is a folder of an unknown format.",
             "supported are folders of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a "
@@ -111,6 +109,8 @@ def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, tor
     if not path.exists():
         raise CheckpointError(f"{str(path)!r} does not exist.", "", "check the path.")
     if path.suffix == ".safetensors":
+        if averaged:
+            raise _no_averages_error(path)
         from safetensors.torch import load_file
 
         return load_file(path), {}
