@@ -17,7 +17,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, TrainModule
-from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, PredictionWriter, StochasticWeightAveraging
+from drivetrain.callbacks import (
+    Checkpoint,
+    EMAWeightAveraging,
+    PredictionWriter,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
@@ -247,6 +253,43 @@ def _only_fit(strategy: str, world: int, folder: Path, **options: Any) -> None:
     fitted(strategy, world, folder, ema(), Checkpoint(folder / "c", monitor="epoch", mode="max", **options))
 
 
+class MeanOfEpochs(WeightAveraging):
+    """The mean of the weights at the ends of the epochs, as in docs/averaging.md."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+@pytest.mark.parametrize(("strategy", "world"), CASES[:3])
+def test_averages_of_epoch_ends_are_saved_as_they_were_validated(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    for found in on_ranks(_mean_of_epochs, world, strategy, world, tmp_path, process_group=None):
+        validated, tested, module, trained = found
+        assert tested == pytest.approx(validated, rel=1e-4)
+        assert_near(module, {name: sum(state[name] for state in trained) / 3 for name in module}, rtol=1e-4)
+
+
+def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
+    _, first = fitted(strategy, world, folder, MeanOfEpochs(), Checkpoint(folder / "c", save_top_k=-1, monitor="val"))
+    last = max((folder / "c").glob("epoch=*"))
+    resuming = quiet(
+        strategy=STRATEGIES[strategy](),
+        devices=world,
+        max_epochs=EPOCHS + 1,
+        callbacks=[MeanOfEpochs(), Checkpoint(folder / "c", save_top_k=-1, monitor="val")],
+    )
+    module = Noisy()
+    resuming.fit(module, DataLoader(rows(), batch_size=BATCH // world), everything(), ckpt_path=last)
+    validated = [*first.validated[-EPOCHS:], module.validated[-1]]
+    paths = sorted((folder / "c").glob("epoch=*"))
+    evaluating = quiet(strategy=STRATEGIES[strategy](), devices=world)
+    tested = [evaluating.test(Noisy(), everything(), ckpt_path=one, verbose=False)[0]["test"] for one in paths]
+    trained = [load(one).weights().staged() for one in paths]
+    parameters = {name for name, value in Noisy().named_parameters() if value.requires_grad}
+    return validated, tested, {name: value for name, value in whole(module).items() if name in parameters}, trained
+
+
 def test_weights_that_the_run_did_not_evaluate_with_are_not_chosen(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path, evaluate=False)
     found = _evaluated("single", 1, path)
@@ -271,6 +314,8 @@ def test_averages_that_have_not_begun_cannot_be_chosen(tmp_path: Path) -> None: 
 def test_averaged_chooses_from_a_checkpoint_only(tmp_path: Path) -> None:  # Q-01
     with pytest.raises(ConfigurationError, match="averaged=True"):
         quiet().test(Noisy(), everything(), averaged=True, verbose=False)
+    with pytest.raises(ConfigurationError, match="averaged=tensor"):
+        quiet().test(Noisy(), everything(), ckpt_path="best", averaged=torch.ones(2), verbose=False)  # type: ignore[arg-type]
     wrong: Any = "ema"
     with pytest.raises(ConfigurationError, match="averaged='ema'"):
         quiet().validate(Noisy(), everything(), ckpt_path="last", averaged=wrong, verbose=False)
@@ -587,6 +632,22 @@ def test_averages_of_any_callback_are_used(tmp_path: Path) -> None:  # Q-01
     loaded = dict(Noisy.load_from_checkpoint(newest(tmp_path)).named_parameters())
     assert_near({name: loaded[name].detach() for name in wanted}, wanted)
     assert "another tensor" not in load(newest(tmp_path)).averages()
+
+
+@pytest.mark.parametrize("answer", ["yes", 1, True])
+def test_a_callback_whose_averages_cannot_be_recorded_is_named(answer: Any, tmp_path: Path) -> None:  # Q-01
+    class Misnamed(Mean):
+        @property
+        def evaluates_averages(self) -> bool | None:
+            return answer
+
+        def save_tensors(self, trainer: Any, module: Any) -> dict[str, Tensor]:
+            return {f"module.{name}": value for name, value in super().save_tensors(trainer, module).items()}
+
+    wanted = "none of the names" if answer is True else f"evaluates_averages = {answer!r}"
+    with pytest.raises(ConfigurationError, match=f"Misnamed.*{wanted}"):
+        fitted("single", 1, tmp_path, Misnamed(), kept(tmp_path))
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("epoch=*"))
 
 
 # Predictions

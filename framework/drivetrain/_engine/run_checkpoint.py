@@ -36,7 +36,7 @@ from drivetrain.checkpoint._format import (
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
-from drivetrain.errors import listed
+from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module._hyper_parameters import hyper_parameters_argument
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regroup_parameters
 
@@ -114,7 +114,7 @@ class RunCheckpoint:
             control = strategy.control if self._running and strategy.shards_parameters else None
             flattened, own = set_apart(contents.optimizers, self.shard_of, control)
             contents.state["flattened_optimizer_state"], contents.rank_state["optimizer_shards"] = flattened, own
-        contents.callbacks, averages = self._callback_tensors(dry_run, only_averages=weights_only)
+        contents.callbacks, averages = self._callback_tensors(dry_run, weights_only, contents.weights)
         contents.metadata = replace(contents.metadata, averages=averages)
         if trainable_only:
             self._leave_out_base(contents)
@@ -204,7 +204,7 @@ class RunCheckpoint:
         }
 
     def _callback_tensors(
-        self, dry_run: bool, only_averages: bool
+        self, dry_run: bool, only_averages: bool, weights: Mapping[str, Any]
     ) -> tuple[dict[str, Mapping[str, Any]], AveragesRecord | None]:
         """Return the tensors of callbacks by key, and which of them are averages of the weights."""
         found: dict[str, Mapping[str, Any]] = {}
@@ -221,8 +221,10 @@ class RunCheckpoint:
                 )
                 if tensors:
                     found[key] = tensors
-                    if evaluated is not None and (averages is None or evaluated > averages.evaluated):
-                        averages = AveragesRecord(key, evaluated)
+                    if evaluated is not None:
+                        _check_averages(callback, evaluated, tensors, weights)
+                        if averages is None or evaluated > averages.evaluated:
+                            averages = AveragesRecord(key, evaluated)
         return found, averages
 
     def _frozen(self) -> list[str]:
@@ -515,3 +517,25 @@ def _ignoring_errors(dry_run: bool) -> Iterator[None]:
         if not dry_run:
             raise
         logger.debug("A hook that saves failed in the dry run before training.", exc_info=True)
+
+
+def _check_averages(callback: Callback, evaluated: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Check what a callback says about its averages, before a checkpoint records it.
+
+    Raises:
+        ConfigurationError: the answer is not a boolean, or no tensor has the name of a weight.
+    """
+    name = type(callback).__name__
+    if not isinstance(evaluated, bool):
+        raise ConfigurationError(
+            f"{name}.evaluates_averages = {evaluated!r}.",
+            "a checkpoint records whether the run evaluates with the averages.",
+            "write a property that returns True, False, or None without averages.",
+        )
+    if tensors.keys().isdisjoint(weights):
+        raise ConfigurationError(
+            f"{name}.evaluates_averages = {evaluated}, and none of the names of its save_tensors is that of a weight: "
+            f"{listed(sorted(tensors))}.",
+            "the checkpoint would be evaluated without the averages.",
+            "return the averages under the names in state_dict of the module, or return None from evaluates_averages.",
+        )

@@ -65,6 +65,8 @@ class WeightAveraging(Callback):
         """Number of updates of the averages."""
         self._averages: Averages | None = None
         self._step = 0  # global_step when the last micro-batch ended
+        self._validated_at: int | None = None  # global_step of the last validation with ``evaluate``
+        self._must_update = False  # whether the update at an epoch's end is made before the next step
         self._parameters: list[Any] = []
         self._requires_grad_flags: tuple[bool, ...] = ()
         self._must_collect = False  # whether to call `_collect_weights` before the next step
@@ -95,12 +97,15 @@ class WeightAveraging(Callback):
     # State in checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates. `save_tensors` returns the averages."""
-        return {"updates": self.updates}
+        """Return the number of updates, and whether one is still to be made. `save_tensors` returns the averages."""
+        return {"updates": self.updates, "must_update": self._must_update, "validated_at": self._validated_at}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the number of updates."""
+        """Restore what `state_dict` returned."""
         self.updates = int(state_dict["updates"])
+        # Earlier versions did not save the following values.
+        self._must_update = bool(state_dict.get("must_update", False))
+        self._validated_at = state_dict.get("validated_at")
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the averages by the weights' names."""
@@ -140,6 +145,7 @@ class WeightAveraging(Callback):
                 "keep one of them",
             )
         self.updates, self._averages = 0, None
+        self._must_update, self._validated_at = False, None
 
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
         """Collect the weights to average, and watch for parameters that are registered later."""
@@ -152,7 +158,9 @@ class WeightAveraging(Callback):
         self._collect_weights(trainer)
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
-        """Collect the weights again, before the step, if other parameters have become trainable or were registered."""
+        """Make the update of the last epoch's end, and collect the weights again if other parameters are trainable."""
+        if self._must_update:
+            self._update()
         if self._must_collect or tuple(map(get_requires_grad, self._parameters)) != self._requires_grad_flags:
             self._must_collect = True
             self._collect_weights(trainer)
@@ -168,14 +176,25 @@ class WeightAveraging(Callback):
                 self._update()
 
     def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
-        """Update the averages, if `should_update` returns True."""
+        """Update the averages, if `should_update` returns True.
+
+        If the validation of this step used the averages, they are updated before the next step instead. Checkpoints
+        that are saved at the end of the epoch then contain the averages to which the validation's values belong.
+        """
+        if self._must_update:
+            self._update()  # that of an epoch before, after which no step was made
         if self.should_update(epoch_idx=trainer.current_epoch):
-            self._update()
+            self._must_update = self._validated_at == trainer.global_step
+            if not self._must_update:
+                self._update()
 
     def on_validation_start(self, trainer: RunContext, module: Any) -> None:
         """Load the averages into the module, if ``evaluate`` is set."""
-        if self.evaluate and self._averages is not None and self.updates:
-            self._averages.swap_in()
+        if self.evaluate and self._averages is not None:
+            if not trainer.sanity_checking:
+                self._validated_at = trainer.global_step
+            if self.updates:
+                self._averages.swap_in()
 
     def on_validation_end(self, trainer: RunContext, module: Any) -> None:
         """Restore the trained weights."""
@@ -183,6 +202,8 @@ class WeightAveraging(Callback):
 
     def on_train_end(self, trainer: RunContext, module: Any) -> None:
         """Load the averages into the module."""
+        if self._must_update:
+            self._update()
         if self._averages is None or not self.updates:
             return
         self._averages.swap_in()
@@ -196,7 +217,7 @@ class WeightAveraging(Callback):
 
     def before_rollback(self, trainer: RunContext, module: Any) -> None:
         """Reset the averages before those of the checkpoint are loaded."""
-        self.updates = 0
+        self.updates, self._must_update, self._validated_at = 0, False, None
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
 
     def after_rollback(self, trainer: RunContext, module: Any, path: str) -> None:
@@ -231,6 +252,7 @@ class WeightAveraging(Callback):
         assert self._averages is not None
         self._averages.update(self.average, self.updates)
         self.updates += 1
+        self._must_update = False
 
     def _restore(self) -> None:
         if self._averages is not None and self._averages.swapped_in:

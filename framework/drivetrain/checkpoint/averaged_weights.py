@@ -59,7 +59,7 @@ def check_averaged(averaged: Any) -> None:
     Raises:
         ConfigurationError: the value is not True, False or None.
     """
-    if averaged not in (True, False, None):
+    if averaged is not None and not isinstance(averaged, bool):
         raise ConfigurationError(
             f"averaged={averaged!r}.",
             "averaged chooses which weights of a checkpoint to use.",

@@ -104,11 +104,11 @@ def _read_other_format(
     path: Path, averaged: bool | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, str]]:
     """Return the weights, the hyper-parameters, and what stands before the name of each weight in its module."""
-    is_pickle = path.is_file() and path.suffix != ".safetensors"
-    if averaged and not is_pickle:
-        raise _no_averages_error(path)
     if path.is_dir():
-        if is_dcp(path):
+        dcp = is_dcp(path)
+        if averaged and (dcp or is_zero(path)):
+            raise _no_averages_error(path)
+        if dcp:
             weights, nests = read_dcp(path)
             return weights, {}, nests
         if is_zero(path):
@@ -122,6 +122,8 @@ def _read_other_format(
     if not path.exists():
         raise CheckpointError(f"{str(path)!r} does not exist.", "", "check the path.")
     if path.suffix == ".safetensors":
+        if averaged:
+            raise _no_averages_error(path)
         from safetensors.torch import load_file
 
         return load_file(path), {}, {}

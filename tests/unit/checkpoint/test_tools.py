@@ -211,6 +211,11 @@ class TestLightning:
         lightning(tmp_path / "b.ckpt")
         with pytest.raises(CheckpointError, match="holds no averages"):
             convert(tmp_path / "b.ckpt", tmp_path / "c", averaged=True)
+        with pytest.raises(CheckpointError, match="does not exist"):
+            convert(tmp_path / "none.ckpt", tmp_path / "c", averaged=True)
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(CheckpointError, match="of an unknown format"):
+            convert(tmp_path / "folder", tmp_path / "c", averaged=True)
         consolidate(tmp_path / "c", tmp_path / "out")
         assert main(["convert", str(tmp_path / "out" / "model.safetensors"), str(tmp_path / "d"), "--averaged"]) == 2
         convert(tmp_path / "b.ckpt", tmp_path / "c", averaged=False)
