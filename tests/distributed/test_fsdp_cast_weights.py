@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial, reduce
 from typing import Any
 
@@ -236,6 +237,17 @@ class Adapted(Reusing):
         return super().forward(x + self.once(x.view(-1, 2, 8)).view(x.shape))
 
 
+class Differentiating(Adapted):
+    """Differentiates a frozen layer with torch.func, and copies the layer to use it with other weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product: Any = torch.func.vjp(self.twice, x)[1]
+        with torch.no_grad():
+            other = deepcopy(self.twice)
+            other.weight.mul_(0.5)
+        return super().forward(x + product(torch.ones_like(x, dtype=torch.bfloat16))[0] + other(x))
+
+
 class Reused(Regression):
     def __init__(
         self, manual: bool = False, block: type[nn.Module] = Reusing, kind: Callable[[Any], nn.Module] = Twice
@@ -340,6 +352,12 @@ def test_the_bits_with_frozen_matrices_are_those_of_autocast_alone(
 ) -> None:
     # D-07: the cast that a product needs in backward is made again
     for same in on_ranks(_both, 2, options, window, manual, Adapted, kind):
+        assert all(same), same
+
+
+def test_frozen_layers_may_be_differentiated_with_torch_func_and_copied() -> None:
+    # D-07: torch.func refuses hooks on saved tensors, and a copy uses its own weights
+    for same in on_ranks(_both, 2, {"wrap": [Differentiating]}, 1, False, Differentiating):
         assert all(same), same
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +32,23 @@ def save_no_frozen_casts(modules: Iterable[nn.Module], swap: ForwardSwap) -> Non
         if type(module) is nn.Linear and "forward" not in module.__dict__:
             weight = module.weight
             if weight.dtype == torch.float32 and not weight.requires_grad:
-                swap.put(module, partial(_saving_no_cast, module))
+                swap.put(module, _saving_no_cast)
 
 
-def _saving_no_cast(layer: nn.Linear, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        weight = layer.weight
-        if weight.requires_grad or type(weight) is not nn.Parameter or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
-        with saved_tensors_hooks(partial(_pack, weight), _unpack):
-            return forward(*args, **kwargs)
+def _saving_no_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    # A bound method, unlike a closure, is bound to the copy when the layer is copied.
+    return MethodType(forward, original.__self__)  # type: ignore[attr-defined]
 
-    return run
+
+def forward(layer: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of ``layer``. Its name is that of the class's method, which pickle looks up instead."""
+    weight = layer.weight
+    if weight.requires_grad or type(weight) is not nn.Parameter or torch.compiler.is_compiling():
+        return nn.Linear.forward(layer, *args, **kwargs)
+    with ExitStack() as stack:
+        with suppress(RuntimeError):  # torch.func permits no such hooks, so the cast is kept there
+            stack.enter_context(saved_tensors_hooks(partial(_pack, weight), _unpack))
+        return nn.Linear.forward(layer, *args, **kwargs)
 
 
 class _Cast(NamedTuple):
