@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_nets import Experts
 from small_runs import TIGHT, Regression, each, failing, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
@@ -299,6 +300,48 @@ def test_equal_gradients_do_not_differ_by_rounding() -> None:
     cases += [(Routed, ROUTED, {"wrap": []}, {}), (Alternating, SUMMED, {}, {})]
     for found in on_ranks(each, 4, _differences, *cases, timeout=150):
         assert [max(differences) for differences in found] == [0.0] * len(cases)
+
+
+class Dropping(Attending):
+    """Drops out some of the blocks' outputs."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.net["blocks"]:
+            block.out = nn.Sequential(block.out, nn.Dropout(0.3))
+
+
+class Rounding(Attending):
+    """Has whole attention; each rank rounds the gradients of the keys in its own way, as other kernels do."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.net["blocks"]:
+            block.key_norm = nn.Identity()
+            block.key.register_full_backward_pre_hook(_rounded)
+
+
+def _rounded(layer: nn.Module, gradients: Any) -> Any:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return tuple(one * (1 + 1e-7 * torch.randn(one.shape, generator=generator)) for one in gradients)
+
+
+def _trains(kind: type[Attending], plan: Any) -> str:
+    with failing() as error:
+        _trained(kind, plan, {}, {})
+    return error.get("text", "")
+
+
+def test_dropout_needs_no_seed() -> None:
+    # P-07: the ranks of a group read the same data and drew other masks, unless the run had a seed
+    for found in on_ranks(_differences, 4, Dropping, SUMMED, {}, {}, timeout=150):
+        assert max(found) == 0.0
+
+
+def test_a_gradient_of_rounding_errors_shows_nothing() -> None:
+    # P-07: attention does not depend on the bias of its keys, so the bias's gradient is zero but for rounding
+    for text in on_ranks(_trains, 2, Rounding, {"stem": ColwiseParallel(output_layouts=Replicate())}):
+        assert text == ""
 
 
 class Routed(Attending):

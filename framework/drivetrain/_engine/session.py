@@ -274,6 +274,8 @@ class Session:
             runner = profiling.call("forward", self._set_up_module(stage_data))
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_rank(trainer.seed, strategy.data_rank)
+        if trainer.seed is None and strategy.data_world_size < strategy.world_size:
+            seed_rank(data.seed, strategy.data_rank)  # ranks that read the same data draw the same dropout masks
         return _Prepared(runner, profiling.mover(build_batch_mover(core.module, core.datamodule, strategy)), reloading)
 
     def _fit(self, prepared: _Prepared) -> None:
