@@ -13,10 +13,11 @@ from drivetrain.errors import listed
 logger = logging.getLogger("drivetrain")
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-# Words that make a name the name of a secret.
+# Words, and ends of words (``PGPASSWORD``), that make a name the name of a secret.
+_SECRET_ENDINGS = ("password", "passwd", "secret")
 _SECRET_WORDS = frozenset(
     (
-        *("password", "passwords", "passwd", "pwd", "secret", "secrets", "passphrase", "passphrases", "passcode"),
+        *("passwords", "pwd", "secrets", "passphrase", "passphrases", "passcode"),
         *("apikey", "apikeys", "accesskey", "accesskeys", "privatekey", "secretkey", "authkey", "jwt"),
     )
 )
@@ -48,7 +49,12 @@ _SERVICES = frozenset(
         *("openai", "anthropic", "github"),
     )
 )
-_COLUMN_WORDS = frozenset(("primary", "foreign", "sort", "partition", "cache", "public"))
+_COLUMN_WORDS = frozenset(
+    (
+        *("primary", "foreign", "sort", "partition", "cache", "public"),
+        *("image", "video", "audio", "text", "label", "target", "input", "output", "dataset", "data", "metric"),
+    )
+)
 
 # Words before "token" that denote a token of a tokenizer.
 _TOKENIZER_WORDS = frozenset(
@@ -62,9 +68,10 @@ _TOKENIZER_WORDS = frozenset(
 # Words that may follow "token" in the name of a secret. With other words, as in ``token_mixer``, the name is no secret.
 _SECRET_SUFFIXES = frozenset(("", "value", "string", "str", "text", "secret", "key", "file", "path"))
 
-_HEADER_LINE = re.compile(r"\s*([\w-]+):\s+\S", re.MULTILINE)
-# The text before a password in a URL, and the password. One that was replaced already is none.
-_URL_PASSWORD = re.compile(r"([a-z][\w+.-]*://[^\s/?#:@]*:)(?!(?:\*+|\.{3})@)[^\s/?#]+(?=@)", re.IGNORECASE)
+_HEADER_LINE = re.compile(r"\s*([\w-]+):(?!//)\s*\S", re.MULTILINE)
+# The text before a password in a URL, and the password, which may contain slashes that were not escaped. One that was
+# replaced already is none, nor is a port.
+_URL_PASSWORD = re.compile(r"([a-z][\w+.-]*://[^\s/?#:@]*:)(?!(?:\*+|\.{3})@|\d*[/?#\"'])[^\s]+(?=@)", re.IGNORECASE)
 _NAME_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
 _MAX_DEPTH = 100  # the number of nested levels that are searched
 _REDACTED = "..."
@@ -81,10 +88,15 @@ def names_a_secret(name: str) -> bool:
     """
     words = [word.lower() for word in _WORD.findall(name)]
     for index, (word, before, after) in enumerate(zip(words, ["", *words], [*words[1:], ""], strict=False)):
-        if word in _SECRET_WORDS or (word in _CREDENTIAL_WORDS and after not in _PUBLIC_SUFFIXES):
+        if (
+            word.endswith(_SECRET_ENDINGS)
+            or word in _SECRET_WORDS
+            or (word in _CREDENTIAL_WORDS and after not in _PUBLIC_SUFFIXES)
+        ):
             return True
         is_key = word in ("key", "keys") and before not in _COLUMN_WORDS
-        if is_key and (before in _KEY_PREFIXES or not _SERVICES.isdisjoint(words[:index])):
+        is_of_service = not _SERVICES.isdisjoint(words[:index]) and after in _SECRET_SUFFIXES
+        if is_key and (before in _KEY_PREFIXES or is_of_service):
             return True
         if word == "token" and before not in _TOKENIZER_WORDS and after in _SECRET_SUFFIXES:
             return True
@@ -115,7 +127,9 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     for argument in arguments:
         name, has_value, value = argument.partition("=")
         if option and not argument.startswith("-"):
-            name, prefix, value = option, "", argument
+            if has_value and names_a_secret(name) and not names_a_secret(option):  # --set api_token=X
+                option = name
+            name, prefix, value = option, f"{name}=" if option == name else "", argument
         elif has_value:
             prefix = f"{name}="
         else:
