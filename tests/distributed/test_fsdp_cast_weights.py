@@ -241,7 +241,7 @@ class Differentiating(Adapted):
     """Differentiates a frozen layer with torch.func, and copies the layer to use it with other weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = torch.func.vjp(self.twice, x)[1]
+        product: Any = torch.func.vjp(self.twice, x)[1]
         with torch.no_grad():
             other = deepcopy(self.twice)
             other.weight.mul_(0.5)

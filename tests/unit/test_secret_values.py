@@ -34,12 +34,14 @@ ALSO_SECRET = [
     *("Proxy-Authorization", "bearer", "bearer_value", "cookie", "Set-Cookie", "cookies", "session_cookie", "authkey"),
     *("wandb_key", "WANDB_KEY", "wandbKey", "hf_key", "aws_key", "aws_sagemaker_key", "AWS_S3_KEY", "openai_key"),
     *("ssh_key", "encryption_key", "signing_keys", "X-Api-Key", "azure_account_key", "privatekey", "secretkey"),
+    *("PGPASSWORD", "dbpassword", "clientsecret", "AWSSecretKey", "hf_key_file"),
     *("oauth", "passcode", "jwt", "neptune_key", "service_account_key", "model.hub.credentials", "auth_file"),
 ]
 ALSO_PLAIN = [
     *("author", "authors", "authority", "oauth_scopes", "auth_type", "auth_method", "auth_url", "auth_user"),
     *("primary_key", "sort_key", "foreign_key", "partition_key", "aws_partition_key", "cache_key", "public_key"),
     *("key_padding_mask", "num_key_value_heads", "hotkey", "turnkey", "key_dim", "query_key_norm", "key_name"),
+    *("hf_image_key", "huggingface_text_key", "wandb_metric_key", "google_key_points", "hf_keys_to_ignore"),
     *("monkey", "keyboard", "bearing", "forbearer", "cookiecutter", "accreditation", "cookie_domain", "awsome"),
     *("private", "private_repo", "is_private", "pwdist", "s3_key", "label_key", "sample_key", "hf_model", "wandb"),
 ]
@@ -167,6 +169,14 @@ def test_a_recursive_value_is_passed_through() -> None:
         ),
         (["--url=http://u@h:8/a", "a:b@c"], ["--url=http://u@h:8/a", "a:b@c"], []),
         (["--token=", "a"], ["--token=", "a"], []),
+        (["--set", "hub.token=a", "-o", "lr=1"], ["--set", "hub.token=...", "-o", "lr=1"], ["hub.token"]),
+        (["-H", "Cookie:x", "secret://vault/a"], ["-H", "Cookie: ...", "secret://vault/a"], ["Cookie"]),
+        (["--db=sql://u:a/b#c@h/d"], ["--db=sql://u:...@h/d"], ["--db"]),
+        (
+            ["http://h:80/a@b", "{'h':'http://h:80','m':'x@y'}"],
+            ["http://h:80/a@b", "{'h':'http://h:80','m':'x@y'}"],
+            [],
+        ),
     ],
 )
 def test_a_command_line_without_secrets(arguments: list[str], kept: list[str], left_out: list[str]) -> None:  # J-11

@@ -127,7 +127,7 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     for argument in arguments:
         name, has_value, value = argument.partition("=")
         if option and not argument.startswith("-"):
-            if not names_a_secret(option) and has_value and names_a_secret(name):  # --set api_token=X
+            if has_value and names_a_secret(name) and not names_a_secret(option):  # --set api_token=X
                 option = name
             name, prefix, value = option, f"{name}=" if option == name else "", argument
         elif has_value:

@@ -16,8 +16,11 @@ from drivetrain.strategies import ControlPlane
 TOLERANCE = 1e-3
 """The largest relative difference that is attributed to rounding, unless the gradient's dtype has a larger epsilon."""
 
-ROUNDING = 1e-6
-"""The size of a gradient, relative to the largest one, up to which it is attributed to rounding."""
+ROUNDING = 1e-5
+"""A difference up to this part of the largest gradient shows nothing, whatever its size relative to its own gradient.
+
+Kernels may round differently on each rank, and the gradient of attention's key bias, for one, is rounding errors only.
+"""
 
 WINDOWS = 9
 """How often a gradient of zeros is compared again until it is given up: in the first window and in eight others."""
@@ -28,8 +31,8 @@ class UnsplitGradients:
 
     The ranks of a group read the same data, so they compute equal gradients of a parameter that none of them has only a
     part of. An unsplit parameter that acts on split heads gets the gradient of this rank's heads, and the ranks' copies
-    would drift apart. A gradient of zeros shows nothing, nor does one that consists of rounding errors, as that of the
-    bias of attention's keys, or an overflow of fp16; such parameters are compared again in the next windows.
+    would drift apart. A gradient of zeros shows nothing, nor does a difference of `ROUNDING` or an overflow of fp16.
+    Such parameters are compared again in the next windows.
 
     Args:
         parameters: the module's parameters, by name, in the same order on every rank.
@@ -45,6 +48,7 @@ class UnsplitGradients:
         self._group = group
         self._control = control
         self._compared: set[str] = set()
+        self._largest = 0.0  # squared norm of the largest gradient that was seen
         self.restart()
 
     def restart(self) -> None:
@@ -69,18 +73,21 @@ class UnsplitGradients:
         squares = torch.stack([self._squares(self._parameters[name]).cpu() for name in names])  # some may be offloaded
         # The shards of one parameter are on different ranks, so the squares are summed over all of them.
         totals = self._control.all_reduce_async(squares.reshape(-1)).wait().reshape(-1, 2)
-        rounding = totals[:, 1].nan_to_num(posinf=0.0).max().item() * ROUNDING**2
+        self._largest = max(self._largest, totals[:, 1].nan_to_num(posinf=0.0).max().item())
+        rounding = self._largest * ROUNDING**2
         differing: dict[str, float] = {}
         for name, (difference, size) in zip(names, totals.tolist(), strict=True):
             if not size < float("inf"):
                 continue
             self._windows_left[name] -= 1
-            if size > rounding:
+            tolerance = max(TOLERANCE, torch.finfo(self._parameters[name].dtype).eps)
+            differs = difference > tolerance**2 * size
+            shows = size > 0 and (not differs or difference > rounding)
+            if shows:
                 self._compared.add(name)
-                relative = (difference / size) ** 0.5
-                if relative > max(TOLERANCE, torch.finfo(self._parameters[name].dtype).eps):
-                    differing[name] = relative
-            if size > rounding or self._windows_left[name] == 0:
+                if differs:
+                    differing[name] = (difference / size) ** 0.5
+            if shows or self._windows_left[name] == 0:
                 del self._windows_left[name]
         self.pending = bool(self._windows_left)
         if differing:
