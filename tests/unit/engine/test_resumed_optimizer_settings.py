@@ -397,6 +397,50 @@ def test_a_malformed_record_is_a_checkpoint_error(malformed: Any, tmp_path: Path
         fit(Model(adam()), ckpt_path=saved)
 
 
+class AddsAGroup(Callback):
+    """Adds the backbone's parameters in the fifth step, at another rate."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = trainer.optimizers
+        if trainer.global_step == 5 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(module.backbone.parameters()), "lr": 0.5})
+
+
+class RollsBack(Callback):
+    """Returns to a checkpoint after the sixth step, once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: str | None = str(path)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 6 and self.path is not None:
+            path, self.path = self.path, None
+            trainer.session.checkpoints.roll_back(path)
+
+
+def test_a_rollback_returns_a_new_optimizer_to_its_initial_rate_and_schedule(tmp_path: Path) -> None:
+    # Q-04
+    saved = save(tmp_path / "saved", scheduled(adam(), halving))
+    module = Model(scheduled(adam(lr=1.0), halving))
+    trainer = fit(module, callbacks=[RollsBack(saved)], ckpt_path=saved, allow="optimizer")
+    undone = [[0.5**step] for step in range(6 - SAVED_AT)]
+    assert module.rates == undone + [[0.5**step] for step in range(12 - SAVED_AT)]
+    (config,) = trainer.lr_scheduler_configs
+    assert config.scheduler.last_epoch == 12 - SAVED_AT
+
+
+def test_a_rollback_takes_a_group_from_a_new_optimizer_that_was_added_since(tmp_path: Path) -> None:
+    # Q-04
+    def head(lr: float) -> Configure:
+        return lambda module: torch.optim.AdamW(module.head.parameters(), lr=lr)
+
+    saved = save(tmp_path / "saved", head(0.01))
+    module = Model(head(0.1))
+    fit(module, callbacks=[AddsAGroup(), RollsBack(saved)], ckpt_path=saved, allow="optimizer")
+    after = module.rates[6 - SAVED_AT :]
+    assert after == [[0.1]] * (5 - SAVED_AT) + [[0.1, 0.5]] * (12 - 5)
+
+
 def test_a_rollback_to_a_checkpoint_of_the_resumed_run_keeps_the_new_optimizer(tmp_path: Path) -> None:
     # Q-04: the state of the old optimizer does not belong to the new one
     saved = save(tmp_path / "saved", adam())
