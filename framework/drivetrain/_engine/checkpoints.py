@@ -270,7 +270,8 @@ class RunCheckpoints:
             assert self.opened is not None
             text = "; ".join(f"{difference.saved}, not {difference.now.partition('=')[2]}" for difference in kept)
             text = f"The checkpoint's value goes on, and not that of configure_optimizers: {text}."
-            logger.warning('%s To start the optimizer with this run\'s values: fit(..., allow=("optimizer",)).', text)
+            kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(difference.kind for difference in kept))
+            logger.warning("%s To start with this run's values: fit(..., allow=(%s,)).", text, kinds)
             self._core.folder.note("kept settings", text, int(self.opened.progress["global_step"]))
 
     def _starts_anew(self, checkpoint: Checkpoint) -> StartsAnew:

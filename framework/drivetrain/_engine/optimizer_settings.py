@@ -1,7 +1,8 @@
-"""Describes the parameter groups that ``configure_optimizers`` gives, and compares them with those of a saved run."""
+"""Describes the groups and schedulers that ``configure_optimizers`` gives, and compares them with a saved run's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,11 @@ from drivetrain.errors import listed
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options that select an implementation of the same update. A resumed run uses its own values."""
 
-_MEMBERS = ("params", "param_names")
+_MEMBERS = ("params", "param_names", "name")
+"""Entries of a group that are no options: its parameters, their names, and a label that some users give groups."""
+
+_RATES = ("base_lrs", "_last_lr")
+"""Attributes of a scheduler that repeat the learning rates of its optimizer's groups."""
 
 Group = Mapping[str, Any]
 """The names of a group's parameters as ``params``, and the group's options that are numbers, strings or lists."""
@@ -55,6 +60,25 @@ def describe_groups(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Para
     ]
 
 
+def describe_schedulers(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the attributes of each scheduler that are numbers, strings or lists, except the optimizer's rates.
+
+    The positions of new schedulers are among them, and are alike in all runs.
+    """
+    found = [getattr(scheduler, "__dict__", {}) for scheduler in schedulers]
+    plain = [{name: _plain(value) for name, value in attributes.items() if name not in _RATES} for attributes in found]
+    return [{name: value for name, value in each.items() if is_plain(value)} for each in plain]
+
+
+def compare_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any], scheduler: str) -> list[SettingsDifference]:
+    """Return the differences between the settings of a scheduler in the saved run and in this one."""
+    return [
+        SettingsDifference(f"{name}={saved[name]!r} of {scheduler}", f"{name}={now[name]!r}", True)
+        for name in saved
+        if name in now and not _same(saved[name], now[name])
+    ]
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     plain = {
         name: _plain(value)
@@ -67,6 +91,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
+    if isinstance(value, float):
+        return float(value)  # NumPy's floats are floats too, and are shown as such
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
@@ -98,7 +124,7 @@ def compare_groups(
         for (number, group), (_, other) in zip(saved_groups, groups, strict=True)
         for name in group
         # An option that only one of the runs has was added by a version of torch, or by a scheduler of another class.
-        if name in other and name not in _MEMBERS and group[name] != other[name]
+        if name in other and name not in _MEMBERS and not _same(group[name], other[name])
     ]
 
 
@@ -130,6 +156,15 @@ def _moved(
 
 def _group_name(place: tuple[int, int] | None) -> str:
     return "no group" if place is None else f"group {place[1]}"
+
+
+def _same(saved: Any, now: Any) -> bool:
+    """Return whether two values are equal, up to the precision of a learning rate in a float32 tensor."""
+    if isinstance(saved, list) and isinstance(now, list):
+        return len(saved) == len(now) and all(map(_same, saved, now))
+    if isinstance(saved, float) and isinstance(now, float):
+        return math.isclose(saved, now, rel_tol=1e-6) or (math.isnan(saved) and math.isnan(now))
+    return bool(saved == now)
 
 
 def _differs_in_number(saved: Any, now: Any) -> bool:

@@ -37,7 +37,10 @@ def set_up_optimizers(
         components: receives the classes of optimizers and schedulers, and the optimizers' groups.
         regroup: restores the parameter groups that the optimizers had in the resumed run.
     """
-    from drivetrain._engine.optimizer_settings import describe_groups  # importing drivetrain does not need it
+    from drivetrain._engine.optimizer_settings import (
+        describe_groups,
+        describe_schedulers,
+    )  # the import of drivetrain does not need it
 
     module, strategy = core.module, core.strategy
     with strategy.optimizer_init_context():
@@ -53,6 +56,7 @@ def set_up_optimizers(
         "optimizers": class_names(optimizers),
         "schedulers": class_names(schedulers),
         "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),
+        "scheduler_settings": describe_schedulers(schedulers),
         "frozen_parameters": trainables.frozen(),
     }
     regroup(optimizers)

@@ -25,8 +25,8 @@ class Difference(NamedTuple):
         saved: a description of the part of the saved run that differs.
         now: a description of the same part of this run.
         optimizer: the index of the optimizer that differs; None if the difference does not concern a single optimizer.
-        is_number: whether only a number of the optimizer's settings differs. Unless ``allow`` permits the difference,
-            the saved number goes on.
+        is_number: whether only a number of an optimizer's settings differs, or a setting of a scheduler. Unless
+            ``allow`` permits the difference, the saved value goes on.
     """
 
     kind: str
@@ -145,6 +145,9 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     for key, kind in (("module", "module"), ("schedulers", "scheduler")):
         if key in saved and key in now and not _same(saved[key], now[key]):
             result.append(Difference(kind, _describe(saved[key]), _describe(now[key])))
+    same_schedulers = all(difference.kind != "scheduler" for difference in result)
+    if same_schedulers and "scheduler_settings" in saved and "scheduler_settings" in now:
+        result += _scheduler_differences(saved, now)
     if "optimizers" in saved and "optimizers" in now:
         result += _optimizer_differences(saved, now)
     saved_data, data = saved.get("data"), now.get("data")
@@ -157,6 +160,16 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
             saved_order = ", ".join(saved_data["order"])
             result.append(Difference("data", f"training data {saved_order}", ", ".join(order) or "none"))
     return result
+
+
+def _scheduler_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
+    from drivetrain._engine.optimizer_settings import compare_schedulers  # only a run that resumes needs it
+
+    for name, before, after in zip(
+        now["schedulers"], saved["scheduler_settings"], now["scheduler_settings"], strict=True
+    ):
+        for each in compare_schedulers(before, after, _describe([name])):
+            yield Difference("scheduler", each.saved, each.now, None, each.is_number)
 
 
 def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:

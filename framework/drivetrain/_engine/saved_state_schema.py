@@ -51,6 +51,11 @@ def _are_groups(value: Any, optimizers: int) -> bool:
     )
 
 
+def _are_settings(value: Any, schedulers: int) -> bool:
+    """Return whether a value describes the settings of this number of schedulers."""
+    return _is_list(value) and len(value) == schedulers and all(map(_is_dict, value))
+
+
 def _is_group(value: Any) -> bool:
     return _is_dict(value) and _are_names(value.get("params")) and all(map(is_plain, value.values()))
 
@@ -123,7 +128,8 @@ def check_state(checkpoint: Checkpoint) -> None:
             if not is_valid(value) or (value is None and key not in values):
                 raise _malformed(checkpoint, file, f"{prefix}{key}", value)
     flattened = state.get("flattened_optimizer_state", {})
-    if not _is_dict(flattened) or not all(key.isdecimal() and _is_flattened(entry) for key, entry in flattened.items()):
+    indices = {str(index) for index in range(len(checkpoint.manifest.optimizers))}
+    if not _is_dict(flattened) or not (flattened.keys() <= indices and all(map(_is_flattened, flattened.values()))):
         raise _malformed(checkpoint, file, "flattened_optimizer_state", flattened)
     _check_loop(checkpoint, file, state["loop"])
     made_of = state.get("made_of")
@@ -132,6 +138,7 @@ def check_state(checkpoint: Checkpoint) -> None:
         ("optimizers", _are_names),
         ("optimizer_groups", lambda value: _are_groups(value, len(made_of.get("optimizers", ())))),
         ("frozen_parameters", _are_names),
+        ("scheduler_settings", lambda value: _are_settings(value, len(made_of.get("schedulers", ())))),
     ):
         if key in made_of and not is_valid(made_of[key]):
             raise _malformed(checkpoint, file, f"made_of/{key}", made_of[key])

@@ -340,7 +340,7 @@ def test_a_new_head_is_in_the_optimizer_or_the_error_says_so(tmp_path: Path) -> 
 
 def without_record(path: Path) -> None:
     """Remove the record of what configure_optimizers gave, as in a checkpoint of an earlier version."""
-    rewrite_state(path, lambda made_of: made_of.pop("optimizer_groups"))
+    rewrite_state(path, lambda state: state["made_of"].pop("optimizer_groups"))
 
 
 def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -349,7 +349,7 @@ def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
     checkpoint = load(path)
     state = checkpoint.state()
-    change(state["made_of"])
+    change(state)
     contents = Contents(
         dict(checkpoint.weights()),
         checkpoint.manifest.metadata,
@@ -392,9 +392,56 @@ def test_allow_starts_the_optimizer_of_a_checkpoint_without_the_record_anew(
 def test_a_malformed_record_is_a_checkpoint_error(malformed: Any, tmp_path: Path) -> None:
     # Q-04
     saved = save(tmp_path / "saved", adam())
-    rewrite_state(saved, lambda made_of: made_of.update(optimizer_groups=malformed))
+    rewrite_state(saved, lambda state: state["made_of"].update(optimizer_groups=malformed))
     with pytest.raises(CheckpointError, match="made_of/optimizer_groups"):
         fit(Model(adam()), ckpt_path=saved)
+
+
+def test_labels_and_numbers_that_are_equal_are_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Q-04: a label changes no update; a float32 tensor holds a rate up to its precision; NaN is NaN
+    def labelled(label: str, lr: Any) -> Configure:
+        return lambda module: torch.optim.AdamW(
+            [{"params": list(module.parameters()), "name": label, "unused": float("nan")}], lr=lr, foreach=False
+        )
+
+    saved = save(tmp_path / "saved", labelled("all", torch.tensor(0.01)))
+    caplog.clear()
+    assert fit(Model(labelled("everything", 0.01)), ckpt_path=saved).global_step == 12
+    assert "goes on" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("scheduler_settings", [{}, {}]), ("scheduler_settings", [7]), ("flattened_optimizer_state", {"99": {}})],
+    ids=str,
+)
+def test_a_malformed_record_of_schedulers_or_state_is_a_checkpoint_error(key: str, value: Any, tmp_path: Path) -> None:
+    # Q-04
+    saved = save(tmp_path / "saved", scheduled(adam(), halving))
+    rewrite_state(saved, lambda state: (state if key in state else state["made_of"]).update({key: value}))
+    with pytest.raises(CheckpointError, match=key):
+        fit(Model(scheduled(adam(), halving)), ckpt_path=saved, allow="optimizer")
+
+
+def decaying(gamma: float) -> Callable[[Any], Any]:
+    return lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
+
+
+def test_another_setting_of_a_scheduler_is_said_and_can_be_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Q-04: the checkpoint's schedule goes on, unless it is to start anew
+    saved = save(tmp_path / "saved", scheduled(adam(lr=1.0), decaying(0.5)))
+    caplog.clear()
+    module = Model(scheduled(adam(lr=1.0), decaying(0.9)))
+    fit(module, ckpt_path=saved)
+    assert "gamma=0.5 of StepLR, not 0.9" in caplog.text
+    assert 'allow=("scheduler",)' in caplog.text
+    assert module.rates == [[0.5**step] for step in range(SAVED_AT, 12)]
+    module = Model(scheduled(adam(lr=1.0), decaying(0.9)))
+    fit(module, ckpt_path=saved, allow="scheduler")
+    ratios = [after[0] / before[0] for before, after in zip(module.rates, module.rates[1:], strict=False)]
+    assert ratios == pytest.approx([0.9] * len(ratios))
 
 
 class AddsAGroup(Callback):
