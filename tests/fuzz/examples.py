@@ -415,8 +415,49 @@ EXAMPLES = (
             logs=(Log("on_train_batch_start", "buffer", on_epoch=True),),
         ),
     ),
+    Example(
+        "a key that all ranks log again after a resume on more ranks",
+        "F-02: an epoch later it was said to be logged on the new rank only",
+        Program(
+            strategy="fsdp",
+            ranks=2,
+            data=Data(kind="sampler", samples=4, batch=1),
+            epochs=3,
+            logs=(Log(where="on_train_epoch_end", what="number", on_step=False, on_epoch=True),),
+            resume=Resume(ranks=3, strategy="ddp"),
+        ),
+    ),
     *(
         [
+            Example(
+                "step values of a resumed run that were not reduced yet, on fewer ranks",
+                "F-02: loss_1_step was rank 0's, and not the mean over the saved ranks",
+                Program(
+                    strategy="fsdp",
+                    ranks=2,
+                    precision="16-mixed",
+                    data=Data(samples=4, batch=1),
+                    logs=(Log(on_step=False, on_epoch=True), Log(on_epoch=True, sync_dist=True)),
+                    validation=Validation(samples=1, batch=1),
+                    resume=Resume(hook="on_validation_end"),
+                ),
+            ),
+            Example(
+                "step values that were logged since the last flush before a save",
+                "F-02: loss_2 was not reduced, and its row was missing",
+                Program(
+                    strategy="ddp",
+                    ranks=2,
+                    precision="16-mixed",
+                    data=Data(kind="reused", rising=True),
+                    logs=(
+                        Log(on_step=False, on_epoch=True),
+                        Log(on_step=False, on_epoch=True),
+                        Log(sync_dist=True),
+                    ),
+                    resume=Resume(hook="on_train_batch_end", at=2, ranks=2, strategy="ddp"),
+                ),
+            ),
             Example(
                 "a run in fp16 that goes on without ZeRO",
                 "F-12: torch's scaler missed its growth factor in what DeepSpeed's had left",
@@ -429,7 +470,7 @@ EXAMPLES = (
                     epochs=2,
                     resume=Resume(),
                 ),
-            )
+            ),
         ]
         if FP16
         else []

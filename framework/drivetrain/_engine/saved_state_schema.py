@@ -152,6 +152,8 @@ def _check_loop(checkpoint: Checkpoint, file: str, loop: dict[str, Any]) -> None
         return
     if not isinstance(loop.get("asked_to_stop"), str | None):
         raise _malformed(checkpoint, file, "loop/asked_to_stop", loop.get("asked_to_stop"))
+    if not _is_count(loop.get("flushed_at", 0)):
+        raise _malformed(checkpoint, file, "loop/flushed_at", loop["flushed_at"])
     if type(loop.get("data_is_over")) is not bool:
         raise _malformed(checkpoint, file, "loop/data_is_over", loop.get("data_is_over"))
     validation = loop.get("validation")

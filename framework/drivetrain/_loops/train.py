@@ -222,6 +222,7 @@ class TrainLoop:
             "has_begun": snapshot is not None and snapshot.is_first_window_of_epoch,
             "left_after_last_step": self._left_after_last_step,
             "asked_to_stop": self._asked_to_stop,
+            "flushed_at": self._flushed_at,
             "validation": self._validation.state_dict(),
         }
 
@@ -239,8 +240,9 @@ class TrainLoop:
         """Train until a limit is reached or a stop is requested."""
         if self._length == 0:  # because of limit_train_batches=0
             return
-        self._flushed_at = self._progress.micro_batches
         resumed, self._resumed = self._resumed, None
+        # Older checkpoints have no "flushed_at".
+        self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
@@ -512,9 +514,9 @@ class TrainLoop:
         """Restore an earlier checkpoint by ``load``; return the state of the loop that the checkpoint contains."""
         self._requests.rollback = None
         load()
-        self._flushed_at = self._progress.micro_batches
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
+        self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
         return resumed
 
     def _warn_of_no_step(self) -> None:

@@ -57,6 +57,7 @@ class Entry:
         "loader",
         "loader_idx",
         "logger",
+        "merged",
         "metric",
         "name",
         "on_epoch",
@@ -104,6 +105,8 @@ class Entry:
         self.loader_idx: int | None = None
         self.last: torch.Tensor | float | None = None
         self.reduced: torch.Tensor | float | None = None  # the value of `last` after the latest reduction over ranks
+        # A value of `last` that was merged from several ranks of a checkpoint, and the number of these ranks.
+        self.merged: tuple[torch.Tensor | float | None, int] = (None, 1)
         self.result: torch.Tensor | None = None
         self.fresh = False
         self.resumed = False
@@ -137,6 +140,7 @@ class Entry:
 
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
         """Add one value to the epoch. Every operation sums the weights, but only a mean uses them as factors."""
+        self.resumed = False
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight
@@ -233,6 +237,21 @@ class Entry:
         if other.total is not None:
             self.total = self._combine(self.total, other.total)
         self.weight += other.weight
+        if self.on_step and self.sync_dist and None not in (self.last, other.last) and self.last is not self.reduced:
+            self._merge_last(other.last)
+
+    @property
+    def ranks_of_last(self) -> int:
+        """The number of ranks whose values `last` stands for: 1, unless it was merged from ranks of a checkpoint."""
+        return self.merged[1] if self.last is self.merged[0] else 1
+
+    def _merge_last(self, last: Any) -> None:
+        """Merge the step value of another rank, which is to be reduced over ranks."""
+        count = self.ranks_of_last
+        is_mean = self.operation == "mean"
+        total = self._combine(self.last * count if is_mean else self.last, last)  # type: ignore[operator]
+        self.last = total / (count + 1) if is_mean else total
+        self.merged = self.last, count + 1
 
     def adopt_options(self, options: tuple[Any, ...], operation: str | None) -> bool:
         """Return True if this entry was restored and ``options`` equal its options. If so, store ``options``.

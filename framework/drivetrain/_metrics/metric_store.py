@@ -301,7 +301,11 @@ class MetricStore:
         keys, table = gather_packed(
             self.control,
             keys,
-            [part for number, new in numbers for part in (number, float(new and self.contributes))],
+            [
+                part
+                for entry, (number, new) in zip(synced, numbers, strict=True)
+                for part in _weighted(entry, number, new and self.contributes)
+            ],
             self._part(keys),
         )
         for entry in synced:
@@ -458,6 +462,14 @@ class MetricStore:
             if entry.result is not None:
                 values[entry.epoch_name] = copy_as_tensor(entry.result)
         return values
+
+
+def _weighted(entry: Entry, number: float, counts: bool) -> tuple[float, float]:
+    """Return the value of an entry's last step and its weight in the reduction over ranks."""
+    if not counts:
+        return 0.0, 0.0
+    ranks = entry.ranks_of_last
+    return (number * ranks if entry.operation == "mean" else number), float(ranks)
 
 
 def _states_of(entries: Mapping[str, Entry]) -> dict[str, Any]:
