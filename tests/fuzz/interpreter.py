@@ -376,7 +376,8 @@ class Loop:
             for parameter in self.parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        finite = self.unscale(self.parameters)
+        # As torch's scaler does: gradients of parameters that no optimizer holds may overflow.
+        finite = self.unscale([one for opt in self.optimizers for group in opt.param_groups for one in group["params"]])
         for optimizer in self.optimizers:
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
             self.hook("on_before_optimizer_step")
@@ -608,6 +609,7 @@ class Loop:
         if averages and not self.updates:
             return Evaluated(refused=True)
         before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
+        trained = dict(self.trained)
         strategy, self.strategy = self.strategy, plan.strategy
         self.take_averages()
         if averages:
@@ -628,6 +630,7 @@ class Loop:
         self.strategy = strategy
         for name, one in self.net.named_parameters():
             one.data.copy_(before[name])
+        self.trained = trained
         return Evaluated(loss=sums / samples, weights=weights)
 
     # Averages
