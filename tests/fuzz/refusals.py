@@ -14,13 +14,17 @@ PERMITTED: tuple[Permit, ...] = (
     ("with a training loader of unknown length", lambda program: program.data.claims is None),
     ("The states of PearsonCorrCoef", lambda program: _merges_correlations(program)),
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
-    ("find_unused_parameters", lambda program: program.net.unused and program.strategy == "ddp"),
+    ("find_unused_parameters", lambda program: program.net.unused and _runs_plain_ddp(program)),
 )
 
 
 def _interval_is_too_long(program: Program) -> bool:
     validation = program.validation
     return validation is not None and isinstance(validation.interval, int)
+
+
+def _runs_plain_ddp(program: Program) -> bool:
+    return "ddp" in (program.strategy, program.resume.strategy if program.resume is not None else "")
 
 
 def permitted(program: Program, text: str) -> bool:
