@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import Callback
+from drivetrain._engine.save_rehearsal import SaveRehearsal
 from drivetrain.launchers import current_world
 
 STEP_TIMEOUT = timedelta(seconds=3)
@@ -60,7 +61,7 @@ _inherited: dict[str, int] = {}
 
 
 class Striker:
-    """Injects a fault into a run.
+    """Injects a fault into a run. Calls during a rehearsal of saves do not count, since it ignores errors of hooks.
 
     Args:
         fault: the fault.
@@ -73,6 +74,8 @@ class Striker:
         self._tell = tell
         self._rank = int(os.environ["RANK"])
         self.calls: Counter[str] = Counter()
+        self._rehearses = False
+        self._watch_rehearsals()
         _inherited.update(_sockets())
         if fault.kind == "none" or fault.place == "writing":
             self._folder = str(folder)
@@ -82,10 +85,24 @@ class Striker:
 
     def at(self, place: str) -> None:
         """Record a call, and strike if it is the given one."""
+        if self._rehearses:
+            return
         self.calls[place] += 1
         fault = self._fault
         if (fault.place, fault.nth, fault.rank) == (place, self.calls[place], self._rank):
             self._strike()
+
+    def _watch_rehearsals(self) -> None:
+        rehearse = SaveRehearsal.run
+
+        def run(rehearsal: SaveRehearsal) -> None:
+            self._rehearses = True
+            try:
+                rehearse(rehearsal)
+            finally:
+                self._rehearses = False
+
+        SaveRehearsal.run = run  # type: ignore[method-assign]
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _WRITING and str(arguments[0]).startswith(self._folder):
