@@ -58,6 +58,7 @@ class Loop:
         self.ranks = [self.fresh_rank(rank, 1000) for rank in range(self.world)]
         self.scales = program.precision == "16-mixed"
         self.scale = 65536.0 if self.scales else 1.0
+        self.share = 1.0
         self.outcome = Outcome()
         self.diary = Diary(program, self.outcome)
         self.calls: dict[str, int] = {}
@@ -253,10 +254,16 @@ class Loop:
         program = self.program
         batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
         weights = [
-            [self.weight(micro[rank], parts[rank], at) for rank in range(self.world)]
-            for at, (micro, parts) in enumerate(zip(window, batches, strict=True))
+            [self.weight(micro[rank], parts[rank]) for rank in range(self.world)]
+            for micro, parts in zip(window, batches, strict=True)
         ]
+        announced = sum(map(sum, weights))
+        for at in range(len(window)):
+            if self.returns_nothing(self.batch_idx + at):
+                weights[at] = [0.0] * self.world
         total = sum(map(sum, weights))
+        # While losses are multiplied, it is not known yet which micro-batches have none.
+        self.share = total / announced if self.scales and total else 1.0
         self.evaluations: list[Callable[[], float]] = []
         evaluated_loss = 0.0
         for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
@@ -330,12 +337,14 @@ class Loop:
             x, y = x.to(dtype), y.to(dtype)
         return x, y, index
 
-    def weight(self, mine: list[int], given: tuple[Parts, bool], at: int) -> float:
+    def weight(self, mine: list[int], given: tuple[Parts, bool]) -> float:
         parts, joins = given
-        nothing = self.program.nothing
-        if joins or nothing == "always" or (nothing == "odd" and (self.batch_idx + at) % 2):
+        if joins:
             return 0.0
         return self.net.weight(parts) if self.program.weighs else float(len(mine))
+
+    def returns_nothing(self, batch_idx: int) -> bool:
+        return self.program.nothing == "always" or (self.program.nothing == "odd" and batch_idx % 2 == 1)
 
     def forward_backward(
         self, micro: Micro, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
@@ -345,8 +354,7 @@ class Loop:
         """
         program = self.program
         part = 0.0
-        silent = program.nothing == "always" or (program.nothing == "odd" and self.batch_idx % 2 == 1)
-        if silent:
+        if self.returns_nothing(self.batch_idx):
             return part
         for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
             with self.playing(rank):
@@ -359,7 +367,7 @@ class Loop:
                     if program.adds:
                         loss = loss + self.net.penalty()
                 if weight:
-                    (loss * (self.world * weight / total) * self.scale).backward()
+                    (loss * (self.world * weight / total) * (self.scale * self.share)).backward()
                     part += float(loss.detach()) * weight / total
         if first:
             self.hook("on_before_backward", micro)
@@ -419,7 +427,7 @@ class Loop:
         """Divide gradients by the loss scale; return whether all are finite."""
         gradients = [one.grad for one in parameters if one.grad is not None]
         for gradient in gradients:
-            gradient.div_(self.scale)
+            gradient.div_(self.scale * self.share)
         return not self.scales or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def clip(self) -> None:
