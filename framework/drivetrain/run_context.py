@@ -665,6 +665,9 @@ class Records(Protocol):
     ) -> None:
         """Store one value; see `TrainModule.log`."""
 
+    def restore(self, values: dict[str, float]) -> None:
+        """Add values to `RunContext.callback_metrics`, the same on every rank, without logging them."""
+
 
 class ManualOptimization(Protocol):
     """The training step of manual optimization: runs backward, and toggles the optimizers' parameters."""

@@ -384,10 +384,12 @@ class RunCheckpoints:
         self.requests.roll_back(load_now)
 
     def load_weights(self) -> None:
-        """Load the weights of the opened checkpoint for an evaluation, if there is one. Collective."""
+        """Load the weights and counters of the opened checkpoint for an evaluation, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
                 self._run_state().load_weights(self.opened, self._core.request.averaged)
+            self._core.progress.load_state_dict(self.opened.progress)
+            self._core.progress.cut_short = False
             self.opened.close()
 
     def _callback_folders(self) -> list[str]:

@@ -194,6 +194,7 @@ def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager
 
 
 def _inference_mode(core: RunCore) -> bool:
-    # With sharded parameters, inference mode is not used: parameters are gathered into the same tensors repeatedly, and
-    # tensors that were created in inference mode would make a later training step or forward fail.
-    return core.trainer.inference_mode and not core.strategy.shards_parameters
+    # Training could not use a tensor that a validation within fit keeps, and steps that differentiate (meta-learning)
+    # may enable gradients there. With sharded parameters, inference mode is not used either: parameters are gathered
+    # into the same tensors repeatedly, and tensors created in inference mode would make a later forward fail.
+    return core.trainer.inference_mode and core.stage != "fit" and not core.strategy.shards_parameters

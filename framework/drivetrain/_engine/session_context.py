@@ -534,7 +534,9 @@ class SessionContext(RunContext):
 
             self._log_queue = self._log_queue or LogQueue()
             row_step = self.global_step if step is None else step
-            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, row_step)
+            self._log_queue.put(
+                self.loggers, {"epoch": self.current_epoch, **values}, row_step, takes_step=step is None
+            )
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
         session = self._running("log_histogram")

@@ -82,11 +82,11 @@ def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManag
     except BaseException as error:
         sets_modes_after = False  # the hook may not have been called
         if isinstance(error, RuntimeError) and _NO_GRADIENT_MESSAGE in str(error):
+            setting = ", and give Fit(inference_mode=False)" if isinstance(no_gradient, torch.inference_mode) else ""
             raise ConfigurationError(
                 f"{type(module).__name__} ran a backward in {name}.",
                 "evaluations run without gradients, so the loss requires none.",
-                "compute the loss within 'with torch.enable_grad():', and give Fit(inference_mode=False); or move the "
-                "backward to training_step.",
+                f"compute the loss within 'with torch.enable_grad():'{setting}; or move the backward to training_step.",
             ) from error
         raise
     finally:

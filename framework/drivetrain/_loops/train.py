@@ -389,9 +389,9 @@ class TrainLoop:
             hook()
         schedule.checks.end(progress.epoch)
         if ended is EpochEnd.DATA:
+            schedule.schedulers.after_epoch(progress.epoch + 1)  # `current_epoch` is still the epoch that ends
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
-            schedule.schedulers.after_epoch(progress.epoch)
         self._data_is_over = False
         self._requests.run()
         stop = self._stop

@@ -557,6 +557,8 @@ class Checkpoint(Callback):
             if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
                 self._claims.release(name)
+                for each in trainer.loggers:
+                    each.after_save_checkpoint(self)
             else:
                 self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 

@@ -35,7 +35,7 @@ from drivetrain.data._samplers import (
 from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
 from drivetrain.data._worker_seeding import SeededDataset, WorkerInit
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
-from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
+from drivetrain.data.sample_order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:

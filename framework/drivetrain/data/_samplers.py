@@ -14,7 +14,7 @@ from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng
 from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
-from drivetrain.data.order import Order
+from drivetrain.data.sample_order import Order
 from drivetrain.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
