@@ -333,7 +333,7 @@ def test_checkpoints_are_uploaded(tmp_path: Path, log_model: Any, top_k: int, up
     (part,) = wandb_records(folder_of(logger))
     artifacts = kinds(part, "artifact")
     assert {(one.type, one.name) for one in artifacts} <= {("model", f"model-{logger.run_id}")}
-    found = [(json.loads(one.metadata), list(one.aliases)) for one in artifacts]
+    found = [(json.loads(one.metadata), sorted(one.aliases, reverse=True)) for one in artifacts]
     assert [(meta["original_filename"], meta["score"], aliases) for meta, aliases in found] == uploaded
     for one in artifacts:
         assert "manifest.json" in {entry.path for entry in one.manifest.contents}
