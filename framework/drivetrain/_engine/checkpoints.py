@@ -421,17 +421,12 @@ class RunCheckpoints:
         """Write a checkpoint, now or at the end of the current window. Collective.
 
         Raises:
-            ConfigurationError: the run took place in other processes, and the optimizers' states were lost when these
-                processes exited.
+            ConfigurationError: the run has ended, and this process does not have the whole state to resume from.
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
         core = self._core
-        if core.ran_elsewhere and not weights_only:
-            raise ConfigurationError(
-                "save_checkpoint after a run that took place in other processes.",
-                "the optimizers' states were lost when these processes exited; this one has only the trained weights.",
-                "call save_checkpoint within the run, from a hook, or with weights_only=True.",
-            )
+        if not weights_only:
+            self._check_that_state_is_whole()
         if core.progress.within_window:
             # A checkpoint holds no gradients, so the save waits until the window ends. All ranks wait, because all are
             # at the same micro-batch of the window.
@@ -439,6 +434,27 @@ class RunCheckpoints:
         else:
             with core.profiling.span("checkpoint"):
                 self.write(path, weights_only, trainable_only=trainable_only)
+
+    def _check_that_state_is_whole(self) -> None:
+        """Check that a run that has ended has left the state of all ranks and optimizers in this process."""
+        core = self._core
+        if core.strategy.module is not None and not core.ran_elsewhere:
+            return
+        why, held = None, {id(parameter) for parameter in core.module.parameters()}
+        optimizers = [] if core.ran_elsewhere else self._collect_parts().optimization.optimizers
+        parameters = [each for one in optimizers for group in one.param_groups for each in group["params"]]
+        if core.ran_elsewhere:
+            why = "the optimizers' states were lost when the run's processes exited."
+        elif core.strategy.world_size > 1:
+            why = "a resumed run needs the state of every rank, and the ranks no longer communicate."
+        elif any(id(parameter) not in held for parameter in parameters):
+            why = "the optimizers' states belong to the parameters that the strategy has sharded."
+        if why is not None:
+            raise ConfigurationError(
+                f"save_checkpoint after a run under {type(core.strategy).__name__}.",
+                f"{why} This process has the trained weights.",
+                "call save_checkpoint within the run, for example in on_train_end, or with weights_only=True.",
+            )
 
     def write(
         self,

@@ -1,0 +1,45 @@
+"""`save_checkpoint` after a run of several ranks, or of sharded parameters, never writes what cannot be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Regression, failing, loader, quiet, weights
+
+from worlds import on_ranks
+
+
+class Saving(Regression):
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(f"{self.path}/within")
+
+
+def _save_after(strategy: str, folder: str) -> dict[str, Any]:
+    module, trainer = Saving(folder), quiet(strategy=strategy)
+    trainer.fit(module, loader(32, 4))
+    found: dict[str, Any] = {"weights": weights(module)}
+    with failing() as found["whole"]:
+        trainer.save_checkpoint(f"{folder}/whole")
+    trainer.save_checkpoint(f"{folder}/weights", weights_only=True)
+    resumed = Saving(folder)
+    quiet(strategy=strategy, max_epochs=2).fit(resumed, loader(32, 4), ckpt_path=f"{folder}/within")
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_save_after_a_run_of_two_ranks_names_the_way_out(strategy: str, tmp_path: Path) -> None:
+    # S-01: a checkpoint holds the state of one step, of all ranks
+    found = on_ranks(_save_after, 2, strategy, str(tmp_path))
+    for each in found:
+        assert "needs the state of every rank" in each["whole"]["text"]
+        assert "on_train_end, or with weights_only=True" in each["whole"]["text"]
+    assert not (tmp_path / "whole").exists()
+    again = Regression.load_from_checkpoint(tmp_path / "weights", strict=False)
+    torch.testing.assert_close(weights(again), found[0]["weights"])
