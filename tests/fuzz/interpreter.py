@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fuzz.data_loaders import numbers
 from fuzz.diary import Diary
-from fuzz.nets import Model, Parts, add_group, part_of, seeded_model
+from fuzz.nets import Model, Parts, add_group, part_of, seeded_model, write
 from fuzz.optimizers import make_optimizer, make_scheduler
 from fuzz.outcome import Evaluated, Outcome, scheduler_state, tensors_of
-from fuzz.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn
+from fuzz.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn, Write
 from fuzz.sharded_programs import Micro, dealt, epoch_of, evaluated, said, streamed
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
@@ -545,7 +545,9 @@ class Loop:
             self.outcome.error = "ConfigurationError"  # the schedule has ended, but there is more data
             raise Stopped
         if kind == "plateau":
-            scheduler.step(self.diary.monitored())
+            value = self.diary.monitored()
+            if value is not None:  # None: no validation since the last step
+                scheduler.step(value)
         else:
             scheduler.step()
 
@@ -567,11 +569,22 @@ class Loop:
                     one.requires_grad_(change.what != "freeze")
                 if change.what == "group":
                     add_group(self.optimizers[0], part_of(self.net, change.part))
+        if program.writes is not None and program.writes.hook == name and program.writes.at == count:
+            self.write(program.writes)
         stop, saving = program.stop, program.saving
         if stop is not None and stop.how == "should_stop" and stop.hook == name and stop.at == count:
             self.should_stop = True
         if saving is not None and saving.hook == name and saving.at == count:
             self.saves = True
+
+    def write(self, plan: Write) -> None:
+        """Write weights, which ranks share; or the gradients of all ranks."""
+        if not plan.of_gradients or plan.hook == "on_before_optimizer_step":
+            write(self.net, plan.what)
+            return
+        for rank in range(self.world):
+            with self.playing(rank):
+                write(self.net, plan.what)
 
     def hook_index(self, name: str, at: int) -> int:
         return at if name in ("on_train_batch_start", "on_train_batch_end") else 0
