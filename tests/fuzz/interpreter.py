@@ -133,8 +133,8 @@ class Loop:
     def forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
         """Run all ranks' forwards of micro-batch ``at`` of a window, which ends with ``last``, within the context.
 
-        Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank that only joins has its buffers of
-        before again afterwards.
+        Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank
+        that only joins has its buffers of before again afterwards.
         """
         joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
         before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
