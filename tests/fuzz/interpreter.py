@@ -59,6 +59,7 @@ class Loop:
         self.scales = program.precision == "16-mixed"
         self.scale = 65536.0 if self.scales else 1.0
         self.share = 1.0
+        self.synchronised = True
         self.outcome = Outcome()
         self.diary = Diary(program, self.outcome)
         self.calls: dict[str, int] = {}
@@ -129,17 +130,18 @@ class Loop:
             parameter.grad = self.ranks[0].gradients[position]
 
     @contextlib.contextmanager
-    def forwards(self, batches: list[tuple[Parts, bool]], at: int) -> Iterator[None]:
-        """Run all ranks' forwards of micro-batch ``at`` of a window within the context.
+    def forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
+        """Run all ranks' forwards of micro-batch ``at`` of a window, which ends with ``last``, within the context.
 
-        Buffers are broadcast as DDP does, after a backward that synchronised. A rank that only joins has its buffers of
-        before again afterwards.
+        Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank
+        that only joins has its buffers of before again afterwards.
         """
         joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
         before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
-        if self.broadcasts() and at == 0:
+        if self.broadcasts() and at == 0 and self.synchronised:
             self.give_out_buffers()
         yield
+        self.synchronised = at == last
         for rank, buffers in zip(joiners, before, strict=True):
             rank.buffers = buffers
 
@@ -270,7 +272,7 @@ class Loop:
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
-                with self.forwards(parts, at):
+                with self.forwards(parts, 0, 0):
                     self.turns(micro, parts)
                 stepped = True
             else:
@@ -278,7 +280,7 @@ class Loop:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
-                with self.forwards(parts, at):
+                with self.forwards(parts, at, len(window) - 1):
                     evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
                 closes = at == len(window) - 1
                 stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
@@ -418,7 +420,7 @@ class Loop:
         with torch.enable_grad():
             value = 0.0
             for at, micro in enumerate(window):
-                with self.forwards(batches[at], at):
+                with self.forwards(batches[at], at, len(window) - 1):
                     value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
         self.average_gradients()
         return value
