@@ -379,8 +379,9 @@ class RunContext(Protocol):
     ) -> None:
         """Write a checkpoint. Collective: call this method on every rank.
 
-        If this is called within an accumulation window, the checkpoint is written at the end of the window, since
-        checkpoints hold no gradients.
+        A checkpoint holds the state of a whole step, and no gradients. Within a step or an accumulation window, the
+        checkpoint is therefore written at its end, after this method has returned. In ``on_exception`` the state before
+        the step that failed is written, if `Checkpoint(save_on_exception=True)` keeps it.
 
         Args:
             path: a path or an fsspec URL.

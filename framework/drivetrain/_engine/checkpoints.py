@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -66,6 +67,8 @@ class RunCheckpoints:
         """The checkpoint that the run starts from, if any."""
         self.already_ended: str | None = None
         """Why the run that "auto" found has nothing left to train; None if the run can train further."""
+        self.run_failed = False
+        """Whether the run has failed. What is saved afterwards is the state before the step that failed."""
         self._warned_of_no_save = False
         self.written: str | None = None
         """The path of the last checkpoint that this run completed."""
@@ -418,7 +421,7 @@ class RunCheckpoints:
             rehearsal.repeat_after_first_step()
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
-        """Write a checkpoint, now or at the end of the current window. Collective.
+        """Write a checkpoint, now or at the end of the current step or window. Collective.
 
         Raises:
             ConfigurationError: the run has ended, and this process does not have the whole state to resume from.
@@ -426,35 +429,14 @@ class RunCheckpoints:
         """
         core = self._core
         if not weights_only:
-            self._check_that_state_is_whole()
-        if core.progress.within_window:
-            # A checkpoint holds no gradients, so the save waits until the window ends. All ranks wait, because all are
-            # at the same micro-batch of the window.
-            self.requests.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
-        else:
-            with core.profiling.span("checkpoint"):
-                self.write(path, weights_only, trainable_only=trainable_only)
+            from drivetrain._engine.state_after_run import check_state_is_whole
 
-    def _check_that_state_is_whole(self) -> None:
-        """Check that a run that has ended has left the state of all ranks and optimizers in this process."""
-        core = self._core
-        if core.strategy.module is not None and not core.ran_elsewhere:
+            check_state_is_whole(core, self._collect_parts)
+        if self.run_failed:
+            self.write_after_failure(path, None, trainable_only, weights_only=weights_only)
             return
-        why, held = None, {id(parameter) for parameter in core.module.parameters()}
-        optimizers = [] if core.ran_elsewhere else self._collect_parts().optimization.optimizers
-        parameters = [each for one in optimizers for group in one.param_groups for each in group["params"]]
-        if core.ran_elsewhere:
-            why = "the optimizers' states were lost when the run's processes exited."
-        elif core.strategy.world_size > 1:
-            why = "a resumed run needs the state of every rank, and the ranks no longer communicate."
-        elif any(id(parameter) not in held for parameter in parameters):
-            why = "the optimizers' states belong to the parameters that the strategy has sharded."
-        if why is not None:
-            raise ConfigurationError(
-                f"save_checkpoint after a run under {type(core.strategy).__name__}.",
-                f"{why} This process has the trained weights.",
-                "call save_checkpoint within the run, for example in on_train_end, or with weights_only=True.",
-            )
+        with core.profiling.span("checkpoint"):
+            self.write(path, weights_only, trainable_only=trainable_only)
 
     def write(
         self,
@@ -466,7 +448,7 @@ class RunCheckpoints:
         digest: str | None = None,
         trainable_only: bool = False,
     ) -> None:
-        """Write a checkpoint now. Collective.
+        """Write a checkpoint now, or if a step or window is under way, at its end. Collective.
 
         Args:
             path: a path or an fsspec URL.
@@ -481,6 +463,10 @@ class RunCheckpoints:
             CheckpointError: this checkpoint or an earlier background save could not be written. The error is raised on
                 every rank.
         """
+        if not self.run_failed and self._is_within_step():
+            arguments = (path, weights_only, background, on_complete, identifier, digest, trainable_only)
+            self.requests.ask(partial(self.write, *arguments))
+            return
         from drivetrain.checkpoint._format import save, stage
 
         core, strategy = self._core, self._core.strategy
@@ -519,6 +505,12 @@ class RunCheckpoints:
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, record_completion)
 
+    def _is_within_step(self) -> bool:
+        """Return whether buffers and generators are those of half a step: in a micro-batch, or an unfinished window."""
+        metrics, position, progress = self._core.metrics, self._core.position, self._core.progress
+        in_micro_batch = metrics.batch is not None and position.batch_idx == progress.batch_idx
+        return progress.within_window or (in_micro_batch and position.loop == "training")
+
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
         parent, self._parent_checkpoint_id = self._parent_checkpoint_id, identifier
@@ -531,19 +523,35 @@ class RunCheckpoints:
         return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(
-        self, path: str, digest: str | None, trainable_only: bool, then: Callable[[], None], identifier: str
+        self,
+        path: str,
+        digest: str | None,
+        trainable_only: bool,
+        then: Callable[[], None] = lambda: None,
+        identifier: str = "",
+        weights_only: bool = False,
     ) -> None:
-        """Save the state that a failed run had after its last step. A run of several processes only logs a warning."""
+        """Save the state that a failed run had after its last whole step; log a warning if this state is lost."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
         snapshot = self._collect_parts().stopping.snapshot
+        is_half_step = self._is_within_step()
         if snapshot is not None:
             snapshot.go_back()
+        if is_half_step and (snapshot is None or not snapshot.is_whole):
+            logger.warning(
+                "Nothing is saved after the failure: it was within a step, and the state before that step %s. The "
+                "newest checkpoint is still whole.",
+                "was not kept; Checkpoint(save_on_exception=True) keeps it"
+                if snapshot is None or not snapshot.is_active
+                else "is lost, because weights had changed already",
+            )
+            return
         core.progress.reset_to_window_start()
         self.abandon()  # an earlier save that ended later would be named as the newest
-        self.write(path, False, False, then, identifier, digest, trainable_only)
+        self.write(path, weights_only, False, then, identifier, digest, trainable_only)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.

@@ -575,6 +575,7 @@ class Session:
         publish_failure(control, failure)
         self._log.add_failure(error, failure.traceback)
         unlock_module(core.module)
+        self.checkpoints.run_failed = True
         calls: list[Callable[[], Any]] = []
         if core.callbacks.collected:
             calls += [partial(hook, error) for hook in self._exception_hooks()]

@@ -156,7 +156,9 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     snapshot = None
-    if core.saves_on_signals and core.module.automatic_optimization:
+    # After a failure, only a run of one process can save.
+    every_step = core.strategy.world_size == 1 and any(callback.save_on_exception for callback in core.callbacks)
+    if every_step or (core.saves_on_signals and core.module.automatic_optimization):
         snapshot = WindowSnapshot(
             core.module,
             data.train,
@@ -164,6 +166,7 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
             core.metrics,
             core.progress,
             lambda: trainer.accumulate_grad_batches,
+            every_step,
         )
     return Stopping(stop, snapshot)
 

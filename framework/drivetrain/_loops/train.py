@@ -71,7 +71,7 @@ class Snapshot(Protocol):
     """The state at the start of a window, for a run that may be saved and ended within a window."""
 
     def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch. If windows have one micro-batch, take none and return False."""
+        """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False."""
 
     def take(self) -> None:
         """Take a snapshot before the next window."""
