@@ -338,7 +338,7 @@ class Wrapping(torch.optim.Optimizer):
 
 
 class WrappingProperly(Wrapping):
-    param_groups = property(lambda self: self.inner.param_groups, lambda self, value: None)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.inner.param_groups, lambda self, value: None)
 
 
 @pytest.mark.parametrize("kind", [Wrapping, WrappingProperly])

@@ -87,8 +87,8 @@ def equal(one: Net, other: Net) -> bool:
     return all(torch.equal(first, second) for first, second in pairs)
 
 
-HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
-HOOKS += ("on_before_optimizer_step", "on_train_batch_end")
+HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+HOOKS += ["on_before_optimizer_step", "on_train_batch_end"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -117,7 +117,7 @@ def test_a_save_after_a_failure_has_the_state_before_the_step_that_failed(
     failing.fails_at = fails_at
     with pytest.raises(LookupError, match="as planned"):
         run(failing, Checkpoint(tmp_path, save_on_exception=True, save_top_k=0))
-    assert bool(failing.net[1].running_mean.isnan().all())  # type: ignore[union-attr, operator]
+    assert bool(failing.net[1].running_mean.isnan().all())  # type: ignore[operator]
     run(resumed, ckpt_path=tmp_path / f"exception-step={fails_at}")
     assert equal(whole, resumed)
 
