@@ -358,6 +358,16 @@ class RunContext(Protocol):
             because: the reason with its values, such as "val_loss is above 3".
         """
 
+    def stop_unless_withdrawn(self, owner: object, because: str | None) -> None:
+        """Request a stop that is obeyed once ``min_steps`` and ``min_epochs`` are reached, or withdraw it.
+
+        Call this method on all ranks at the same time, with the same decision.
+
+        Args:
+            owner: the callback that requests or withdraws.
+            because: the reason with its values, such as "val_loss did not improve"; None withdraws the request.
+        """
+
     # The run's folder
 
     @property

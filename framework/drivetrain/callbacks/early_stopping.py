@@ -176,6 +176,8 @@ class EarlyStopping(Callback):
         else:
             once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
             self._at_epoch_end = once_per_epoch or not trainer.num_val_batches
+        if self.stopping_reason is not None:  # the resumed run had not reached min_epochs or min_steps
+            trainer.stop_unless_withdrawn(self, f"EarlyStopping: {self.stopping_reason}")
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the monitored value, if checks are made at the end of epochs."""
@@ -193,14 +195,11 @@ class EarlyStopping(Callback):
             self._handle_missing_value(trainer)
             return
         reason = self._evaluate(value)
-        if reason is None and not trainer.should_stop:
-            # After an earlier request to stop, min_epochs kept the run going, and the value has improved since then.
-            self.stopping_reason = None
-            self.stopped_epoch = 0
+        # Before min_epochs and min_steps are reached, a later check may withdraw the request.
+        trainer.stop_unless_withdrawn(self, None if reason is None else f"EarlyStopping: {reason}")
+        self.stopping_reason = reason
+        self.stopped_epoch = 0 if reason is None else trainer.current_epoch
         if reason is not None:
-            trainer.request_stop(f"EarlyStopping: {reason}")
-            self.stopped_epoch = trainer.current_epoch
-            self.stopping_reason = reason
             if self.verbose:
                 trainer.print(f"EarlyStopping: {reason}")
         elif self.verbose and self.wait_count == 0:

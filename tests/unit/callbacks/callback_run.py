@@ -66,6 +66,9 @@ class FakeRun:
     def request_stop(self, because: str) -> None:
         self.should_stop, self.stop_reason = True, because
 
+    def stop_unless_withdrawn(self, owner: object, because: str | None) -> None:
+        self.should_stop, self.stop_reason = because is not None, because or ""
+
     def print(self, *parts: object) -> None:
         self.printed.append(" ".join(map(str, parts)))
 
