@@ -5,7 +5,6 @@ Rows F-02, F-08, F-12, B-10, B-18.
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -201,7 +200,7 @@ class Pairs(Drawing):
 def _fit_pairs(folder: Path, start: Path | None) -> Any:
     import torch.distributed as dist
 
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    rank = dist.get_rank()
     data = CombinedLoader([DataLoader(Stateful(rank), 2), DataLoader(Augmented(), 6, shuffle=True)], "max_size_cycle")
     module, saver = Pairs(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
     trainer = quiet(

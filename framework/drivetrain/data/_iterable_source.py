@@ -54,12 +54,11 @@ class IterableSource:
         self.samples = None
         self.stride = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
-        self.length = len_or_none(loader)
+        self.length: int | None = None
+        self.refresh()
         self.length_is_exact = isinstance(loader, list | tuple)
         self.last: Any = NO_BATCH
         """The last skipped batch, which a rank without samples uses to join a step if no batch follows it."""
-        if self.length == 0:
-            raise no_batches_error(f"{type(loader).__name__} has length 0")
         if isinstance(loader, DataLoader):
             # Without this attribute, torch warns about a wrong length at every batch and on every rank.
             attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
@@ -134,6 +133,12 @@ class IterableSource:
         if self._stateful_object is not None and state["state"] is not None:
             self._stateful_object.load_state_dict(state["state"])
             self._state_is_loaded = True
+
+    def refresh(self) -> bool:
+        before, self.length = self.length, len_or_none(self._loader)
+        if self.length == 0:
+            raise no_batches_error(f"{type(self._loader).__name__} has length 0")
+        return self.length != before
 
     def close(self) -> None:
         if self._clone is not None:

@@ -111,9 +111,7 @@ class CombinedSource:
         self._loader = loader
         self._sources = sources
         self.shards_known = all(source.shards_known for source in sources)
-        known_counts = [source.samples for source in sources if source.samples is not None]
-        self.samples = sum(known_counts) if len(known_counts) == len(sources) else None
-        self.length = combined_length([source.length for source in sources], loader.mode)
+        self._measure()
         self.length_is_exact = all(source.length_is_exact for source in sources)
         self.in_process = any(source.in_process for source in sources)
         self.stateful = any(source.stateful for source in sources)
@@ -185,6 +183,16 @@ class CombinedSource:
             elif self._resumed_at is not None and self._resumed_at[index].ended and self._loader.mode != _CYCLE:
                 continue  # The next epoch reads this source from its beginning.
             source.load_state_dict(saved)
+
+    def refresh(self) -> bool:
+        changed = [source.refresh() for source in self._sources]
+        self._measure()
+        return any(changed)
+
+    def _measure(self) -> None:
+        known_counts = [source.samples for source in self._sources if source.samples is not None]
+        self.samples = sum(known_counts) if len(known_counts) == len(self._sources) else None
+        self.length = combined_length([source.length for source in self._sources], self._loader.mode)
 
     def close(self) -> None:
         for source in self._sources:
