@@ -62,10 +62,11 @@ class IterableSource:
         if isinstance(loader, DataLoader):
             # Without this attribute, torch warns about a wrong length at every batch and on every rank.
             attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
-            # torch seeds and shards a DataPipe and recognises it by its type, so a DataPipe is not replaced by a proxy.
-            if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
-                self._seeded = SeededIterable(loader.dataset, seed, rank, world_size)
-                attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
+            if loader.num_workers > 0:
+                attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+                # torch seeds and shards a DataPipe and recognises it by its type, so no proxy replaces it.
+                if not isinstance(loader.dataset, IterDataPipe):
+                    self._seeded = attributes["dataset"] = SeededIterable(loader.dataset, seed, rank, world_size)
             self._clone = LoaderClone(loader, **attributes)
         # Other iterables may reuse the memory of their batches.
         self.fresh_memory = type(loader) in (list, tuple) or (
