@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.data._worker_signals import is_starting, leave_process_group
 
 # This constant makes workers' seeds differ from other seeds that are derived from the same numbers.
 _WORKER_SEED_SALT = 0x776F726B
@@ -143,11 +142,15 @@ class WorkerInit:
         self._user_init = user_init
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from drivetrain.data._worker_signals import is_starting, leave_process_group  # imported only in workers
+
         self.__dict__.update(state)
         if is_starting():
             leave_process_group()
 
     def __call__(self, worker_id: int) -> None:
+        from drivetrain.data._worker_signals import leave_process_group
+
         leave_process_group()
         worker = get_worker_info()
         if worker is not None and isinstance(worker.dataset, _DatasetProxy):

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 # These are the signals of `preemption_signals="auto"`, as far as the platform has them.
@@ -35,6 +34,8 @@ def starting_workers(context: Any) -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         if method != "fork":
+            from multiprocessing import resource_tracker  # imported only for these start methods
+
             # Starting the tracker unblocks SIGTERM in Python 3.11, so it is started first.
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -65,6 +66,8 @@ def _preload_in_server() -> None:
 
     `multiprocessing.set_forkserver_preload` would replace the modules that the user has chosen.
     """
+    from multiprocessing import forkserver
+
     modules = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     if _SERVER_MODULE not in modules:
         modules.append(_SERVER_MODULE)

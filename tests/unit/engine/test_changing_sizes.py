@@ -197,13 +197,13 @@ class Measured(Tiny):
         super().__init__()
         self.samples: list[int] = []
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.samples.extend(int(row[0]) for row in batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.samples.extend(int(row[0]) for row in batch)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.samples.extend(int(row[0]) for row in batch)
         return batch[:, 0]
 
