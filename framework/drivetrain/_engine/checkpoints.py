@@ -257,7 +257,7 @@ class RunCheckpoints:
 
         state, strategy = checkpoint.state(), self._core.strategy
         saved = state.get("made_of")
-        found = find_differences(saved, current)
+        found = find_differences(saved, current, (state.get("data") or {}).get("samples"))
         if "optimizers" in current:
             manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
             layouts = (manifest.metadata.strategy, manifest.world_size), own

@@ -440,7 +440,8 @@ class RunCheckpoint:
             (own,) = ranks
             data.rng_replay.resume(own["draws"])
             load_rank_local_buffers(self._module, own.get("buffers", {}))
-            if progress.batch_idx:
+            # At the end of the data, the next epoch starts at its beginning, whatever state a loader has there.
+            if progress.batch_idx and not (state["loop"] or {}).get("data_is_over"):
                 source.load_state_dict(own["source"])
         else:
             seed = derive_seed(_RESUME_SEED, saved["seed"], progress.epoch, progress.epoch_samples)

@@ -258,6 +258,8 @@ class RunData:
         seed: the seed of the order of samples, the same on every rank.
         reload: rebuilds the loaders of an epoch; None unless ``reload_dataloaders_every_n_epochs`` is set.
         first_length: micro-batches of the first epoch, used to estimate the run's steps if loaders are rebuilt.
+        resized_at: the epoch in which the size of the training data last changed, and the steps made before it; None
+            if the size is that of the start.
         estimate_was_read: whether user code has read `estimated_stepping_batches`, on which a schedule may depend.
     """
 
@@ -269,6 +271,7 @@ class RunData:
     seed: int = 0
     reload: Callable[[int], None] | None = None
     first_length: int | None = None
+    resized_at: tuple[int, int] | None = None
     estimate_was_read: bool = False
 
     @property

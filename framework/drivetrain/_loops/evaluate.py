@@ -34,12 +34,13 @@ class EvaluationData:
 
     Attributes:
         sources: the source of the batches of each loader.
-        limits: the maximal number of micro-batches of each loader; None for all.
+        limits: reads the sizes of the loaders' data again, and returns the maximal number of micro-batches of each
+            loader; None for all. Collective. It is called after the hooks that begin an evaluation.
         move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are already on the device.
     """
 
     sources: Sequence[BatchSource]
-    limits: Sequence[int | None]
+    limits: Callable[[], Sequence[int | None]]
     move: Callable[[Any, int], Any] | None
 
 
@@ -183,7 +184,7 @@ class EvaluateLoop:
             had_data = []
             if self._progress_reporter is not None:
                 self._progress_reporter.before = 0
-            for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
+            for index, (source, limit) in enumerate(zip(self._sources, self._limits(), strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
                 metrics.had_data = False
                 if not self._evaluate(index, source, limit):

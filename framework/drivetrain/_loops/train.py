@@ -131,6 +131,8 @@ class Schedule:
         validation: runs validation.
         reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
         after_epoch_hooks: called after the hooks that begin an epoch; applies the changes that the hooks have made.
+        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns the data
+            of the epoch if the size has changed, and otherwise None. Collective.
         checks: warns about problems that are visible only over a whole epoch.
     """
 
@@ -138,6 +140,7 @@ class Schedule:
     validation: ValidationPlan
     reload: Callable[[int], None] | None
     after_epoch_hooks: Callable[[], None]
+    resize: Callable[[bool], EpochData | None]
     checks: EpochChecks
 
 
@@ -285,8 +288,12 @@ class TrainLoop:
             self._schedule.after_epoch_hooks()
         else:
             self._metrics.enter("train", reset=False)
-            if resumed is not None and resumed["validation"] is not None:
-                self._validation.load_state_dict(resumed["validation"], self._progress)
+        resized = self._schedule.resize(epoch_begins)
+        if resized is not None:
+            self._use(resized)
+            self._validation.resize(resized.length, self._progress)
+        if not epoch_begins and resumed is not None and resumed["validation"] is not None:
+            self._validation.load_state_dict(resumed["validation"], self._progress)
 
     def _train_epoch(self, snapshot: Snapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.

@@ -45,6 +45,8 @@ class FakeRun:
     accumulate_grad_batches: int = 1
     log_every_n_steps: int = 1
     sanity_checking: bool = False
+    testing: bool = False
+    predicting: bool = False
     joining: bool = False
     micro_batch_weight: float = 1.0
     should_stop: bool = False
