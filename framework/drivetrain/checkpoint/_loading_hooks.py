@@ -108,9 +108,27 @@ class HookedWeights:
         return result
 
 
-def resizes_buffers(module: nn.Module, name: str) -> bool:
-    """Return whether the buffer ``name`` belongs to a submodule that may change its shape while it loads."""
-    return any(name.startswith(f"{part}." if part else "") for part, _ in _hooked_parts(module))
+def resized_buffers(module: nn.Module, current: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return the names of buffers of another shape in ``state`` whose submodule may change the shape as it loads.
+
+    Args:
+        module: the module that loads ``state``.
+        current: the module's own parameters and buffers by name.
+        state: the values to load by name.
+    """
+    names = [
+        name
+        for name, value in current.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name in state
+        if tuple(value.shape) != tuple(state[name].shape)
+    ]
+    prefixes = [f"{part}." if part else "" for part, _ in _hooked_parts(module)] if names else []
+    return [name for name in names if name.startswith(tuple(prefixes))]
+
+
+def load_current(module: nn.Module, state: Mapping[str, Any], strict: bool = False) -> None:
+    """Load values in the module's current form, such as those that `HookedWeights` returns, by ``load_state_dict``."""
+    module.load_state_dict(with_versions(module, state, layer_versions(module)), strict=strict)
 
 
 def _hooked_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -139,7 +157,7 @@ def _function_of(hook: Any) -> Any:
 
 
 def _is_plain(load_state_dict: Any) -> bool:
-    return load_state_dict.__module__ in (nn.Module.__module__, "drivetrain.module.train_module")
+    return load_state_dict.__module__ in (nn.Module.__module__, "drivetrain.module._plain_names")
 
 
 def _load_function(shell: nn.Module, is_root: bool) -> Callable[[Mapping[str, Any]], Any]:

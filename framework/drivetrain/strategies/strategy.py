@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain._runtime.transfer import move_to
-from drivetrain.checkpoint._loading_hooks import layer_versions, with_versions
+from drivetrain.checkpoint._loading_hooks import load_current
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
@@ -334,8 +334,7 @@ class StrategyState:
             strict: raise an error for missing and unexpected names. If False, missing tensors keep their values.
         """
         if self.module is not None:
-            versions = layer_versions(self.module)  # a value of `model_state` is in the current form of the module
-            self.module.load_state_dict(with_versions(self.module, state, versions), strict=strict)
+            load_current(self.module, state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
         """Return ``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}``."""
