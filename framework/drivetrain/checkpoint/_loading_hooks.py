@@ -157,7 +157,7 @@ def _function_of(hook: Any) -> Any:
 
 
 def _is_plain(load_state_dict: Any) -> bool:
-    return load_state_dict.__module__ in (nn.Module.__module__, "drivetrain.module._plain_names")
+    return load_state_dict.__module__ in (nn.Module.__module__, "drivetrain.checkpoint._compiled_names")
 
 
 def _load_function(shell: nn.Module, is_root: bool) -> Callable[[Mapping[str, Any]], Any]:

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint._weights_fit import WeightMismatch
+from drivetrain.checkpoint._compiled_names import PlainNames
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
 from drivetrain.module._module_hooks import ModuleHooks
-from drivetrain.module._plain_names import PlainNames
 from drivetrain.module._run_handle import RunHandle
 
 # These are imported only for annotations, to keep the import of this module cheap.
@@ -397,6 +395,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
         # Imported only here, because most runs do not need it.
         from drivetrain.checkpoint._format import load
         from drivetrain.checkpoint._loading_hooks import with_versions
+        from drivetrain.checkpoint._weights_fit import WeightMismatch
         from drivetrain.checkpoint.averaged_weights import evaluated_weights
         from drivetrain.launchers._rank_zero import this_rank
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain._runtime.transfer import move_to
-from drivetrain.checkpoint._loading_hooks import load_current
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
@@ -334,6 +333,8 @@ class StrategyState:
             strict: raise an error for missing and unexpected names. If False, missing tensors keep their values.
         """
         if self.module is not None:
+            from drivetrain.checkpoint._loading_hooks import load_current  # only runs that load weights need it
+
             load_current(self.module, state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:

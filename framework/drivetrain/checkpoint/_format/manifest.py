@@ -331,7 +331,9 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         ),
         files=files,
         weights=_part(document["weights"]),
-        aliases={plain_name(tied): plain_name(_text(first)) for tied, first in _dict(document["aliases"], "aliases").items()},
+        aliases={
+            plain_name(tied): plain_name(_text(first)) for tied, first in _dict(document["aliases"], "aliases").items()
+        },
         optimizers=tuple(_part(entry) for entry in _list(document["optimizers"], "optimizers")),
         callbacks={key: _part(entry) for key, entry in _dict(document.get("callbacks", {}), "callbacks").items()},
         state=None if document["state"] is None else _part(document["state"]),
