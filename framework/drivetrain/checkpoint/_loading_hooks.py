@@ -94,7 +94,7 @@ class HookedWeights:
             except RuntimeError as error:
                 raise CheckpointError(
                     f"The weights of {name or type(module).__name__} do not fit: {error}",
-                    "the loading hooks of the module were called with the saved weights, as load_state_dict calls them.",
+                    "the module's loading hooks were called with the saved weights, as load_state_dict calls them.",
                     "build the module as it was trained, or convert the saved weights in the hook.",
                 ) from error
             loaded = {key: value for key, value in shell.state_dict().items() if key not in missing}
@@ -194,7 +194,8 @@ def _shell(module: nn.Module, prefix: str, own: Mapping[str, Any]) -> nn.Module:
     return copy
 
 
-def _empty_like(parameter: nn.Parameter, whole: Any) -> nn.Parameter:
+def _empty_like(parameter: Any, whole: Any) -> nn.Parameter:
     if is_lazy(parameter):
-        return type(parameter)(parameter.requires_grad)
+        lazy: nn.Parameter = type(parameter)(parameter.requires_grad)
+        return lazy
     return nn.Parameter(torch.empty(tuple(whole.shape), dtype=parameter.dtype), requires_grad=False)

@@ -93,6 +93,7 @@ class Growing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.empty(0))
 
     @property
@@ -139,7 +140,7 @@ class Lenient(Net):
     strict_loading = False
 
 
-def trained(path: Path, *args: Any, **options: Any) -> Net:
+def trained(path: Path, *args: Any, **options: Any) -> Any:
     module, save = Net(*args), Checkpoint(path.parent, filename=path.name)
     fit(2, enable_checkpointing=True, callbacks=[save], **options).fit(module, BATCHES)
     return module
@@ -151,7 +152,7 @@ def whole(*args: Any) -> dict[str, torch.Tensor]:
     return dict(module.state_dict())
 
 
-CASES = {
+CASES: dict[str, tuple[Any, Any]] = {
     "version": ((Scale,), (Scale,)),
     "renamed": ((Old,), (Renamed,)),
     "resized": ((Growing,), (Growing,)),
@@ -167,7 +168,8 @@ def test_load_from_checkpoint_and_a_resumed_run_give_the_same_weights_as_load_st
     before, after = CASES[case]
     saved = trained(tmp_path / "c", *before).state_dict()
     names = dict(zip(saved, Net(*after).state_dict(), strict=True))
-    loaded = Net.load_from_checkpoint(tmp_path / "c", **dict(zip(("layer", "compiled"), after, strict=False)))
+    arguments: Any = dict(zip(("layer", "compiled"), after, strict=False))
+    loaded = Net.load_from_checkpoint(tmp_path / "c", **arguments)
     for old, new in names.items():
         assert torch.equal(loaded.state_dict()[new], saved[old]), new
     resumed = Net(*after)
@@ -201,7 +203,7 @@ def test_names_of_a_compiled_submodule_are_plain_in_checkpoints(tmp_path: Path) 
 def test_a_checkpoint_without_versions_is_loaded_like_an_old_state_dict(tmp_path: Path) -> None:
     module = trained(tmp_path / "c")
     hooked = HookedWeights.of(Net(), load(tmp_path / "c").weights(), None, {})
-    plain = Net()
+    plain: Any = Net()
     plain.load_state_dict(dict(module.state_dict()))
     assert torch.equal(hooked.values["layer.weight"], plain.layer.weight)  # S-13
 
@@ -216,9 +218,10 @@ class OwnLoad(Net):
 
 def test_an_overridden_load_state_dict_is_used_by_every_entry_point(tmp_path: Path) -> None:
     module = trained(tmp_path / "c", Old)
-    loaded = OwnLoad.load_from_checkpoint(tmp_path / "c", layer=Plain)
+    loaded: Any = OwnLoad.load_from_checkpoint(tmp_path / "c", layer=Plain)
     assert torch.equal(loaded.layer.weight, module.layer.gamma)  # S-13
-    fit(4, max_epochs=2).test(tested := OwnLoad(Plain), BATCHES, ckpt_path=tmp_path / "c")
+    tested: Any = OwnLoad(Plain)
+    fit(1).test(tested, BATCHES, ckpt_path=tmp_path / "c")
     assert torch.equal(tested.layer.weight, module.layer.gamma)
 
 
@@ -278,7 +281,7 @@ def _doors(strategy: str, path: Path, before: Any, after: Any) -> list[Any]:
     fit(4, max_epochs=2, **options).fit(uninterrupted, BATCHES)
     fit(4, max_epochs=2, **options).fit(resumed, BATCHES, ckpt_path=path / "c")
     if after is Growing:  # the buffer has changed in the test
-        tested.layer.seen = saved["layer.seen"]  # type: ignore[assignment]
+        tested.layer.seen = saved["layer.seen"]
     after_test, after_fit, whole_run = tested.state_dict(), resumed.state_dict(), uninterrupted.state_dict()
     return [
         ((loaded[new], after_test[new], saved[old]), (after_fit[new], whole_run[old]))
