@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 COMPILED = "_orig_mod."
 """What ``torch.compile(submodule)`` puts into the names of the submodule's parameters."""
@@ -59,8 +58,8 @@ class PlainNames(nn.Module):
             own._metadata = {  # type: ignore[attr-defined]
                 _own_name(f"{plain_name(name)}.", compiled)[:-1]: value for name, value in metadata.items()
             }
-        missing, unexpected = super().load_state_dict(own, strict, assign)
-        return _IncompatibleKeys([plain_name(name) for name in missing], [plain_name(name) for name in unexpected])
+        result = super().load_state_dict(own, strict, assign)
+        return type(result)(*([plain_name(name) for name in names] for names in result))
 
 
 def _is_compiled(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from drivetrain.checkpoint._compiled_names import plain_name
 from drivetrain.errors import CheckpointError
@@ -196,6 +196,5 @@ def _shell(module: nn.Module, prefix: str, own: Mapping[str, Any]) -> nn.Module:
 
 def _empty_like(parameter: Any, whole: Any) -> nn.Parameter:
     if is_lazy(parameter):
-        lazy: nn.Parameter = type(parameter)(parameter.requires_grad)
-        return lazy
+        return UninitializedParameter()
     return nn.Parameter(torch.empty(tuple(whole.shape), dtype=parameter.dtype), requires_grad=False)
