@@ -196,5 +196,5 @@ def _shell(module: nn.Module, prefix: str, own: Mapping[str, Any]) -> nn.Module:
 
 def _empty_like(parameter: Any, whole: Any) -> nn.Parameter:
     if is_lazy(parameter):
-        return UninitializedParameter()
+        return UninitializedParameter()  # type: ignore[return-value]
     return nn.Parameter(torch.empty(tuple(whole.shape), dtype=parameter.dtype), requires_grad=False)
