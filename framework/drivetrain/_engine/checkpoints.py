@@ -296,6 +296,11 @@ class RunCheckpoints:
 
     def restore_trainables(self) -> None:
         """Freeze and unfreeze parameters as in the resumed run, before the module is wrapped. Not collective."""
+        if self.opened is not None:
+            from drivetrain.checkpoint._loading_hooks import HookedWeights
+
+            module, versions = self._core.module, self.opened.manifest.metadata.layer_versions
+            self.opened.renames = HookedWeights.of(module, self.opened.weights(), versions, {}).renames
         frozen = self._frozen_names()
         if frozen is not None:
             changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
