@@ -546,13 +546,13 @@ class RunCheckpoints:
         if snapshot is not None:
             snapshot.go_back()
         if is_half_step and (snapshot is None or not snapshot.is_whole):
-            logger.warning(
-                "Nothing is saved after the failure: it was within a step, and the state before that step %s. The "
-                "newest checkpoint is still whole.",
-                "was not kept; Checkpoint(save_on_exception=True) keeps it"
-                if snapshot is None or not snapshot.is_active
-                else "is lost, because weights had changed already",
+            is_kept = snapshot is not None and snapshot.is_active
+            why = (
+                "is lost, since weights had changed"
+                if is_kept
+                else "was not kept by Checkpoint(save_on_exception=True)"
             )
+            logger.warning("Nothing is saved after the failure: the state before the step that failed %s.", why)
             return
         core.progress.reset_to_window_start()
         self.abandon()  # an earlier save that ended later would be named as the newest

@@ -208,7 +208,8 @@ class StopRequest:
             self._check_deadline()
         if self._store is None:
             self.leaving = self.signal
-            return self.leaving > 0 or self._obeys_request(step, epoch)
+            is_asked = self.requested or len(self._withdrawable) > 0
+            return self.leaving > 0 or (is_asked and self._obeys_request(step, epoch))
         if self._in_first_window:
             self._in_first_window = False
             self._control.after_first_step()
