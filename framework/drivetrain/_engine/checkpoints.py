@@ -537,6 +537,8 @@ class RunCheckpoints:
         weights_only: bool = False,
     ) -> None:
         """Save the state that a failed run had after its last whole step; log a warning if this state is lost."""
+        from drivetrain._engine.state_after_run import has_state_before_step
+
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
@@ -545,14 +547,7 @@ class RunCheckpoints:
         is_half_step = self._is_within_step()
         if snapshot is not None:
             snapshot.go_back()
-        if is_half_step and (snapshot is None or not snapshot.is_whole):
-            is_kept = snapshot is not None and snapshot.is_active
-            why = (
-                "is lost, since weights had changed"
-                if is_kept
-                else "was not kept by Checkpoint(save_on_exception=True)"
-            )
-            logger.warning("Nothing is saved after the failure: the state before the step that failed %s.", why)
+        if is_half_step and not has_state_before_step(snapshot):
             return
         core.progress.reset_to_window_start()
         self.abandon()  # an earlier save that ended later would be named as the newest

@@ -1,7 +1,8 @@
-"""Checks after a run whether this process has the whole state that a resumed run needs."""
+"""Checks after a run, or after a failure, whether this process has the whole state that a resumed run needs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import CheckpointParts, RunCore
+    from drivetrain._engine.window_snapshot import WindowSnapshot
+
+logger = logging.getLogger("drivetrain")
 
 
 def check_state_is_whole(core: RunCore, collect_parts: Callable[[], CheckpointParts]) -> None:
@@ -36,3 +40,13 @@ def check_state_is_whole(core: RunCore, collect_parts: Callable[[], CheckpointPa
             f"{why} This process has the trained weights.",
             "call save_checkpoint within the run, for example in on_train_end, or with weights_only=True.",
         )
+
+
+def has_state_before_step(snapshot: WindowSnapshot | None) -> bool:
+    """Return whether the state before the step that failed was kept, and log a warning if it was not."""
+    if snapshot is not None and snapshot.is_whole:
+        return True
+    is_kept = snapshot is not None and snapshot.is_active
+    why = "is lost, since weights had changed" if is_kept else "was not kept by Checkpoint(save_on_exception=True)"
+    logger.warning("Nothing is saved after the failure: the state before the step that failed %s.", why)
+    return False
