@@ -144,9 +144,12 @@ class Entry:
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight
-            self.total = self._combine(
-                self.total, weight * (_wide(value) if isinstance(value, torch.Tensor) else value)
-            )
+            part = weight * (_wide(value) if isinstance(value, torch.Tensor) else value)
+            # A value without weight does not count: the mean over no tokens is NaN.
+            self.total = self._combine(self.total, torch.where(weight == 0, 0.0, part))
+            return
+        if not weight:
+            self.total = 0.0 if self.total is None else self.total
             return
         self.weight += weight
         if isinstance(value, torch.Tensor):

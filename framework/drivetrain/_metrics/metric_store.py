@@ -19,6 +19,7 @@ from drivetrain._metrics.metric_entry import (
 )
 from drivetrain._metrics.metric_objects import (
     MetricObjects,
+    check_list_states,
     forward_value,
     is_metric,
     metric_state,
@@ -99,7 +100,7 @@ class MetricStore:
             if is_metric(value):
                 raise_kind_mismatch(entry, value)
             value = number(name, value)
-        if entry.on_step:
+        if entry.on_step and not (batch_size == 0 and type(batch_size) is int and entry.operation == "mean"):
             entry.last = value
             entry.fresh = True
         if entry.on_epoch:
@@ -155,6 +156,8 @@ class MetricStore:
         metric = value if is_metric(value) else None
         if metric is None:
             number(name, value)  # checks the first value, also on a rank without data
+        else:
+            attribute = attribute or self.objects.attribute_of(name, metric)
         loader = f"/dataloader_idx_{self.dataloader_idx}"
         within_step = self.batch is not None and self.stage == "train"
         entry = Entry(
@@ -167,9 +170,11 @@ class MetricStore:
             operation=operation,
             sync_dist=sync_dist,
             metric=metric,
-            attribute=None if metric is None else attribute or self.objects.attribute_of(name, metric),
+            attribute=None if metric is None else attribute,
             loader=loader if name.endswith(loader) else "",
         )
+        if entry.attribute is not None:
+            self.objects.claim(entry.attribute, name if entry.on_epoch else None, self.stage)
         entry.loader_idx = self.dataloader_idx
         self.entries[name] = entry
         return entry
@@ -241,6 +246,7 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
+                    check_list_states(self.control, name, attribute, self.objects.at(attribute))
                     results[name] = self.objects.epoch_value(name, name, self.objects.at(attribute), True)
                 else:
                     results[name] = combine(operation, table[:, 2 * position], table[:, 2 * position + 1])
