@@ -676,6 +676,9 @@ class Records(Protocol):
     ) -> None:
         """Store one value; see `TrainModule.log`."""
 
+    def reduced_at(self, name: str) -> int | None:
+        """Return the global step at which a logged value was reduced; None for the value of a step. Collective."""
+
     def restore(self, values: dict[str, float]) -> None:
         """Add values to `RunContext.callback_metrics`, the same on every rank, without logging them."""
 

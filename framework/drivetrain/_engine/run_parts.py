@@ -190,6 +190,9 @@ class RunCore:
     profiling: NoProfiling
     secrets: SecretFilter = field(default_factory=SecretFilter)
 
+    def __post_init__(self) -> None:
+        self.metrics.progress = self.progress
+
     @property
     def trainer(self) -> RunContext:
         """The `Fit`, as hooks see it."""

@@ -227,6 +227,7 @@ class TrainLoop:
             "asked_to_stop": self._asked_to_stop,
             "flushed_at": self._flushed_at,
             "validation": self._validation.state_dict(),
+            "plateaus": self._schedule.schedulers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -244,8 +245,9 @@ class TrainLoop:
         if self._length == 0:  # because of limit_train_batches=0
             return
         resumed, self._resumed = self._resumed, None
-        # Older checkpoints have no "flushed_at".
+        # Older checkpoints have neither "flushed_at" nor "plateaus".
         self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
+        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus", {}))
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
@@ -524,6 +526,7 @@ class TrainLoop:
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
+        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus", {}))
         return resumed
 
     def _warn_of_no_step(self) -> None:

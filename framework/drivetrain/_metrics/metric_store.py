@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
+        self.progress: Any = None
+        """The counters of the run, of which ``global_step`` is read."""
         self.contributes = True
         """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
         self._stages: dict[str, dict[str, Entry]] = {}
@@ -268,6 +270,7 @@ class MetricStore:
         for entry in self.entries.values():
             if entry.epoch_name in logged and entry.on_epoch:
                 entry.result = logged[entry.epoch_name]
+                entry.reduced_at = None if self.progress is None else self.progress.global_step
         self._values.update(logged)
         return logged
 
@@ -369,6 +372,16 @@ class MetricStore:
                 if total is not None and (isinstance(weight, Tensor) or weight > 0):
                     values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
         return values
+
+    def reduced_at(self, name: str) -> int | None:
+        """Return the global step at which a value of `callback_metrics` was reduced, the same on all ranks. Collective.
+
+        None means that the value has no age: it is a step's value, or it was not logged.
+        """
+        found = [entry.reduced_at for entry in self._all_entries() if name == entry.epoch_name and entry.on_epoch]
+        found += [entry.reduced_at for entry in self._all_entries() if name == entry.name != entry.epoch_name]
+        step = next((each for each in found if each is not None), None)
+        return cast("int | None", self.control.from_rank_0(step))
 
     def agreed(self, name: str) -> float | None:
         """Return a logged value, the same on all ranks (see `agreed_value`); None if no rank logged it. Collective."""

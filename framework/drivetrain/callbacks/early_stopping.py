@@ -109,6 +109,7 @@ class EarlyStopping(Callback):
         self.best_score = math.inf
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
+        self._checked_at: int | None = None  # the global step of the value that was last checked
         self._reset()
         self._at_epoch_end = True
         self._fitting = False
@@ -138,6 +139,7 @@ class EarlyStopping(Callback):
             "best_score": self.best_score,
             "stopped_epoch": self.stopped_epoch,
             "stopping_reason": self.stopping_reason,
+            "checked_at": self._checked_at,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -146,6 +148,7 @@ class EarlyStopping(Callback):
         self.best_score = float(state_dict["best_score"])
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
+        self._checked_at = state_dict.get("checked_at")
 
     @property
     def monitors(self) -> Mapping[str, str]:
@@ -168,6 +171,7 @@ class EarlyStopping(Callback):
         self.best_score = math.inf if self.mode == "min" else -math.inf
         self.stopped_epoch = 0
         self.stopping_reason = None
+        self._checked_at = None
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine whether to check at the end of epochs or of validations."""
@@ -194,6 +198,10 @@ class EarlyStopping(Callback):
         if value is None:
             self._handle_missing_value(trainer)
             return
+        reduced_at = trainer.metrics.reduced_at(self.monitor)
+        if reduced_at is not None and reduced_at == self._checked_at:
+            return  # there was no validation since the last check
+        self._checked_at = reduced_at
         reason = self._evaluate(value)
         # Before min_epochs and min_steps are reached, a later check may withdraw the request.
         trainer.stop_unless_withdrawn(self, None if reason is None else f"EarlyStopping: {reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ class FakeRun:
     loggers: list[Any] = field(default_factory=lambda: ["a logger"])
     printed: list[str] = field(default_factory=list)
     logged: list[tuple[int | None, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> Any:
+        """A store in which values have no age."""
+        return SimpleNamespace(reduced_at=lambda name: None, restore=lambda values: None)
 
     @property
     def is_global_zero(self) -> bool:

@@ -479,7 +479,7 @@ class TestMetricObjects:
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 is_empty = batch_idx == 1
                 value = float("nan") if is_empty else 2.0 + batch_idx
-                size = count if is_empty else type(count)(1) if isinstance(count, int) else torch.tensor(1)
+                size: Any = count if is_empty else 1 if isinstance(count, int) else torch.tensor(1)
                 self.log("host", value, on_step=False, on_epoch=True, batch_size=size)
                 self.log("device", torch.tensor(value), on_step=False, on_epoch=True, batch_size=size)
                 return super().training_step(batch, batch_idx)
