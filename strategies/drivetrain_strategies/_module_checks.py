@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError
@@ -89,3 +89,18 @@ def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.Embe
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
             yield name, child
+
+
+def refuse_accumulate_hook(name: str, parameter: Tensor) -> None:
+    """Refuse a hook of ``register_post_accumulate_grad_hook``, which would see only this rank's gradient.
+
+    Raises:
+        ConfigurationError: ``parameter``, which is called ``name``, has such a hook.
+    """
+    if parameter._post_accumulate_grad_hooks:
+        raise ConfigurationError(
+            f"{name} has a hook of register_post_accumulate_grad_hook.",
+            "the strategy exchanges gradients after they are accumulated, so it would see this rank's part alone.",
+            "use register_hook for a function of the gradient, or do the work in on_after_backward or "
+            "on_before_optimizer_step.",
+        )

@@ -61,10 +61,10 @@ class RunCallbacks:
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
         table = HookTable(self._trainer, self._module, self._all)
-        if self._trainer.world_size > 1:
-            from drivetrain._engine.common_draws import draw_in_common
+        if self._trainer.world_size > 1 or self._trainer.strategy.shards_parameters:
+            from drivetrain._engine.hooks_between_steps import wrap_hooks_between_steps
 
-            table = draw_in_common(table, self._trainer)
+            table = wrap_hooks_between_steps(table, self._trainer)
         self._hooks = self._wrap(table)
         for callback in self._all:
             bind_logging(callback, self._module)

@@ -138,6 +138,10 @@ class StrategyLifecycle:
             ConfigurationError: the strategy cannot train ``module``.
         """
 
+    def hook_context(self) -> AbstractContextManager[Any]:
+        """Return the context for the user's hooks outside of steps, in which hooks may call the module."""
+        return nullcontext()
+
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Return the context under which ``configure_model`` builds layers."""
         return self.precision.module_init_context()

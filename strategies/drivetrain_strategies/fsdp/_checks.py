@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain.precision import Precision
 from drivetrain.strategies import refuse_embedding_max_norm
-from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
+from drivetrain_strategies._module_checks import refuse_accumulate_hook, refuse_device_map, refuse_sparse_embeddings
 from drivetrain_strategies.fsdp._internals import REQUIRED_METHODS
 
 SHARDINGS = ("full", "grad_op", "hybrid")
@@ -157,6 +157,8 @@ def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> No
     refuse_device_map(module)
     refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "gradients of sharded parameters are dense.")
+    for name, parameter in module.named_parameters():
+        refuse_accumulate_hook(name, parameter)
     if tensor_parallel > 1 and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ConfigurationError(
             f"tensor_parallel={tensor_parallel}, but no layer of {type(module).__name__} is split.",

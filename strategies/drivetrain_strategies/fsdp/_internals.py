@@ -25,6 +25,8 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from drivetrain_strategies._module_checks import refuse_accumulate_hook
+from drivetrain_strategies.fsdp._original_parameters import add_gradient_hooks, copy_attributes, gradient_hooks
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 REQUIRED_METHODS = (
@@ -223,6 +225,11 @@ class Sharded:
             self._zero_hooks = None
 
     def _on_first_gather(self, parameter: _WatchedParam) -> None:
+        shard, gathered = parameter.sharded_param, parameter._unsharded_param
+        # Steps use the gathered tensor: what user code has set on the shard, as on any parameter, has to be there too.
+        copy_attributes(shard, gathered)
+        add_gradient_hooks(gathered, gradient_hooks(shard))
+        refuse_accumulate_hook(self.names_of([parameter])[0], shard)
         self._version_at_gather[id(parameter)] = parameter._unsharded_param._version
         self._index_gathered()
         if self._zero_hooks is not None:

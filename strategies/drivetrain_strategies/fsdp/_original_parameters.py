@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +39,13 @@ class Original:
         if not self.parameter.is_meta:
             self.parameter.data = torch.empty(0, dtype=self.parameter.dtype, device=self.parameter.device)
 
+    def hand_over(self) -> None:
+        """Give the parameter that is now registered the attributes and gradient hooks of the original one."""
+        current = self.current
+        if current is not self.parameter:
+            copy_attributes(self.parameter, current)
+            add_gradient_hooks(current, gradient_hooks(self.parameter))
+
     def register(self, value: nn.Parameter) -> None:
         """Register ``value`` wherever the original parameter was registered."""
         for module, attribute in self.registrations:
@@ -48,13 +57,37 @@ class Original:
         If the original is a meta tensor or an instance of a subclass, a new parameter is registered instead.
         """
         requires_grad = self.current.requires_grad
+        copy_attributes(self.current, self.parameter)  # those that were set during the run
         if self.parameter.is_meta or type(self.parameter) is not nn.Parameter:
-            self.parameter = nn.Parameter(full_value, requires_grad=requires_grad)
+            replacement = nn.Parameter(full_value, requires_grad=requires_grad)
+            copy_attributes(self.parameter, replacement)
+            add_gradient_hooks(replacement, gradient_hooks(self.parameter))
+            self.parameter = replacement
         else:
             self.parameter.data = full_value
             self.parameter.requires_grad_(requires_grad)
         self.parameter.grad = None
         self.register(self.parameter)
+
+
+def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Set the attributes that user code has set on ``source`` also on ``target``."""
+    target.__dict__.update(source.__dict__)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """Return the hooks of ``parameter.register_hook``."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def add_gradient_hooks(parameter: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], Any]]) -> None:
+    """Register hooks on a parameter, which may be frozen."""
+    requires_grad = parameter.requires_grad
+    for hook in hooks:
+        parameter.requires_grad_(True)  # torch accepts no hook on a frozen parameter
+        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    if hooks:
+        parameter.requires_grad_(requires_grad)
 
 
 def original_parameters_of(module: nn.Module) -> list[Original]:

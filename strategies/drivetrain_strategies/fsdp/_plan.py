@@ -257,9 +257,17 @@ def _registrations(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[t
 
 
 def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
-    """Return the parameters to replicate, by name: ignored parameters, and scalars, which cannot be sharded."""
+    """Return the parameters to replicate, by name: ignored ones, and those that `fully_shard` cannot shard.
+
+    It cannot shard scalars, parameters without elements, and parameters that are not contiguous (channels last).
+    """
     parameters = dict(module.named_parameters())
-    replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
+    replicated = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.dim() == 0
+        or (not isinstance(parameter, DTensor) and (parameter.numel() == 0 or not parameter.is_contiguous()))
+    }
     for pattern in ignored:
         if isinstance(pattern, str):
             matches = {name: value for name, value in parameters.items() if fnmatchcase(name, pattern)}

@@ -35,6 +35,7 @@ from drivetrain_strategies.fsdp import _full_parameter_step as full_parameter_st
 from drivetrain_strategies.fsdp import _sharded_lbfgs as lbfgs
 from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
 from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
+from drivetrain_strategies.fsdp._calls_outside_steps import CallsOutsideSteps
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
@@ -176,6 +177,7 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh: Mesh | None = None
         self._recorded_build = RecordedBuild()
         self._originals: list[Original] = []
+        self._outside_calls: CallsOutsideSteps | None = None
         self._root: StepModule | None = None
         self._sharded: Sharded | None = None
         self._forward_swap: ForwardSwap | None = None
@@ -230,6 +232,9 @@ class FSDPStrategy(DistributedStrategy):
         # Under tensor parallelism, configure_model splits tensors over ranks, and these tensors must have storage.
         return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
+    def hook_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._outside_calls is None else self._outside_calls.allowed()
+
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
 
@@ -261,6 +266,9 @@ class FSDPStrategy(DistributedStrategy):
         root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
         sharded = self._sharded = Sharded(root, self._weight_casts_factory())
         meta_module.initialise(self._originals, sharded, plan, self.device, self.control)
+        for original in self._originals:
+            original.hand_over()
+        self._outside_calls = CallsOutsideSteps(module, sharded)
         broadcast_from_rank_0(module.buffers(), self.device)
         for added in sharded.meshes():
             mesh.add_mesh(added)
@@ -504,7 +512,7 @@ class FSDPStrategy(DistributedStrategy):
             undo_sharding(self._root)
         if self.tensor_parallel > 1 and self.module is not None:
             remove_tensor_parallel_hooks(self.module)
-        self._forward_swap = self._root = self._sharded = None
+        self._forward_swap = self._root = self._sharded = self._outside_calls = None
 
     def teardown(self) -> None:
         self._undo()
