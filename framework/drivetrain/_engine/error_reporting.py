@@ -18,6 +18,9 @@ from drivetrain.launchers import current_world
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
 
+_MIXED_TENSORS_MESSAGE = "got mixed torch.Tensor and DTensor"
+"""Text of torch's error for an operation on a sharded parameter and a whole tensor."""
+
 _INFERENCE_TENSOR_MESSAGES = (
     "Inference tensors cannot be saved for backward",
     "inference tensor outside InferenceMode",
@@ -52,8 +55,15 @@ def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
         error.add_note("Where: " + ", ".join(places))
 
 
-def note_inference_tensors(error: BaseException) -> None:
-    """Add a note with a fix to torch's error about a tensor from an evaluation that training uses."""
+def note_known_fixes(error: BaseException) -> None:
+    """Add a note with a fix to torch's errors about tensors from an evaluation, and about sharded parameters."""
+    if isinstance(error, RuntimeError) and _MIXED_TENSORS_MESSAGE in str(error):
+        error.add_note(
+            "Fix: outside of the forward of the unit that owns it, a sharded parameter is a DTensor. Compute with "
+            "parameter.full_tensor(), on every rank. For a penalty on all weights, use the weight_decay of the "
+            "optimizer, or FSDPStrategy(sharding='grad_op'), under which weights stay gathered in training_step. A "
+            "teacher is moved in on_train_batch_end, where all weights are DTensors (docs/averaging.md)."
+        )
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
         error.add_note(
             "Fix: evaluation runs in torch.inference_mode, and autograd cannot use a tensor that was kept from an "

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
-from drivetrain._engine.error_reporting import note_inference_tensors, note_where
+from drivetrain._engine.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
     build_stage,
@@ -570,7 +570,7 @@ class Session:
         strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)
         note_where(error, core, self.training is not None)
-        note_inference_tensors(error)
+        note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)
         self._log.add_failure(error, failure.traceback)

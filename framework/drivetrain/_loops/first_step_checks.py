@@ -36,10 +36,10 @@ def run_first_step(
         output = step(batch, batch_idx)
     if _gradients(parameters).items() - before.items():
         raise ConfigurationError(
-            f"{name}.training_step ran a backward by hand.",
+            f"{name}.training_step ran a backward by hand (or torch.autograd.grad, with sharded parameters).",
             "with automatic optimization the engine runs the backward of the returned loss, so gradients would be "
-            "added twice.",
-            _FIX,
+            "added twice; and of a sharded module torch can run only one backward per forward.",
+            f"{_FIX} For a gradient of a gradient, use strategy='ddp'.",
         )
     return output
 

@@ -1,4 +1,4 @@
-"""Lets hooks between steps call the module or its layers, whose weights belong to the root unit, as under DDP."""
+"""Lets hooks between steps call the module or its layers, and assign weights, as under DDP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from drivetrain_strategies.fsdp._data_assignment import DataAssignment
 from drivetrain_strategies.fsdp._internals import Sharded
 
 
@@ -36,7 +37,8 @@ class CallsOutsideSteps:
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            yield
+            with DataAssignment():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -69,6 +69,7 @@ from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, re
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
+from drivetrain_strategies.fsdp._whole_scalars import read_local_scalars, read_whole_scalars
 
 logger = logging.getLogger("drivetrain")
 
@@ -269,6 +270,7 @@ class FSDPStrategy(DistributedStrategy):
         for original in self._originals:
             original.hand_over()
         self._outside_calls = CallsOutsideSteps(module, sharded)
+        read_whole_scalars()
         broadcast_from_rank_0(module.buffers(), self.device)
         for added in sharded.meshes():
             mesh.add_mesh(added)
@@ -516,6 +518,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def teardown(self) -> None:
         self._undo()
+        read_local_scalars()
         if self.module is not None and self._originals:
             leave_shards(self.module, self._originals, self.gather_limit, warn=self.rank == 0)
         for optimizer in self.optimizers:

@@ -1,0 +1,42 @@
+"""Makes an assignment to ``.data`` of a sharded parameter take effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from drivetrain_strategies.fsdp._state import in_layout_of
+
+_SET_DATA = cast(Any, torch.Tensor.data).__set__
+
+
+class DataAssignment(TorchFunctionMode):
+    """Makes ``shard.data = value`` write the value into the shard within this context.
+
+    For a DTensor, torch silently replaces the outer tensor and leaves the local tensor unchanged. SAM, which restores
+    weights this way, would continue from the perturbed weights. Intercepting every operation is slow, so the mode is
+    used only for hooks, and for steps with a closure.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and isinstance(args[0], DTensor):
+            shard, value = args
+            part = cast(DTensor, value if isinstance(value, DTensor) else in_layout_of(value, cast(Any, shard)))
+            with torch.no_grad():
+                shard.to_local().copy_(part.to_local())
+            return None
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Disable the mode within this context, for the closure's forward and backward."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
