@@ -50,6 +50,11 @@ class Fragment:
         """Shape of the whole parameter."""
         return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape))
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return int(getattr(self.parameter, "ds_numel", self.parameter.numel()))
+
 
 def on_drive(parameter: Any) -> bool:
     """Return whether stage 3 keeps this rank's part of a parameter on a drive."""
@@ -64,6 +69,21 @@ def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
     parameter.all_gather()
     parameter.data.view(-1)[span.start : span.stop].copy_(part)
     parameter.partition(has_been_updated=True)
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Return whether a parameter of stage 3 holds the whole values now."""
+    return bool(parameter.numel() == parameter.ds_numel)
+
+
+def whole_copy(parameter: Any) -> torch.Tensor:
+    """Return a copy of a parameter of stage 3, through which gradients reach it. Collective if it is partitioned."""
+    if is_gathered(parameter):
+        return parameter.clone()  # type: ignore[no-any-return]
+    parameter.all_gather()
+    copy: torch.Tensor = parameter.clone()
+    parameter.partition()
+    return copy
 
 
 @contextmanager
@@ -175,6 +195,10 @@ class Zero:
     def _whole_groups(self) -> Sequence[Sequence[Any]]:
         groups: Sequence[Sequence[Any]] = self.optimizer.bf16_groups if self._bf16 else self.optimizer.bit16_groups
         return groups
+
+    def holds_values(self, fragment: Fragment) -> bool:
+        """Return whether a parameter holds its values between steps. A partitioned parameter of stage 3 is empty."""
+        return self.stage < 3 or is_gathered(fragment.parameter)
 
     def is_swapped(self, number: int) -> bool:
         """Return whether the flat tensor with this index is swapped out to a drive between steps."""
@@ -299,6 +323,35 @@ class Zero:
             self._norm = self._scaled_norm()
         norm = self._norm / self.loss_scale
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
+
+    def gradient(self, fragment: Fragment) -> torch.Tensor:
+        """Return this rank's part of a gradient after `reduce`, scaled by the loss scale. The step uses what it holds."""
+        parameter: Any = fragment.parameter
+        numel = fragment.span.stop - fragment.span.start
+        if self.offloads:
+            gradient = fragment.flat.grad
+            assert gradient is not None
+            return fragment.slice_of(gradient)
+        if self.stage == 3:
+            partition, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
+            return partition.view(-1)[:numel]
+        if numel == 0:
+            return fragment.master
+        part = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+        # The bf16 optimizer of stage 1 keeps whole gradients.
+        return part[fragment.span.start : fragment.span.stop] if self._bf16 else part
+
+    def gradients_changed(self, fragments: Sequence[Fragment]) -> None:
+        """Drop norms that were computed before the tensors of `gradient` were changed."""
+        self._norm = None
+        if not self.offloads:
+            return
+        optimizer, finite = self.optimizer, True
+        for fragment in fragments:
+            norm = torch.linalg.vector_norm(self.gradient(fragment), dtype=torch.float32)
+            optimizer.norm_for_param_grads[optimizer.get_param_id(fragment.parameter)] = norm
+            finite = finite and bool(norm.isfinite())
+        optimizer.local_overflow = not finite
 
     def step(self, max_norm: float | None) -> bool:
         """Clip gradients, step, and start a new window. Return False if DeepSpeed skipped the step. Collective.
