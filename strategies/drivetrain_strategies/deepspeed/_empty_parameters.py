@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies.deepspeed._internals import is_gathered, whole_copy
+from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
 
 _ATTRIBUTES_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
@@ -37,8 +38,14 @@ class EmptyParameters(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str], gathers: bool) -> None:
         self._names = names
         self._gathers = gathers
+        self._handles: dict[int, list[Any]] = {}
         self.found = False
         """Whether user code has used an empty parameter."""
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters of which operators got copies."""
+        for handle in chain.from_iterable(self._handles.values()):
+            handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (*args, *(kwargs or {}).values())
@@ -84,7 +91,11 @@ class EmptyParameters(TorchFunctionMode):
     def _whole(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._whole, value))
-        return whole_copy(value) if self._concerns(value) else value
+        if not self._concerns(value):
+            return value
+        if value.requires_grad and id(value) not in self._handles:
+            self._handles[id(value)] = accept_whole_gradients(value)
+        return whole_copy(value)
 
     def _refuse(self, values: list[Any]) -> None:
         flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]

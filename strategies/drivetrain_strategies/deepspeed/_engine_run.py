@@ -90,7 +90,8 @@ class DeepSpeedRun:
         self._gather_order: GatherOrder | None = None
         self._gradient_order: GradientOrder | None = None
         self._user_hooks: UserHooks | None = None
-        self._unwatched: set[str] | None = set() if options.stage == 3 else None
+        self._watch: EmptyParameters | None = None
+        self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
         self._untrained: list[nn.Parameter] = []
         self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
@@ -266,14 +267,14 @@ class DeepSpeedRun:
             return step(*args)
         if self._frozen.has_weights:
             self._frozen.check()
-        if self._unwatched is not None:
+        if self._options.stage == 3:
             self.keep_writes_of_hooks()  # stage 3 partitions parameters within the forward
         call = partial(step, *args)
         if torch.is_autocast_enabled():  # DeepSpeed's engine would disable CUDA's autocast
             call = partial(self._under_autocast, call)
         # The ranks compare their gather orders only in the first step.
         gather_order, self._gather_order = self._gather_order, None
-        if self._unwatched is not None and step.__name__ not in self._unwatched:
+        if self._options.stage == 3 and step.__name__ not in self._unwatched:
             call = partial(self._watched, call, step.__name__)
         self._within_forward = True
         try:
@@ -286,11 +287,13 @@ class DeepSpeedRun:
 
     def _watched(self, call: Callable[[], Any], name: str) -> Any:
         """Give operators whole copies of empty parameters. After a first step without any, later steps do without."""
-        assert self._unwatched is not None
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        with EmptyParameters(names, gathers=True) as watch:
+        if self._watch is None:
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            self._watch = EmptyParameters(names, gathers=True)
+        self._watch.found = False
+        with self._watch:
             result = call()
-        if not watch.found:
+        if not self._watch.found:
             self._unwatched.add(name)
         return result
 
@@ -472,6 +475,8 @@ class DeepSpeedRun:
         """Remove everything that DeepSpeed and this class added to the module."""
         if self._unused is not None:
             self._unused.close()
+        if self._watch is not None:
+            self._watch.close()
         self._close_gradient_order()
         if self._engine is not None:
             with redirected_prints():

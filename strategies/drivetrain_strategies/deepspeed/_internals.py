@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import Span
@@ -77,13 +78,44 @@ def is_gathered(parameter: Any) -> bool:
 
 
 def whole_copy(parameter: Any) -> torch.Tensor:
-    """Return a copy of a parameter of stage 3, through which gradients reach it. Collective if it is partitioned."""
+    """Return a copy of a parameter of stage 3, through which gradients reach it. Collective if it is partitioned.
+
+    The parameter's own gather is not used, since one may be under way for a layer that runs soon.
+    """
     if is_gathered(parameter):
         return parameter.clone()  # type: ignore[no-any-return]
-    parameter.all_gather()
-    copy: torch.Tensor = parameter.clone()
-    parameter.partition()
-    return copy
+    if on_drive(parameter):
+        parameter.all_gather()
+        copy: torch.Tensor = parameter.clone()
+        parameter.partition()
+        return copy
+    part = parameter.ds_tensor.detach().to(parameter.device)
+    parts = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
+    dist.all_gather_into_tensor(parts, part, group=parameter.ds_process_group)
+    empty = parameter.data
+    parameter.data = parts[: parameter.ds_numel].view(parameter.ds_shape)
+    whole: torch.Tensor = parameter.view_as(parameter)
+    parameter.data = empty
+    return whole
+
+
+def accept_whole_gradients(parameter: Any) -> list[Any]:
+    """Let autograd give a parameter of stage 3 its gradient while it is partitioned; return the handles of the hooks.
+
+    Autograd gives a gradient the parameter's shape, which is that of an empty tensor after the backward of its layer.
+    """
+    emptied: list[torch.Tensor] = []
+
+    def fill(gradient: torch.Tensor) -> None:
+        if not is_gathered(parameter):
+            emptied.append(parameter.data)
+            parameter.data = parameter.data.new_empty(parameter.ds_shape)
+
+    def empty(_: Any) -> None:
+        if emptied:
+            parameter.data = emptied.pop()
+
+    return [parameter.register_hook(fill), parameter.register_post_accumulate_grad_hook(empty)]
 
 
 @contextmanager
