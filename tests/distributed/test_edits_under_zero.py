@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -315,3 +316,118 @@ def test_a_penalty_over_partitioned_weights_has_the_value_and_gradient_of_the_wh
     for (kind, strategy), one in zip(cases, found, strict=True):
         _assert_same(one, _by_hand(kind()), f"{kind.__name__}, {strategy}")
     assert "'net.0.weight' is partitioned" in refused
+
+
+# Optimizers that write weights outside of their step
+
+
+class Swapping(torch.optim.SGD):
+    """Holds half of the weights in evaluation."""
+
+    def eval(self) -> None:
+        self._scale(0.5)
+
+    def train(self) -> None:
+        self._scale(2.0)
+
+    def _scale(self, factor: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(factor)
+
+
+class Swapped(Regression):
+    def configure_optimizers(self) -> Any:
+        return Swapping(self.parameters(), lr=0.1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def on_validation_start(self) -> None:
+        self.optimizers().optimizer.eval()
+
+    def on_validation_end(self) -> None:
+        self.optimizers().optimizer.train()
+
+
+def _validated(strategy: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    config = {"zero_allow_untested_optimizer": True}
+    trainer = quiet(strategy=DeepSpeedStrategy(**strategy, config=config))
+    module = Swapped()
+    trainer.fit(module, loader(SAMPLES, BATCH // 2), loader(SAMPLES, BATCH // 2))
+    return float(trainer.callback_metrics["val"]), weights(module)
+
+
+@pytest.mark.parametrize("strategy", ["stage 2", "stage 3", NOTHING_GATHERED])
+def test_validation_sees_the_weights_that_the_eval_of_an_optimizer_wrote(strategy: str) -> None:  # S-09
+    value, trained = on_ranks(_validated, 2, STRATEGIES[strategy])[0]
+    module = Swapped()
+    torch.testing.assert_close(trained, _by_hand(module), **TIGHT)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+        wanted = module.loss(next(iter(loader(SAMPLES, SAMPLES))))
+    assert value == pytest.approx(float(wanted), abs=1e-5)
+
+
+# What is hung on a parameter, and errors of the user's own
+
+
+def _clear(parameter: Any) -> None:
+    parameter.grad.zero_()
+
+
+class Marked(Regression):
+    """Builds its layers late; the gradient of the first one is zero, and an attribute says so."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Regression().net
+            weight = self.net[0].weight
+            weight.is_fixed = True
+            if self.hook == "register_hook":
+                weight.register_hook(torch.zeros_like)
+            else:
+                weight.register_post_accumulate_grad_hook(_clear)
+
+    def configure_optimizers(self) -> Any:
+        assert self.net[0].weight.is_fixed
+        return super().configure_optimizers()
+
+    def on_train_end(self) -> None:
+        assert self.net[0].weight.is_fixed
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_and_attributes_of_parameters_of_configure_model_stay(hook: str) -> None:  # S-08
+    cases = [(partial(Marked, hook), strategy, {}) for strategy in STRATEGIES.values()]
+    wanted = Marked(hook)
+    wanted.configure_model()
+    expected = _by_hand(wanted)
+    for strategy, found in zip(STRATEGIES, on_ranks(_attempts, 2, cases, timeout=120)[0], strict=True):
+        _assert_same(found, expected, f"{hook}, {strategy}")
+
+
+class Mistaken(Regression):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.net(batch[0]) @ torch.ones(3, 3)).mean()
+
+
+def _raised(strategy: dict[str, Any]) -> tuple[str, str]:
+    try:
+        quiet(strategy=DeepSpeedStrategy(**strategy)).fit(Mistaken(), loader(SAMPLES, BATCH // 2))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("strategy", ["stage 2", "stage 3", NOTHING_GATHERED])
+def test_a_mistake_in_training_step_is_raised_as_it_is(strategy: str) -> None:  # S-12
+    kind, text = on_ranks(_raised, 2, STRATEGIES[strategy])[0]
+    assert kind == "RuntimeError"
+    assert "shapes cannot be multiplied" in text

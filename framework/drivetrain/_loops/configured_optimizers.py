@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import linecache
 import inspect
+import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Finds uses of parameters that stage 3 has partitioned, whose tensors are empty between the forwards of their layers."""
+"""Finds uses of parameters of stage 3 outside of the forwards of their layers, where their tensors are empty."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
@@ -62,7 +61,7 @@ class EmptyParameters(TorchFunctionMode):
         """Return whether a value is a parameter that is empty, or that backward may find empty."""
         if id(value) not in self._names:
             return False
-        # Stage 3 may partition a parameter before backward if no running layer owns it, even one that it keeps gathered.
+        # Stage 3 may partition a parameter before backward if no running layer owns it.
         may_become_empty = self._gathers and not value.ds_active_sub_modules and not value.is_external_param
         return may_become_empty or not is_gathered(value)
 
@@ -103,5 +102,5 @@ class EmptyParameters(TorchFunctionMode):
         raise ConfigurationError(
             f"{name!r} is partitioned by DeepSpeedStrategy(stage=3), but its values were used.",
             "outside of its layer's forward, a partitioned parameter is an empty tensor.",
-            "use it within 'with self.trainer.strategy.gathered(parameters):', on every rank, which also keeps changes.",
+            "use it within 'with self.trainer.strategy.gathered(parameters):' on every rank, which keeps changes.",
         )

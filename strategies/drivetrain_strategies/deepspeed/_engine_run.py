@@ -39,6 +39,9 @@ from drivetrain_strategies.deepspeed._user_hooks import UserHooks
 
 logger = logging.getLogger("drivetrain")
 
+_WRITING_METHODS = ("train", "eval")
+"""Methods by which optimizers without a schedule swap the weights for validation (https://arxiv.org/abs/2405.15682)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -214,6 +217,9 @@ class DeepSpeedRun:
         optimizer = self._zero.base_optimizer
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
+        for name in _WRITING_METHODS:
+            if hasattr(optimizer, name):
+                optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
         if is_own(optimizer):
             self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
@@ -383,6 +389,14 @@ class DeepSpeedRun:
         if write:
             self._update_compute_weights()
 
+    def _call_and_update_weights(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the optimizer that writes the master weights. Collective."""
+        self.keep_writes_of_hooks()
+        with self.zero.params_in_groups(list(enumerate(self.zero.flat_tensors()))):
+            result = method(*args, **kwargs)
+        self._update_compute_weights()
+        return result
+
     @torch.no_grad()
     def _update_compute_weights(self) -> None:
         """Copy unrounded weights and master weights into the weights that the module computes with. Collective."""
@@ -439,7 +453,8 @@ class DeepSpeedRun:
         if self._adopted is not None:
             self._adopted.restore()
         for optimizer in self.optimizers:
-            optimizer.__dict__.pop("zero_grad", None)
+            for name in ("zero_grad", *_WRITING_METHODS):
+                optimizer.__dict__.pop(name, None)
         if self._copies is not None:
             self._copies.close()
         self._options.precision.loss_scaler = None

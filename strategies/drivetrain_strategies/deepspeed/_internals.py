@@ -203,6 +203,25 @@ class Zero:
         """Return the index of the optimizer's parameter group that a flat tensor belongs to."""
         return int(self.optimizer.sub_group_to_group_id[number]) if self.stage == 3 else number
 
+    @contextmanager
+    def params_in_groups(self, params: Sequence[tuple[int, torch.Tensor]]) -> Iterator[None]:
+        """Let the groups of the optimizer hold ``params`` within this context. Stage 3 leaves them empty between steps.
+
+        Args:
+            params: tensors, each after the index of the flat tensor whose group it belongs to.
+        """
+        groups = self.base_optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for number, param in params:
+            groups[self.group_of_flat_tensor(number)]["params"].append(param)
+        try:
+            yield
+        finally:
+            for group, held in zip(groups, before, strict=True):
+                group["params"] = held
+
     def fragments(self) -> Iterator[Fragment]:
         """Yield a `Fragment` for every trainable parameter. The fragment is empty if this rank holds no part."""
         optimizer, flats = self.optimizer, self.flat_tensors()
@@ -357,7 +376,7 @@ class Zero:
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
 
     def gradient(self, fragment: Fragment) -> torch.Tensor:
-        """Return this rank's part of a gradient after `reduce`, scaled by the loss scale. The step uses what it holds."""
+        """Return this rank's part of a gradient after `reduce`, times the loss scale. The step uses what it holds."""
         parameter: Any = fragment.parameter
         numel = fragment.span.stop - fragment.span.start
         if self.offloads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -38,6 +38,7 @@ class UserHooks:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._gather_limit = gather_limit
         self._fragments = list(zero.fragments())
+        self._params = [(fragment.flat_index, fragment.parameter) for fragment in self._fragments]
         self._may_have_written = False
 
     def context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
@@ -67,7 +68,7 @@ class UserHooks:
         nbytes = sum(fragment.numel * fragment.flat.element_size() for fragment in self._fragments)
         if nbytes > self._gather_limit:
             return (
-                f"the whole gradients take {nbytes:,} bytes on every rank, more than gather_limit={self._gather_limit:,}.",
+                f"the whole gradients take {nbytes:,} bytes, but gather_limit is {self._gather_limit:,}.",
                 f"set DeepSpeedStrategy(gather_limit={nbytes}), or {other_strategy}",
             )
         return None
@@ -83,7 +84,7 @@ class UserHooks:
             for fragment in fragments:
                 whole = gather(zero.gradient(fragment).float(), fragment.shape, fragment.span)
                 gradients[id(fragment.parameter)] = whole.div_(scale).to(fragment.parameter.device)
-        with self._parameters_in_groups(), _gradient_property(fragments, *_access_to(gradients)):
+        with zero.params_in_groups(self._params), _gradient_property(fragments, *_access_to(gradients)):
             yield
         with torch.no_grad():
             for fragment in fragments:
@@ -103,23 +104,8 @@ class UserHooks:
             what = f"A hook used the gradient of {self._names.get(id(parameter), '?')!r} under DeepSpeed."
             raise ConfigurationError(what, why, fix)
 
-        with self._parameters_in_groups(), _gradient_property(self._fragments, refuse, refuse):
+        with self._zero.params_in_groups(self._params), _gradient_property(self._fragments, refuse, refuse):
             yield
-
-    @contextmanager
-    def _parameters_in_groups(self) -> Iterator[None]:
-        """Let the optimizer's groups hold the module's parameters instead of flat tensors within this context."""
-        groups = self._zero.base_optimizer.param_groups
-        flats = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = []
-        for fragment in self._fragments:
-            groups[self._zero.group_of_flat_tensor(fragment.flat_index)]["params"].append(fragment.parameter)
-        try:
-            yield
-        finally:
-            for group, params in zip(groups, flats, strict=True):
-                group["params"] = params
 
 
 def _access_to(gradients: dict[int, Any]) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
@@ -133,7 +119,9 @@ def _access_to(gradients: dict[int, Any]) -> tuple[Callable[[Any], Any], Callabl
 
 
 @contextmanager
-def _gradient_property(fragments: list[Fragment], read: Callable[..., Any], write: Callable[..., Any]) -> Iterator[None]:
+def _gradient_property(
+    fragments: list[Fragment], read: Callable[..., Any], write: Callable[..., Any]
+) -> Iterator[None]:
     """Let ``parameter.grad`` call ``read`` and ``write`` within this context.
 
     Torch itself accepts no gradient of the whole shape for a parameter that is empty.
