@@ -94,6 +94,7 @@ class InPlace(Regression):
 class Rebound(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
+            assert parameter.grad is not None
             parameter.grad = (parameter.grad * 3).clamp(-0.2, 0.2)
 
 
@@ -113,7 +114,7 @@ class ByHand(Regression):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Any) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -266,7 +267,8 @@ class Reads(Regression):
         weight = self.net[0].weight
         self.shape, self.elements = weight.shape, sum(parameter.numel() for parameter in self.parameters())
         self.size = weight.size(0), weight.size(), weight.dim(), len(weight)
-        with self.trainer.strategy.gathered(weight, write=False):
+        strategy: Any = self.trainer.strategy
+        with strategy.gathered(weight, write=False):
             self.norm = float(weight.norm())
 
 
@@ -405,7 +407,7 @@ class Marked(Regression):
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_and_attributes_of_parameters_of_configure_model_stay(hook: str) -> None:  # S-08
-    cases = [(partial(Marked, hook), strategy, {}) for strategy in STRATEGIES.values()]
+    cases: list[Any] = [(partial(Marked, hook), strategy, {}) for strategy in STRATEGIES.values()]
     wanted = Marked(hook)
     wanted.configure_model()
     expected = _by_hand(wanted)

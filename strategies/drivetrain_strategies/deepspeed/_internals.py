@@ -378,14 +378,15 @@ class Zero:
     def gradient(self, fragment: Fragment) -> torch.Tensor:
         """Return this rank's part of a gradient after `reduce`, times the loss scale. The step uses what it holds."""
         parameter: Any = fragment.parameter
+        part: torch.Tensor
         numel = fragment.span.stop - fragment.span.start
         if self.offloads:
             gradient = fragment.flat.grad
             assert gradient is not None
             return fragment.slice_of(gradient)
         if self.stage == 3:
-            partition, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
-            return partition.view(-1)[:numel]
+            part, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
+            return part.view(-1)[:numel]
         if numel == 0:
             return fragment.master
         part = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
