@@ -23,6 +23,9 @@ _METHODS_WITHOUT_VALUES = {
 }
 
 
+_LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.")
+
+
 class EmptyParameters(TorchFunctionMode):
     """Acts on uses of empty parameters by user code within this context.
 
@@ -52,8 +55,7 @@ class EmptyParameters(TorchFunctionMode):
             any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)
             for one in arguments
         ):
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if not caller.startswith(("deepspeed.", "drivetrain.", "drivetrain_strategies.")):
+            if not _is_called_by(_LIBRARIES):
                 return self._use(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -104,3 +106,11 @@ class EmptyParameters(TorchFunctionMode):
             "outside of its layer's forward, a partitioned parameter is an empty tensor.",
             "use it within 'with self.trainer.strategy.gathered(parameters):' on every rank, which keeps changes.",
         )
+
+
+def _is_called_by(packages: tuple[str, ...]) -> bool:
+    """Return whether the code that called torch is in one of the packages."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(packages)
