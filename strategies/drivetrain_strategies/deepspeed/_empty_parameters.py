@@ -19,7 +19,7 @@ _ATTRIBUTES_WITHOUT_VALUES = {
 }
 _METHODS_WITHOUT_VALUES = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "get_device"),
-    *("is_floating_point", "is_complex", "element_size", "data_ptr", "__format__"),
+    *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage"),
 }
 
 
@@ -51,12 +51,12 @@ class EmptyParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (*args, *(kwargs or {}).values())
-        if any(
+        concerned = any(
             any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)
             for one in arguments
-        ):
-            if not _is_called_by(_LIBRARIES):
-                return self._use(func, args, kwargs or {})
+        )
+        if concerned and not _is_called_by(_LIBRARIES):
+            return self._use(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _concerns(self, value: Any) -> bool:
