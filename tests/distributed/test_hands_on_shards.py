@@ -85,7 +85,8 @@ class Marked(Regression):
         slow = [one for one in self.parameters() if getattr(one, "slow", False)]
         others = [one for one in self.parameters() if not getattr(one, "slow", False)]
         assert len(slow) == 1
-        return torch.optim.SGD([{"params": others}, {"params": slow, "lr": 0.05}], lr=0.1)
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": slow, "lr": 0.05}]
+        return torch.optim.SGD(groups, lr=0.1)
 
 
 def _mark(strategy: str, where: str) -> tuple[torch.Tensor, bool]:

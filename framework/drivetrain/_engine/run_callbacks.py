@@ -61,10 +61,14 @@ class RunCallbacks:
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
         table = HookTable(self._trainer, self._module, self._all)
-        if self._trainer.world_size > 1 or self._trainer.strategy.shards_parameters:
-            from drivetrain._engine.hooks_between_steps import wrap_hooks_between_steps
+        if self._trainer.world_size > 1:
+            from drivetrain._engine.common_draws import draw_in_common
 
-            table = wrap_hooks_between_steps(table, self._trainer)
+            table = draw_in_common(table, self._trainer)
+        if self._trainer.strategy.has_hook_contexts:
+            from drivetrain._engine.hook_contexts import in_contexts_of_strategy  # only such strategies need it
+
+            table = in_contexts_of_strategy(table, self._trainer)
         self._hooks = self._wrap(table)
         for callback in self._all:
             bind_logging(callback, self._module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -347,13 +348,10 @@ def _misses_closure(error: Exception) -> bool:
         return False
     if "closure" in str(error).lower():
         return True
-    # An assertion may have no message. Its frame then shows that `closure` was None.
-    trace, frame_locals = error.__traceback__, {}
-    called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
-    while trace is not None:
-        if trace.tb_next is None or called_none:
-            frame_locals = trace.tb_frame.f_locals
-            if "closure" in frame_locals and frame_locals["closure"] is None:
-                return True
+    # An assertion may have no message. The line that failed then shows that it needs the closure, which was None.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return False
+    if trace is None or trace.tb_frame.f_locals.get("closure", error) is not None:
+        return False
+    return "closure" in linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)

@@ -119,7 +119,8 @@ def explain_ordering_errors(run: Any) -> Iterator[None]:
     """Translate errors within this context that occur because ranks used different parameters.
 
     Raises:
-        ConfigurationError: this rank detected that ranks used different parameters.
+        ConfigurationError: this rank detected that ranks used different parameters, or a collective failed after a
+            backward in which a parameter got no gradient on this rank.
     """
     try:
         yield
@@ -128,6 +129,14 @@ def explain_ordering_errors(run: Any) -> Iterator[None]:
             raise
         raise ConfigurationError(error.what, *_DIFFERENT_PARAMETERS) from error
     except RuntimeError as error:
-        if "Detected a disagreement" in str(error) or run.missed_gradients:
+        if "Detected a disagreement" in str(error) or (_is_from_collective(error) and run.missed_gradients):
             raise ConfigurationError(f"DeepSpeed failed: {error}", *_DIFFERENT_PARAMETERS) from error
         raise
+
+
+def _is_from_collective(error: Exception) -> bool:
+    """Return whether torch.distributed raised the error, rather than user code or an operator."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")

@@ -35,7 +35,6 @@ from drivetrain_strategies.fsdp import _full_parameter_step as full_parameter_st
 from drivetrain_strategies.fsdp import _sharded_lbfgs as lbfgs
 from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
 from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
-from drivetrain_strategies.fsdp._calls_outside_steps import CallsOutsideSteps
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
@@ -68,6 +67,7 @@ from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, 
 from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, refuse_changes_while_gathered
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
+from drivetrain_strategies.fsdp._user_hooks import UserHooks
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 from drivetrain_strategies.fsdp._whole_scalars import read_local_scalars, read_whole_scalars
 
@@ -119,6 +119,7 @@ class FSDPStrategy(DistributedStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    has_hook_contexts: ClassVar[bool] = True
     collective_forward = True
     shards_parameters = True
 
@@ -178,7 +179,7 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh: Mesh | None = None
         self._recorded_build = RecordedBuild()
         self._originals: list[Original] = []
-        self._outside_calls: CallsOutsideSteps | None = None
+        self._hooks: UserHooks | None = None
         self._root: StepModule | None = None
         self._sharded: Sharded | None = None
         self._forward_swap: ForwardSwap | None = None
@@ -233,8 +234,8 @@ class FSDPStrategy(DistributedStrategy):
         # Under tensor parallelism, configure_model splits tensors over ranks, and these tensors must have storage.
         return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
-    def hook_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._outside_calls is None else self._outside_calls.allowed()
+    def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._hooks is None else self._hooks.context(name)
 
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
@@ -269,7 +270,7 @@ class FSDPStrategy(DistributedStrategy):
         meta_module.initialise(self._originals, sharded, plan, self.device, self.control)
         for original in self._originals:
             original.hand_over()
-        self._outside_calls = CallsOutsideSteps(module, sharded)
+        self._hooks = UserHooks(module, sharded)
         read_whole_scalars()
         broadcast_from_rank_0(module.buffers(), self.device)
         for added in sharded.meshes():
@@ -514,7 +515,7 @@ class FSDPStrategy(DistributedStrategy):
             undo_sharding(self._root)
         if self.tensor_parallel > 1 and self.module is not None:
             remove_tensor_parallel_hooks(self.module)
-        self._forward_swap = self._root = self._sharded = self._outside_calls = None
+        self._forward_swap = self._root = self._sharded = self._hooks = None
 
     def teardown(self) -> None:
         self._undo()

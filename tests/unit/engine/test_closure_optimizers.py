@@ -184,6 +184,16 @@ def test_the_setting_that_forbids_a_closure_is_named(tmp_path: Path) -> None:
     assert "use another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
 
 
+def test_a_mistake_in_a_step_without_a_closure_is_unchanged(tmp_path: Path) -> None:
+    # S-12: that closure is None does not show that the step needs it
+    class Mistaken(SGD):
+        def step(self, closure: Any = None) -> Any:
+            return torch.ones(2, 3) @ torch.ones(2, 3)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fit(tmp_path).fit(Sharp(Mistaken), regression())
+
+
 def test_other_assertions_are_unchanged(tmp_path: Path) -> None:
     class Broken(SGD):
         def step(self, closure: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Lets hooks between steps call the module or its layers, and assign weights, as under DDP."""
+"""Lets hooks of the user call the module or its layers, and assign weights, as under DDP."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from drivetrain_strategies.fsdp._data_assignment import DataAssignment
 from drivetrain_strategies.fsdp._internals import Sharded
 
+_WITHIN_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
-class CallsOutsideSteps:
-    """Gathers the root unit's parameters while a layer of the module runs outside of a step. Inner units gather their
-    own parameters.
 
-    Within a step, the forward of the root unit does this.
+class UserHooks:
+    """What hooks of the user may do with sharded parameters: assign to ``.data``, and call the module between steps.
+
+    While a layer of the module runs outside of a step, the root unit's parameters are gathered. Inner units gather
+    their own parameters. Within a step, the forward of the root unit does this.
 
     Args:
         module: the user's module.
@@ -30,19 +32,22 @@ class CallsOutsideSteps:
         self._depth = 0
 
     @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """Context manager for the call of a hook between steps. Collective if the hook calls a layer."""
-        handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            with DataAssignment():
+    def context(self, name: str) -> Iterator[None]:
+        """Context manager in which the hook ``name`` runs. Collective if the hook calls a layer."""
+        with DataAssignment():
+            if name in _WITHIN_STEPS:
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._depth = 0
+                return
+            handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+                self._depth = 0
 
     def _enter(self, layer: nn.Module, inputs: Any) -> None:
         if id(layer) in self._layers:

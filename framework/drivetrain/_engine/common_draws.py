@@ -1,24 +1,16 @@
-"""What the user's hooks between steps need on several ranks: common random numbers, and the weights of the module.
-
-Where ranks hold the same weights, such hooks draw the same random numbers on all ranks. Within steps and loaders, ranks
-draw different numbers, for dropout and augmentations. A hook that initializes a layer again would therefore give each
-rank weights of its own, which DDP would keep apart for the rest of the run. Where ranks hold shards, the strategy lets
-such hooks call the module.
-"""
+"""Lets hooks between steps draw the same random numbers on all ranks, so that weights drawn there stay equal."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from drivetrain._loops.hooks import HookTable
 from drivetrain._runtime.seed import derive_seed, seed_generators
-from drivetrain.strategies.strategy import Strategy
 
 _SALT = 0x686F6F6B  # separates these seeds from others that derive from the same seed
 
@@ -29,37 +21,29 @@ _BETWEEN_STEPS = (
 )
 
 
-_OUTSIDE_OF_STEPS = (
-    *_BETWEEN_STEPS,
-    *("on_train_batch_start", "on_validation_batch_start", "on_validation_batch_end"),
-    *(f"on_{stage}_{event}" for stage in ("test", "predict") for event in ("start", "epoch_start", "epoch_end", "end")),
-    *(f"on_{stage}_{event}" for stage in ("test", "predict") for event in ("batch_start", "batch_end")),
-)
+def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
+    """Wrap the user's hooks between steps if several ranks hold the same weights; return ``table``.
 
-
-def wrap_hooks_between_steps(table: HookTable, trainer: Any) -> HookTable:
-    """Wrap the user's hooks between steps as the strategy needs it; return ``table``.
+    Within steps and loaders, ranks draw different numbers, for dropout and augmentations. A hook that initializes a
+    layer again would therefore give each rank weights of its own, which DDP would keep apart for the rest of the run.
 
     Args:
         table: the hooks.
         trainer: the `Fit`.
     """
-    strategy = trainer.strategy
-    if not strategy.shards_parameters:
-        names, wrap = _BETWEEN_STEPS, partial(_InCommon, trainer)
-    elif type(strategy).hook_context is not Strategy.hook_context:
-        names, wrap = _OUTSIDE_OF_STEPS, partial(_InContext, strategy)
-    else:
+    if trainer.world_size == 1 or trainer.strategy.shards_parameters:
         return table
-    for event, name in enumerate(names):
+    for event, name in enumerate(_BETWEEN_STEPS):
         for calls in (table.early, table.late):
             calls[name] = tuple(
-                wrap(call, event, number) if _is_users(call) else call for number, call in enumerate(calls[name])
+                _InCommon(call, trainer, event, number) if is_users_hook(call) else call
+                for number, call in enumerate(calls[name])
             )
     return table
 
 
-def _is_users(call: Callable[..., Any]) -> bool:
+def is_users_hook(call: Callable[..., Any]) -> bool:
+    """Return whether a call in the table of hooks belongs to the user's code."""
     owner = getattr(getattr(call, "func", call), "__self__", None)
     return not type(owner).__module__.startswith(("drivetrain.", "drivetrain_strategies."))
 
@@ -71,7 +55,7 @@ class _InCommon:
     hook seeds torch, the generators stay as the hook leaves them.
     """
 
-    def __init__(self, trainer: Any, call: Callable[..., Any], event: int, number: int) -> None:
+    def __init__(self, call: Callable[..., Any], trainer: Any, event: int, number: int) -> None:
         self.func = call  # the name by which a profiler finds the hook's owner
         self._trainer = trainer
         self._key = event, number
@@ -86,18 +70,6 @@ class _InCommon:
         if torch.initial_seed() == seed:
             restore()
         return result
-
-
-class _InContext:
-    """Calls a hook within the strategy's context for hooks."""
-
-    def __init__(self, strategy: Strategy, call: Callable[..., Any], *_: int) -> None:
-        self.func = call
-        self._strategy = strategy
-
-    def __call__(self, *arguments: Any) -> Any:
-        with self._strategy.hook_context():
-            return self.func(*arguments)
 
 
 def _generators_restorer(device: torch.device) -> Callable[[], None]:
