@@ -248,7 +248,7 @@ def _one_gathered() -> Any:
 
 def test_one_parameter_gathered() -> None:
     for seen, head in on_ranks(_one_gathered, 2):
-        assert seen == [0, (1, 8), 1.0, 0]
+        assert seen == [8, (1, 8), 1.0, 8]
         assert torch.equal(head, torch.ones(1, 8))
 
 

@@ -36,13 +36,14 @@ def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
     for event, name in enumerate(_BETWEEN_STEPS):
         for calls in (table.early, table.late):
             calls[name] = tuple(
-                _InCommon(call, trainer, event, number) if _is_users(call) else call
+                _InCommon(call, trainer, event, number) if is_users_hook(call) else call
                 for number, call in enumerate(calls[name])
             )
     return table
 
 
-def _is_users(call: Callable[..., Any]) -> bool:
+def is_users_hook(call: Callable[..., Any]) -> bool:
+    """Return whether a call in the table of hooks belongs to the user's code."""
     owner = getattr(getattr(call, "func", call), "__self__", None)
     return not type(owner).__module__.startswith(("drivetrain.", "drivetrain_strategies."))
 

@@ -65,6 +65,10 @@ class RunCallbacks:
             from drivetrain._engine.common_draws import draw_in_common
 
             table = draw_in_common(table, self._trainer)
+        if self._trainer.strategy.has_hook_contexts:
+            from drivetrain._engine.hook_contexts import in_contexts_of_strategy  # only such strategies need it
+
+            table = in_contexts_of_strategy(table, self._trainer)
         self._hooks = self._wrap(table)
         for callback in self._all:
             bind_logging(callback, self._module)

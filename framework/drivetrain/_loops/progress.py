@@ -67,6 +67,8 @@ class Position:
     """The index of the current micro-batch."""
     weight: float = 0.0
     """The weight of training's current micro-batch, which is the number of items that the loss is a mean of."""
+    closes: bool = True
+    """Whether training's current micro-batch is the last one of its window."""
     indices: Sequence[Any] | None = None
     """The data set indices of the current samples of prediction; None if they are unknown."""
 

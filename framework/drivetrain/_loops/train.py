@@ -324,6 +324,7 @@ class TrainLoop:
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
             position.batch_idx, position.weight = batch_idx, micro_batch.weight
+            position.closes = micro_batch.closes
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
             joining = None if samples else Joining(metrics)

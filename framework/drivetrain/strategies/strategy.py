@@ -227,6 +227,15 @@ class StrategyOptimization(StrategyPlacement):
 
     # Within a step
 
+    def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
+        """Return the context in which a user's hook runs. Called only if `has_hook_contexts` is set.
+
+        Args:
+            name: the name of the hook.
+            window_is_complete: whether no further gradients are added before the next optimizer step.
+        """
+        return nullcontext()
+
     def to_device(self, batch: Any) -> Any:
         """Move every tensor of a nested batch to this rank's device. Copies from pinned memory do not block."""
         return move_to(batch, self.device, non_blocking=True)
@@ -400,6 +409,9 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
 
     takes_closures: ClassVar[bool] = True
     """False if `optimizer_step` refuses a closure."""
+
+    has_hook_contexts: ClassVar[bool] = False
+    """True if hooks that user code defines run in a `hook_context`."""
 
     supports_sync_batchnorm: ClassVar[bool] = False
     """True if the strategy implements `sync_batchnorm`. Other strategies refuse the setting on several ranks."""

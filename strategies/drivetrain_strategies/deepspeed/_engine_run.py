@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -22,6 +22,7 @@ from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies._missing_weights import check_gather_limit
 from drivetrain_strategies.deepspeed._checks import is_own
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
+from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
 from drivetrain_strategies.deepspeed._error_messages import (
     explain_different_parameters,
     explain_different_units,
@@ -38,8 +39,12 @@ from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._unused_parameters import UnusedParameters
+from drivetrain_strategies.deepspeed._user_hooks import UserHooks
 
 logger = logging.getLogger("drivetrain")
+
+_WRITING_METHODS = ("train", "eval")
+"""Methods by which optimizers without a schedule swap the weights for validation (https://arxiv.org/abs/2405.15682)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,9 @@ class DeepSpeedRun:
         self._unused: UnusedParameters | None = None
         self._gather_order: GatherOrder | None = None
         self._gradient_order: GradientOrder | None = None
+        self._user_hooks: UserHooks | None = None
+        self._watch: EmptyParameters | None = None
+        self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
         self._untrained: list[nn.Parameter] = []
         self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
@@ -129,6 +137,10 @@ class DeepSpeedRun:
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
         if self._adopted is not None:
             self._adopted.load_into_masters(self._state)
+        if self._zero is not None:
+            self._user_hooks = UserHooks(module, self._zero, self._state, options.gather_limit)
+            if options.stage == 3:
+                self._zero.gather_small_parameters()  # so that hooks find them whole before the first step, too
 
     def _broadcast_weights(self, needs_engine: bool) -> None:
         """Broadcast the weights at stages 1 and 2, and keep unrounded copies for the master weights.
@@ -209,6 +221,9 @@ class DeepSpeedRun:
         optimizer = self._zero.base_optimizer
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
+        for name in _WRITING_METHODS:
+            if hasattr(optimizer, name):
+                optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
         if is_own(optimizer):
             self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
@@ -235,8 +250,23 @@ class DeepSpeedRun:
                         weights = stored.local if stored.span is not None else stored.local.reshape(-1)[span.start :]
                         fragment.master.copy_(weights[: span.stop - span.start])
 
+    def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
+        hooks = self._user_hooks
+        return nullcontext() if hooks is None else hooks.context(name, window_is_complete)
+
+    def keep_writes_of_hooks(self) -> None:
+        """Copy weights that hooks of the user may have written into the master weights. Does not communicate."""
+        if self._user_hooks is not None:
+            self._user_hooks.keep_writes()
+
+    def weights(self) -> dict[str, Any]:
+        """Return weights by name; see `State.weights`."""
+        self.keep_writes_of_hooks()
+        return self.state.weights()
+
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load weights by name; see `State.load_weights`."""
+        self.keep_writes_of_hooks()
         self.state.load_weights(state, strict)
         self._frozen.accept_current_values()
 
@@ -247,11 +277,15 @@ class DeepSpeedRun:
             return step(*args)
         if self._frozen.has_weights:
             self._frozen.check()
+        if self._options.stage == 3:
+            self.keep_writes_of_hooks()  # stage 3 partitions parameters within the forward
         call = partial(step, *args)
         if torch.is_autocast_enabled():  # DeepSpeed's engine would disable CUDA's autocast
             call = partial(self._under_autocast, call)
         # The ranks compare their gather orders only in the first step.
         gather_order, self._gather_order = self._gather_order, None
+        if self._options.stage == 3 and step.__name__ not in self._unwatched:
+            call = partial(self._watched, call, step.__name__)
         self._within_forward = True
         try:
             if gather_order is None:
@@ -260,6 +294,18 @@ class DeepSpeedRun:
                 return unwrap_output(self._engine(call))
         finally:
             self._within_forward = False
+
+    def _watched(self, call: Callable[[], Any], name: str) -> Any:
+        """Give operators whole copies of empty parameters. After a first step without any, later steps do without."""
+        if self._watch is None:
+            names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+            self._watch = EmptyParameters(names, gathers=True)
+        self._watch.found = False
+        with self._watch:
+            result = call()
+        if not self._watch.found:
+            self._unwatched.add(name)
+        return result
 
     def _under_autocast(self, call: Callable[[], Any]) -> Any:
         with self._options.precision.forward_context():
@@ -282,6 +328,7 @@ class DeepSpeedRun:
 
     def step(self, max_norm: float | None) -> bool:
         self._has_gradients = False
+        self.keep_writes_of_hooks()
         stepped = self.zero.step(max_norm)
         assert self._unused is not None
         self._unused.after_step()
@@ -320,6 +367,7 @@ class DeepSpeedRun:
             parameters: the parameters.
             write: whether rank 0's changes are kept, on all ranks.
         """
+        self.keep_writes_of_hooks()
         wanted = {id(parameter): parameter for parameter in parameters}
         data_before = {key: parameter.data for key, parameter in wanted.items()}
         with torch.no_grad():
@@ -337,6 +385,14 @@ class DeepSpeedRun:
                 parameter.data = data_before[key]
         if write:
             self._update_compute_weights()
+
+    def _call_and_update_weights(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the optimizer that writes the master weights. Collective."""
+        self.keep_writes_of_hooks()
+        with self.zero.params_in_groups(list(enumerate(self.zero.flat_tensors()))):
+            result = method(*args, **kwargs)
+        self._update_compute_weights()
+        return result
 
     @torch.no_grad()
     def _update_compute_weights(self) -> None:
@@ -372,7 +428,7 @@ class DeepSpeedRun:
         nbytes, warn = self.state.sharded_nbytes(), options.control.rank == 0
         if options.stage == 3 and not check_gather_limit(nbytes, options.gather_limit, "DeepSpeedStrategy", warn):
             return
-        weights = self.state.weights()
+        weights = self.weights()
         lost_update = self._frozen.lost_update()
         if lost_update is not None:  # an update after the last forward, where `FrozenWeights.check` ran
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
@@ -394,7 +450,8 @@ class DeepSpeedRun:
         if self._adopted is not None:
             self._adopted.restore()
         for optimizer in self.optimizers:
-            optimizer.__dict__.pop("zero_grad", None)
+            for name in ("zero_grad", *_WRITING_METHODS):
+                optimizer.__dict__.pop(name, None)
         if self._copies is not None:
             self._copies.close()
         self._options.precision.loss_scaler = None
@@ -430,6 +487,8 @@ class DeepSpeedRun:
         """Remove everything that DeepSpeed and this class added to the module."""
         if self._unused is not None:
             self._unused.close()
+        if self._watch is not None:
+            self._watch.close()
         self._close_gradient_order()
         if self._engine is not None:
             with redirected_prints():
@@ -442,6 +501,7 @@ class DeepSpeedRun:
             parameter.requires_grad_(True)
         self._untrained = []
         self._engine = self._root = self._zero = self._state = self._unused = self._gather_order = None
+        self._user_hooks = None
 
 
 def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:

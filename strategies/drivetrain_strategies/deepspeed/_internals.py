@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import Span
@@ -50,6 +51,11 @@ class Fragment:
         """Shape of the whole parameter."""
         return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape))
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return int(getattr(self.parameter, "ds_numel", self.parameter.numel()))
+
 
 def on_drive(parameter: Any) -> bool:
     """Return whether stage 3 keeps this rank's part of a parameter on a drive."""
@@ -64,6 +70,52 @@ def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
     parameter.all_gather()
     parameter.data.view(-1)[span.start : span.stop].copy_(part)
     parameter.partition(has_been_updated=True)
+
+
+def is_gathered(parameter: Any) -> bool:
+    """Return whether a parameter of stage 3 holds the whole values now."""
+    return bool(parameter.numel() == parameter.ds_numel)
+
+
+def whole_copy(parameter: Any) -> torch.Tensor:
+    """Return a copy of a parameter of stage 3, through which gradients reach it. Collective if it is partitioned.
+
+    The parameter's own gather is not used, since one may be under way for a layer that runs soon.
+    """
+    if is_gathered(parameter):
+        return parameter.clone()  # type: ignore[no-any-return]
+    if on_drive(parameter):
+        parameter.all_gather()
+        copy: torch.Tensor = parameter.clone()
+        parameter.partition()
+        return copy
+    part = parameter.ds_tensor.detach().to(parameter.device)
+    parts = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
+    dist.all_gather_into_tensor(parts, part, group=parameter.ds_process_group)
+    empty = parameter.data
+    parameter.data = parts[: parameter.ds_numel].view(parameter.ds_shape)
+    whole: torch.Tensor = parameter.view_as(parameter)
+    parameter.data = empty
+    return whole
+
+
+def accept_whole_gradients(parameter: Any) -> list[Any]:
+    """Let autograd give a parameter of stage 3 its gradient while it is partitioned; return the handles of the hooks.
+
+    Autograd gives a gradient the parameter's shape, which is that of an empty tensor after the backward of its layer.
+    """
+    emptied: list[torch.Tensor] = []
+
+    def fill(gradient: torch.Tensor) -> None:
+        if not is_gathered(parameter):
+            emptied.append(parameter.data)
+            parameter.data = parameter.data.new_empty(parameter.ds_shape)
+
+    def empty(_: Any) -> None:
+        if emptied:
+            parameter.data = emptied.pop()
+
+    return [parameter.register_hook(fill), parameter.register_post_accumulate_grad_hook(empty)]
 
 
 @contextmanager
@@ -151,6 +203,25 @@ class Zero:
         """Return the index of the optimizer's parameter group that a flat tensor belongs to."""
         return int(self.optimizer.sub_group_to_group_id[number]) if self.stage == 3 else number
 
+    @contextmanager
+    def params_in_groups(self, params: Sequence[tuple[int, torch.Tensor]]) -> Iterator[None]:
+        """Let the groups of the optimizer hold ``params`` within this context. Stage 3 leaves them empty between steps.
+
+        Args:
+            params: tensors, each after the index of the flat tensor whose group it belongs to.
+        """
+        groups = self.base_optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        for number, param in params:
+            groups[self.group_of_flat_tensor(number)]["params"].append(param)
+        try:
+            yield
+        finally:
+            for group, held in zip(groups, before, strict=True):
+                group["params"] = held
+
     def fragments(self) -> Iterator[Fragment]:
         """Yield a `Fragment` for every trainable parameter. The fragment is empty if this rank holds no part."""
         optimizer, flats = self.optimizer, self.flat_tensors()
@@ -175,6 +246,10 @@ class Zero:
     def _whole_groups(self) -> Sequence[Sequence[Any]]:
         groups: Sequence[Sequence[Any]] = self.optimizer.bf16_groups if self._bf16 else self.optimizer.bit16_groups
         return groups
+
+    def holds_values(self, fragment: Fragment) -> bool:
+        """Return whether a parameter holds its values between steps. A partitioned parameter of stage 3 is empty."""
+        return self.stage < 3 or is_gathered(fragment.parameter)
 
     def is_swapped(self, number: int) -> bool:
         """Return whether the flat tensor with this index is swapped out to a drive between steps."""
@@ -299,6 +374,36 @@ class Zero:
             self._norm = self._scaled_norm()
         norm = self._norm / self.loss_scale
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
+
+    def gradient(self, fragment: Fragment) -> torch.Tensor:
+        """Return this rank's part of a gradient after `reduce`, times the loss scale. The step uses what it holds."""
+        parameter: Any = fragment.parameter
+        part: torch.Tensor
+        numel = fragment.span.stop - fragment.span.start
+        if self.offloads:
+            gradient = fragment.flat.grad
+            assert gradient is not None
+            return fragment.slice_of(gradient)
+        if self.stage == 3:
+            part, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
+            return part.view(-1)[:numel]
+        if numel == 0:
+            return fragment.master
+        part = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+        # The bf16 optimizer of stage 1 keeps whole gradients.
+        return part[fragment.span.start : fragment.span.stop] if self._bf16 else part
+
+    def gradients_changed(self, fragments: Sequence[Fragment]) -> None:
+        """Drop norms that were computed before the tensors of `gradient` were changed."""
+        self._norm = None
+        if not self.offloads:
+            return
+        optimizer, finite = self.optimizer, True
+        for fragment in fragments:
+            norm = torch.linalg.vector_norm(self.gradient(fragment), dtype=torch.float32)
+            optimizer.norm_for_param_grads[optimizer.get_param_id(fragment.parameter)] = norm
+            finite = finite and bool(norm.isfinite())
+        optimizer.local_overflow = not finite
 
     def step(self, max_norm: float | None) -> bool:
         """Clip gradients, step, and start a new window. Return False if DeepSpeed skipped the step. Collective.

@@ -92,7 +92,12 @@ def materialize(
         materialized = nn.Parameter(
             value.detach().to(device, tensor.dtype, copy=True), requires_grad=tensor.requires_grad
         )
+        attributes = dict(tensor.__dict__)
+        hooks, gradient_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
         torch.utils.swap_tensors(tensor, materialized)  # type: ignore[no-untyped-call]
+        # The swap leaves these with the meta tensor. Handles of hooks refer to the same dicts as before.
+        tensor.__dict__.update(attributes)
+        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, gradient_hooks
         partition(tensor)
 
     recurrent_layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]

@@ -26,6 +26,7 @@ REQUIRED_NAMES = {
         *("_lazy_init_hp_params_optimizer_state", "get_grads_for_norm", "update_lp_params"),
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
+        "_get_fp32_grad_state_partition",
         *("_get_norm_groups", "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
         *("_partition_all_parameters", "_pre_step", "_reassign_or_swap_out_partitioned_parameters"),
         *("_release_swap_buffers", "_swappable_optimizer_subgroup", "clear_backward_seen_flag"),

@@ -28,7 +28,7 @@ from drivetrain.strategies import (
     load_current,
     resized_buffers,
 )
-from drivetrain_strategies.deepspeed._internals import Fragment, Zero
+from drivetrain_strategies.deepspeed._internals import Fragment, Zero, write_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,21 @@ class State:
         if extra:
             load_current(self._module, extra)
         self._update_compute_weights()
+
+    @torch.no_grad()
+    def adopt_compute_weights(self) -> None:
+        """Write values that user code gave to the module's parameters into the master weights. Does not communicate."""
+        for number, fragments in self._fragments_by_flat_tensor():
+            held = [fragment for fragment in fragments if self._active_zero.holds_values(fragment)]
+            if held:
+                with self._active_zero.swapped_in(number, write=True):
+                    for fragment in held:
+                        master, part = fragment.master, cut(fragment.parameter.detach(), fragment.span)
+                        part = part.to(master.device)
+                        # A master weight is more exact than the value that was rounded from it.
+                        master.copy_(torch.where(part == master.to(part.dtype), master, part.to(master.dtype)))
+                        if self._active_zero.stage == 3:
+                            write_part(fragment.parameter, part, fragment.span)
 
     # State of the optimizer
 

@@ -112,6 +112,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     name: ClassVar[str] = "deepspeed"
     accepts_none_loss: ClassVar[bool] = False
+    has_hook_contexts: ClassVar[bool] = True
     takes_closures: ClassVar[bool] = False
 
     def __init__(
@@ -287,6 +288,9 @@ class DeepSpeedStrategy(DistributedStrategy):
     def check_added_group(self, optimizer: Optimizer) -> None:
         raise add_param_group_error(optimizer)
 
+    def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._run is None else self._run.hook_context(name, window_is_complete)
+
     # During a step: backward, clipping and optimizer step
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -382,7 +386,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Weights and optimizer state of a checkpoint
 
     def model_state(self) -> dict[str, Any]:
-        return super().model_state() if self._run is None else self._run.state.weights()
+        return super().model_state() if self._run is None else self._run.weights()
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.module is not None:

@@ -1,0 +1,44 @@
+"""Runs the user's hooks in the contexts of a strategy that keeps gradients or weights apart from the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from drivetrain._engine.common_draws import is_users_hook
+from drivetrain._loops.hooks import HOOKS, HookTable
+
+_WITHOUT_CONTEXT = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
+
+
+def in_contexts_of_strategy(table: HookTable, trainer: Any) -> HookTable:
+    """Wrap the user's hooks in `Strategy.hook_context`; return ``table``.
+
+    Args:
+        table: the hooks.
+        trainer: the `Fit`.
+    """
+    for name in HOOKS:
+        if name not in _WITHOUT_CONTEXT:
+            for calls in (table.early, table.late):
+                calls[name] = tuple(
+                    _InContext(call, trainer, name) if is_users_hook(call) else call for call in calls[name]
+                )
+    return table
+
+
+class _InContext:
+    """Calls a hook in the context that the strategy defines for it."""
+
+    def __init__(self, call: Callable[..., Any], trainer: Any, name: str) -> None:
+        self._call = call
+        self.func = getattr(call, "func", call)  # the name by which a profiler finds the hook's owner
+        self._trainer = trainer
+        self._name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        trainer = self._trainer
+        core = trainer.session.core
+        complete = self._name != "on_after_backward" or (core.module.automatic_optimization and core.position.closes)
+        with trainer.strategy.hook_context(self._name, complete):
+            return self._call(*arguments)

@@ -1,0 +1,116 @@
+"""Finds uses of parameters of stage 3 outside of the forwards of their layers, where their tensors are empty."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.errors import ConfigurationError
+from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
+
+_ATTRIBUTES_WITHOUT_VALUES = {
+    *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
+    *("is_cuda", "is_nested", "is_quantized", "is_mkldnn", "names", "retains_grad", "_version", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "output_nr", "itemsize"),
+}
+_METHODS_WITHOUT_VALUES = {
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "get_device"),
+    *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage"),
+}
+
+
+_LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.")
+
+
+class EmptyParameters(TorchFunctionMode):
+    """Acts on uses of empty parameters by user code within this context.
+
+    The shape and the number of elements are those of the whole parameter. Everything else that needs its values is an
+    error, unless ``gathers`` is set: the operator then gets a whole copy, through which gradients flow.
+
+    Args:
+        names: names of the module's parameters, by the parameter's ``id``.
+        gathers: whether operators get whole copies. Set it only where every rank runs the same operators.
+    """
+
+    def __init__(self, names: Mapping[int, str], gathers: bool) -> None:
+        self._names = names
+        self._gathers = gathers
+        self._handles: dict[int, list[Any]] = {}
+        self.found = False
+        """Whether user code has used an empty parameter."""
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters of which operators got copies."""
+        for handle in chain.from_iterable(self._handles.values()):
+            handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = (*args, *(kwargs or {}).values())
+        concerned = any(
+            any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)
+            for one in arguments
+        )
+        if concerned and not _is_called_by(_LIBRARIES):
+            return self._use(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _concerns(self, value: Any) -> bool:
+        """Return whether a value is a parameter that is empty, or that backward may find empty."""
+        if id(value) not in self._names:
+            return False
+        # Stage 3 may partition a parameter before backward if no running layer owns it.
+        may_become_empty = self._gathers and not value.ds_active_sub_modules and not value.is_external_param
+        return may_become_empty or not is_gathered(value)
+
+    def _use(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute in _ATTRIBUTES_WITHOUT_VALUES:
+                return func(*args, **kwargs)
+            if attribute in ("shape", "ndim") and name == "__get__":
+                return args[0].ds_shape if attribute == "shape" else len(args[0].ds_shape)
+        elif name in _METHODS_WITHOUT_VALUES:
+            return func(*args, **kwargs)
+        elif name in ("numel", "nelement", "dim", "__len__", "size") and not kwargs:
+            shape = args[0].ds_shape
+            answers = {"dim": len(shape), "__len__": shape[0] if shape else 0, "size": shape}
+            answer = answers.get(name, args[0].ds_numel)
+            return answer[args[1]] if name == "size" and len(args) > 1 else answer
+        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__set__" or "out" in kwargs
+        in_place = in_place or (name.startswith("__i") and name.endswith("__"))
+        if in_place or not self._gathers:
+            self._refuse([*args, *kwargs.values()])
+        self.found = True
+        return func(*map(self._whole, args), **{key: self._whole(value) for key, value in kwargs.items()})
+
+    def _whole(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._whole, value))
+        if not self._concerns(value):
+            return value
+        if value.requires_grad and id(value) not in self._handles:
+            self._handles[id(value)] = accept_whole_gradients(value)
+        return whole_copy(value)
+
+    def _refuse(self, values: list[Any]) -> None:
+        flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+        name = next(self._names[id(one)] for one in flat if self._concerns(one))
+        raise ConfigurationError(
+            f"{name!r} is partitioned by DeepSpeedStrategy(stage=3), but its values were used.",
+            "outside of its layer's forward, a partitioned parameter is an empty tensor.",
+            "use it within 'with self.trainer.strategy.gathered(parameters):' on every rank, which keeps changes.",
+        )
+
+
+def _is_called_by(packages: tuple[str, ...]) -> bool:
+    """Return whether the code that called torch is in one of the packages."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(packages)
