@@ -16,6 +16,7 @@ from an ordinary build.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -100,7 +101,7 @@ def record_on_meta() -> Iterator[Recording]:
             yield recording
         recording.final_origin = recorder.origin()
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():
+        if re.search(r"\bmeta\b", str(error), re.IGNORECASE) is None:
             raise
         raise ConfigurationError(
             f"configure_model failed on the meta device: {error}",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdp_nets import Block, DeepRegression, Experts
 from small_runs import FEATURES, data, each, failing, loader, quiet, seeded, weights
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from captured_warnings import captured_warnings
@@ -152,6 +153,34 @@ def test_ranks_that_differ_after_the_first_step() -> None:
         assert caught["type"] == "ConfigurationError"
         assert "'net.net.block.experts." in caught["text"]
         assert "find_unused_parameters=True" in caught["text"]
+
+
+class Reentrant(nn.Module):
+    """Recomputes its block in a backward of its own, so that the graph of the loss does not reach its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.block, self.stem(x), use_reentrant=True))
+
+
+def _recomputed(options: dict[str, Any] | None) -> Any:
+    module = DeepRegression(seeded(Reentrant))
+    with failing() as caught:
+        strategy = "ddp" if options is None else DeepSpeedStrategy(**options)
+        quiet(strategy=strategy).fit(module, DataLoader(data(32), batch_size=4))
+    return caught["text"], weights(module)
+
+
+def test_recomputed_blocks_are_not_taken_for_unused_ones() -> None:
+    # S-12: in the second step, these parameters "got a gradient unlike in the first window", without a name
+    cases = [(None,), ({"stage": 2},), ({"stage": 3, **SPREAD},)]
+    for (_, expected), *others in on_ranks(each, 2, _recomputed, *cases):
+        for text, found in others:
+            assert text == ""
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_ranks_that_differ_after_the_first_step_at_stage_3() -> None:

@@ -88,7 +88,11 @@ class Failure:
         """
         if self.error_type is None:
             return 0
-        if self.error_type.endswith(_PEER_ERRORS) or any(text in self.message for text in _PEER_MESSAGES):
+        if self.error_type.endswith(_PEER_ERRORS):
+            return 2
+        # Errors of other libraries have such texts too, if a connection of the user's code fails.
+        is_own = self.error_type == "RuntimeError" or self.error_type.startswith(("torch.", "drivetrain."))
+        if is_own and any(text in self.message for text in _PEER_MESSAGES):
             return 2
         return 1 if self.error_type.endswith("DistributedError") else 0
 

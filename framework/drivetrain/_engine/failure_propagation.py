@@ -49,7 +49,7 @@ def publish_failure(control: ControlPlane, failure: Failure) -> None:
 
 def error_to_report(control: ControlPlane, error: BaseException) -> BaseException:
     """Return ``error``; for the timeout of a collective, return an error with the stacks of the other ranks."""
-    if not any(text in str(error) for text in _TIMEOUT_MESSAGES):
+    if not isinstance(error, RuntimeError) or not any(text in str(error) for text in _TIMEOUT_MESSAGES):
         return error
     try:
         if _call_with_timeout(_STORE_TIMEOUT, lambda: control.first_failure(_POLL_INTERVAL)) is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -346,12 +348,21 @@ def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: St
 def _misses_closure(error: Exception) -> bool:
     if not isinstance(error, AssertionError | TypeError | ValueError | RuntimeError):
         return False
-    if "closure" in str(error).lower():
+    if _mentions_closure(str(error)):
         return True
-    # An assertion may have no message. The line that failed then shows that it needs the closure, which was None.
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_locals.get("closure", error) is not None:
+    # The message of an assertion may be empty, and that of a call of None has no name. The user's last line then shows
+    # whether it used a closure that was None, or None wrapped by torch (`torch.enable_grad()(closure)`).
+    if not isinstance(error, AssertionError | TypeError):
         return False
-    return "closure" in linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+    trace = error.__traceback__
+    for (frame, _), summary in reversed([*zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)]):
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "drivetrain.", "drivetrain_strategies.")):
+            closure = frame.f_locals.get("closure", error)
+            numbers = range(summary.lineno or 0, (summary.end_lineno or 0) + 1)
+            lines = [linecache.getline(summary.filename, number) for number in numbers]
+            return getattr(closure, "__wrapped__", closure) is None and _mentions_closure(" ".join(lines))
+    return False
+
+
+def _mentions_closure(text: str) -> bool:
+    return re.search(r"\bclosure\b", text, re.IGNORECASE) is not None

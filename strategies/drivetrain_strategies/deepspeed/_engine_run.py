@@ -23,7 +23,11 @@ from drivetrain_strategies._missing_weights import check_gather_limit
 from drivetrain_strategies.deepspeed._checks import is_own
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
-from drivetrain_strategies.deepspeed._error_messages import explain_ordering_errors, explain_start_errors
+from drivetrain_strategies.deepspeed._error_messages import (
+    explain_different_parameters,
+    explain_different_units,
+    explain_start_errors,
+)
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
@@ -286,7 +290,7 @@ class DeepSpeedRun:
         try:
             if gather_order is None:
                 return unwrap_output(self._engine(call))
-            with explain_ordering_errors(self), gather_order.compared():
+            with explain_different_units(), gather_order.compared():
                 return unwrap_output(self._engine(call))
         finally:
             self._within_forward = False
@@ -316,7 +320,7 @@ class DeepSpeedRun:
         self._unused.before_backward(loss)
         if self._unused.in_order:
             self._close_gradient_order()
-        with explain_ordering_errors(self):
+        with explain_different_parameters(partial(self._unused.differing, loss)):
             self._zero.backward(loss, self._unused.in_order, within_forward=self._within_forward)
         self._unused.after_backward(loss)
         if self._gradient_order is not None:
@@ -325,8 +329,7 @@ class DeepSpeedRun:
     def step(self, max_norm: float | None) -> bool:
         self._has_gradients = False
         self.keep_writes_of_hooks()
-        with explain_ordering_errors(self):
-            stepped = self.zero.step(max_norm)
+        stepped = self.zero.step(max_norm)
         assert self._unused is not None
         self._unused.after_step()
         if self._gradient_order is not None:
@@ -344,12 +347,6 @@ class DeepSpeedRun:
         if self._gradient_order is not None:
             self._gradient_order.close()
             self._gradient_order = None
-
-    @property
-    def missed_gradients(self) -> bool:
-        """Whether a trainable parameter got no gradient on this rank in the last backward."""
-        trained = sum(parameter.requires_grad for parameter in self._module.parameters())
-        return self._zero is not None and self._options.stage > 1 and self._zero.gradients_seen < trained
 
     def forget(self) -> None:
         self._has_gradients = False

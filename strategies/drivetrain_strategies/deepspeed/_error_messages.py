@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
-from drivetrain.errors import ConfigurationError, DistributedError
+import torch
+
+from drivetrain.errors import ConfigurationError, DistributedError, DrivetrainError, listed
 from drivetrain_strategies.deepspeed._library import redirected_prints
 
-_COMPILATION_ERROR_WORDS = (
-    "ninja",
-    "nvcc",
-    "CUDA_HOME",
-    "g++",
-    "Error building extension",
-    "Unable to JIT",
-    "failed to build/load",
-)
+_COMPILING_MODULES = ("deepspeed.ops.op_builder.", "op_builder.", "torch.utils.cpp_extension")
 
 _DIFFERENT_PARAMETERS = (
     "ZeRO exchanges parameters and gradients in one order on all ranks, but these ranks used different parameters.",
@@ -36,13 +31,15 @@ def explain_start_errors() -> Iterator[None]:
     """
     try:
         yield
-    except ConfigurationError:
+    except (DrivetrainError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         _raise_if_compilation_failed(error)
+        if _modules_in_traceback(error)[-1].startswith("torch.distributed."):
+            raise  # another rank failed
         raise ConfigurationError(
             f"DeepSpeed refused to start: {type(error).__name__}: {error}",
-            "DeepSpeed does not support the configuration, which is the same on all ranks.",
+            "DeepSpeed raised this error when it read the configuration or set up its engine.",
             "compare strategy.resolved_config, which was passed to DeepSpeed, with DeepSpeed's documentation.",
         ) from error
 
@@ -63,7 +60,8 @@ def explain_compilation_errors() -> Iterator[None]:
 
 def _raise_if_compilation_failed(error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
-    if any(word in text for word in _COMPILATION_ERROR_WORDS):
+    causes = (error,) if error.__cause__ is None else (error, error.__cause__)
+    if any(module.startswith(_COMPILING_MODULES) for cause in causes for module in _modules_in_traceback(cause)):
         is_for_drive = "async_io" in text
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
@@ -73,6 +71,11 @@ def _raise_if_compilation_failed(error: Exception) -> None:
             else "install g++ and ninja, or use torch's optimizers; in a config, set 'torch_adam': true in the "
             "optimizer's params.",
         ) from error
+
+
+def _modules_in_traceback(error: BaseException) -> list[str]:
+    """Return the names of the modules whose functions were running when the error was raised, the innermost last."""
+    return [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
 
 
 def check_operations(config: dict[str, Any], trains: bool) -> None:
@@ -115,12 +118,11 @@ def check_by_deepspeed(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def explain_ordering_errors(run: Any) -> Iterator[None]:
-    """Translate errors within this context that occur because ranks used different parameters.
+def explain_different_units() -> Iterator[None]:
+    """Translate errors of `GatherOrder` within this context.
 
     Raises:
-        ConfigurationError: this rank detected that ranks used different parameters, or a collective failed after a
-            backward in which a parameter got no gradient on this rank.
+        ConfigurationError: ranks ran the forwards of different units, which the error names.
     """
     try:
         yield
@@ -128,15 +130,25 @@ def explain_ordering_errors(run: Any) -> Iterator[None]:
         if "the forward of" not in error.what:
             raise
         raise ConfigurationError(error.what, *_DIFFERENT_PARAMETERS) from error
+
+
+@contextmanager
+def explain_different_parameters(differing: Callable[[], list[str]]) -> Iterator[None]:
+    """Translate errors of DeepSpeed and of its collectives within this context if ranks used different parameters.
+
+    Args:
+        differing: returns the names of such parameters.
+
+    Raises:
+        ConfigurationError: names the parameters.
+    """
+    try:
+        yield
     except RuntimeError as error:
-        if "Detected a disagreement" in str(error) or (_is_from_collective(error) and run.missed_gradients):
-            raise ConfigurationError(f"DeepSpeed failed: {error}", *_DIFFERENT_PARAMETERS) from error
+        if not _modules_in_traceback(error)[-1].startswith(("deepspeed.", "torch.distributed.")):
+            raise
+        names = differing()
+        if names or "Detected a disagreement" in str(error):
+            text = f"DeepSpeed failed{': ' + listed(names) if names else ''}. {error}"
+            raise ConfigurationError(text, *_DIFFERENT_PARAMETERS) from error
         raise
-
-
-def _is_from_collective(error: Exception) -> bool:
-    """Return whether torch.distributed raised the error, rather than user code or an operator."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed")

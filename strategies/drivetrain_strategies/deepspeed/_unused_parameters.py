@@ -48,6 +48,7 @@ class UnusedParameters:
         )
         self._used_everywhere = self._outside_leaves.clone()
         self._used_nowhere = self._outside_leaves.clone()
+        self._used_on_some_ranks = torch.zeros_like(self._outside_leaves)
         self._expected: int | None = None
         self._unexpected = False
         self._had_gradient = torch.zeros(len(names), dtype=torch.int32)
@@ -73,13 +74,13 @@ class UnusedParameters:
         counts = self._control.all_reduce_async(reached_flags).wait()
         self._used_everywhere &= counts == self._control.world_size
         self._used_nowhere &= counts == 0
-        used_on_some_ranks = self._outside_leaves & (counts > 0) & (counts < self._control.world_size)
-        if bool(used_on_some_ranks.any()) and self._zero.stage == 2:
+        self._used_on_some_ranks = self._outside_leaves & (counts > 0) & (counts < self._control.world_size)
+        if bool(self._used_on_some_ranks.any()) and self._zero.stage == 2:
             self._in_first_window, self.in_order = False, True
             self._warn(
                 "%d parameter(s) get a gradient on some ranks only: %s. From now on, gradients are exchanged after "
                 "backward.",
-                used_on_some_ranks,
+                self._used_on_some_ranks,
             )
 
     def after_backward(self, loss: torch.Tensor) -> None:
@@ -90,19 +91,28 @@ class UnusedParameters:
         """
         if self._expected is None or (self._zero.gradients_seen == self._expected and not self._unexpected):
             return
-        reached = _reachable_parameters(loss)
-        changed = [
-            self._names[number]
-            for number in self._outside_leaves.nonzero().flatten().tolist()
-            if (id(self._parameters[number]) in reached) != bool(self._used_everywhere[number])
-        ]
+        changed = self.differing(loss)
+        detail = _listed(changed) or f"{self._zero.gradients_seen} instead of {self._expected}"
         raise ConfigurationError(
-            f"In this backward, other parameters got a gradient than in the first window: {_listed(changed)}.",
+            f"In this backward, other parameters got a gradient than in the first window: {detail}.",
             "ZeRO exchanges gradients in the order in which they become ready, and ranks with different orders would "
             "add up gradients of different parameters.",
             "set DeepSpeedStrategy(find_unused_parameters=True). At stage 3, do so only if all ranks use the same "
             "parameters; for mixtures of experts, set leaf_modules=[Experts] instead.",
         )
+
+    def differing(self, loss: torch.Tensor) -> list[str]:
+        """Return the parameters that this rank knows to be used differently: by some ranks, or in the first window."""
+        if self._in_first_window:
+            return self._named(self._used_on_some_ranks)
+        if self._expected is None:
+            return []
+        reached = _reachable_parameters(loss)
+        used = torch.tensor([id(parameter) in reached for parameter in self._parameters])
+        return self._named(self._outside_leaves & (used != self._used_everywhere))
+
+    def _named(self, which: torch.Tensor) -> list[str]:
+        return [self._names[number] for number in which.nonzero().flatten().tolist()]
 
     def after_step(self) -> None:
         """After the first step, warn about parameters that got no gradient on any rank. Collective in that step."""
@@ -117,13 +127,17 @@ class UnusedParameters:
             "weight decay acts on these parameters. Freeze them to prevent this. This warning is shown once.",
             counts == 0,
         )
-        if self._in_first_window and bool((self._used_everywhere | self._used_nowhere | ~self._outside_leaves).all()):
+        # Re-entrant activation checkpointing recomputes in a backward of its own, which the graph of the loss hides.
+        recomputed = self._used_nowhere & (counts == self._control.world_size)
+        self._used_nowhere &= counts == 0
+        constant = self._used_everywhere | self._used_nowhere | recomputed | ~self._outside_leaves
+        if self._in_first_window and bool(constant.all()):
             leaves = {
                 id(parameter.ds_z3_leaf_module)
                 for parameter in self._parameters
                 if hasattr(parameter, "ds_z3_leaf_module")
             }
-            self._expected = int(self._used_everywhere.sum()) + len(leaves)
+            self._expected = int((self._used_everywhere | recomputed).sum()) + len(leaves)
             self._watch_handles = [
                 self._on_gradient(number, self._note_unexpected)
                 for number in self._used_nowhere.nonzero().flatten().tolist()
@@ -137,7 +151,7 @@ class UnusedParameters:
         self._handles, self._watch_handles = [], []
 
     def _warn(self, text: str, which: torch.Tensor) -> None:
-        names = [self._names[number] for number in which.nonzero().flatten().tolist()]
+        names = self._named(which)
         if names:
             level = logging.WARNING if self._control.rank == 0 else logging.DEBUG
             logger.log(level, text, len(names), _listed(names))

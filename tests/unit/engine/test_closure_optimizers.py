@@ -184,28 +184,86 @@ def test_the_setting_that_forbids_a_closure_is_named(tmp_path: Path) -> None:
     assert "use another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
 
 
-def test_a_mistake_in_a_step_without_a_closure_is_unchanged(tmp_path: Path) -> None:
-    # S-12: that closure is None does not show that the step needs it
-    class Mistaken(SGD):
-        def step(self, closure: Any = None) -> Any:
-            return torch.ones(2, 3) @ torch.ones(2, 3)
-
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        fit(tmp_path).fit(Sharp(Mistaken), regression())
+class CallsWrapped(SGD):
+    def step(self, closure: Any = None) -> Any:
+        closure = torch.enable_grad()(closure)
+        closure()
 
 
-def test_other_assertions_are_unchanged(tmp_path: Path) -> None:
-    class Broken(SGD):
-        def step(self, closure: Any = None) -> Any:
-            self._check()
+class CallsDirectly(SGD):
+    def step(self, closure: Any = None) -> Any:
+        return self._evaluate(closure)
 
-        def _check(self) -> None:
-            assert not self.param_groups, "broken"
+    def _evaluate(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            return closure()
 
-    module = Sharp(Broken)
+
+@pytest.mark.parametrize("kind", [CallsWrapped, CallsDirectly])
+def test_a_call_of_the_missing_closure_is_explained(tmp_path: Path, kind: Any) -> None:
+    # I-06, S-12
+    module = Sharp(kind)
     module.says = {}
-    with pytest.raises(AssertionError, match="broken"):
+    with pytest.raises(ConfigurationError, match=r"step was called without a closure") as caught:
         fit(tmp_path).fit(module, regression())
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+class Shapes(SGD):
+    def step(self, closure: Any = None) -> Any:
+        return torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+class SilentAssertion(SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert not self.param_groups
+
+
+class NamedAssertion(SGD):
+    def step(self, closure: Any = None) -> Any:
+        self._check()
+
+    def _check(self) -> None:
+        assert not self.param_groups, "broken"
+
+
+class CallsNone(SGD):
+    schedule: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        return self.schedule()
+
+
+class Enclosure(SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("a disclosure")
+
+
+@pytest.mark.parametrize("way", ["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (Shapes, RuntimeError),
+        (SilentAssertion, AssertionError),
+        (NamedAssertion, AssertionError),
+        (CallsNone, TypeError),
+        (Enclosure, ValueError),
+    ],
+)
+def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, kind: Any, error: type[Exception], way: str) -> None:
+    # S-12: any error within step(closure=None) was reported as a missing closure
+    class Manual(Sharp):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+    module = (Manual if way == "manual" else Sharp)(kind)
+    module.says = {}
+    with pytest.raises(error) as caught:
+        fit(tmp_path).fit(module, regression())
+    assert type(caught.value) is error
 
 
 def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
