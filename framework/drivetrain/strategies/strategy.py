@@ -169,6 +169,7 @@ class StrategyLifecycle:
         """
         self.module = None
         self.optimizers = []
+        self.elementwise_optimizers = ()
 
 
 class StrategyOptimization(StrategyPlacement):
@@ -414,6 +415,8 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
         self.settings = RunSettings()
         self.module: torch.nn.Module | None = None
         self.optimizers: list[Optimizer] = []
+        self.elementwise_optimizers: Sequence[Optimizer] = ()
+        """The optimizers that ``configure_optimizers`` declared element-wise. Set before `adopt_parameters`."""
         self.schedulers: list[Any] = []
         """Learning-rate schedulers that the strategy built itself. Each scheduler steps once per optimizer step."""
 

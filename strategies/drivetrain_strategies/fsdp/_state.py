@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -111,22 +113,26 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
         target = parameters.get(name)
-        state[name] = values if target is None else _in_layout_of_parameter(values, target)
+        state[name] = values if target is None else map_tensors(values, partial(_in_layout_if_shaped_like, target))
     return {**saved, "state": state}
 
 
-def _in_layout_of_parameter(value: Any, target: torch.Tensor) -> Any:
-    """Return ``value`` with each tensor of the parameter's shape in its layout, also in dicts, lists and tuples."""
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with ``change`` applied to its tensors and shards, also in dicts, lists and tuples.
+
+    A container in which nothing changed is returned itself.
+    """
+    if isinstance(value, torch.Tensor | ParameterShard):
+        return change(value)
     if isinstance(value, dict):
-        return {key: _in_layout_of_parameter(part, target) for key, part in value.items()}
+        changed = {key: map_tensors(part, change) for key, part in value.items()}
+        return value if all(changed[key] is value[key] for key in value) else changed
     if isinstance(value, list | tuple):
-        return type(value)(_in_layout_of_parameter(part, target) for part in value)
-    return in_layout_of(value, target) if _is_shaped_like(value, target) else value
+        parts = [map_tensors(part, change) for part in value]
+        return value if all(map(is_, parts, value)) else type(value)(parts)
+    return value
 
 
-def _is_shaped_like(value: Any, target: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor | ParameterShard)
-        and len(value.shape) > 0
-        and tuple(value.shape) == tuple(target.shape)
-    )
+def _in_layout_if_shaped_like(target: torch.Tensor, value: torch.Tensor | ParameterShard) -> Any:
+    is_shaped_alike = len(value.shape) > 0 and tuple(value.shape) == tuple(target.shape)
+    return in_layout_of(value, target) if is_shaped_alike else value

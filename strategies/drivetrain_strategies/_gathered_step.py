@@ -1,0 +1,113 @@
+"""Steps optimizers whose update is not element-wise: their step needs whole parameters, gradients and state."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from drivetrain.errors import ConfigurationError
+
+logger = logging.getLogger("drivetrain")
+
+_ELEMENTWISE = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+
+
+def is_elementwise(optimizer: Optimizer, declared: Sequence[Optimizer]) -> bool:
+    """Return whether an optimizer updates each element by itself, so that it may step parts of the parameters.
+
+    Args:
+        optimizer: the optimizer. Of torch's optimizers, a subclass may override the update, so that its class counts
+            only if it is exactly torch's.
+        declared: the optimizers that ``configure_optimizers`` returned with ``"elementwise": True``.
+    """
+    return type(optimizer) in _ELEMENTWISE or any(other is optimizer for other in declared)
+
+
+def announce(optimizer: Optimizer) -> None:
+    """Log how an optimizer that is not known to be element-wise steps."""
+    logger.info(
+        "%s may not be element-wise: each step gathers its parameters, gradients and state on every rank. If its "
+        "update of an element depends on that element alone, return {'optimizer': optimizer, 'elementwise': True} from "
+        "configure_optimizers, which saves this memory and time.",
+        type(optimizer).__name__,
+    )
+
+
+def check_fits(optimizer: Optimizer, nbytes: int, limit: int, strategy: str) -> None:
+    """Refuse to gather more than ``limit`` bytes of parameters in each step.
+
+    Raises:
+        ConfigurationError: names the optimizer and both sizes.
+    """
+    if nbytes > limit:
+        kind = type(optimizer).__name__
+        raise ConfigurationError(
+            f"{kind} holds {nbytes:,} bytes of sharded parameters, which is more than gather_limit={limit:,}.",
+            f"{kind} may not be element-wise, so each of its steps gathers parameters, gradients and optimizer state "
+            "on every rank.",
+            "if its update of an element depends on that element alone, return {'optimizer': optimizer, 'elementwise': "
+            f"True}} from configure_optimizers; otherwise raise {strategy}(gather_limit=...).",
+        )
+
+
+class GatheredStep(ABC):
+    """Replaces an optimizer's ``step`` by one during which its tensors are whole, until `undo` is called.
+
+    A closure is evaluated as outside of the step: with the shards, which hold the values that the optimizer has
+    written.
+
+    Args:
+        optimizer: the optimizer whose step is replaced.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        self._instance_step = optimizer.__dict__.get("step")
+        self._original_step: Callable[..., Any] = optimizer.step
+        self.optimizer.__dict__["step"] = self.step
+
+    def undo(self) -> None:
+        """Restore the optimizer's original ``step``."""
+        del self.optimizer.__dict__["step"]
+        if self._instance_step is not None:
+            self.optimizer.__dict__["step"] = self._instance_step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the optimizer on whole tensors; return what its step returns. Collective."""
+        self.enter()
+        try:
+            return self._original_step() if closure is None else self._original_step(partial(self._evaluate, closure))
+        finally:
+            self.leave()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self.leave()
+        loss = closure()
+        self.enter()
+        return loss
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Make the optimizer's parameters, gradients and state whole. Collective."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Undo `enter`, if it was not undone yet, and write the values into the shards."""
