@@ -6,8 +6,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
+import torch
 from torch.optim import (
     ASGD,
     SGD,
@@ -24,6 +26,7 @@ from torch.optim import (
 )
 
 from drivetrain.errors import ConfigurationError
+from drivetrain.strategies import ParameterShard
 
 logger = logging.getLogger("drivetrain")
 
@@ -111,3 +114,29 @@ class GatheredStep(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Undo `enter`, if it was not undone yet, and write the values into the shards."""
+
+
+def map_state(state: Any, parameter: Any, change: Callable[[Any], Any]) -> None:
+    """Apply ``change`` to the tensors in a parameter's state. Containers stay the same objects where they can."""
+    if parameter in state:
+        changed = map_tensors(state[parameter], change)
+        if isinstance(changed, dict):
+            state[parameter].update(changed)
+        else:
+            state[parameter] = changed
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with ``change`` applied to its tensors and shards, also in dicts, lists and tuples.
+
+    A container in which nothing changed is returned itself.
+    """
+    if isinstance(value, torch.Tensor | ParameterShard):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(part, change) for key, part in value.items()}
+        return value if all(changed[key] is value[key] for key in value) else changed
+    if isinstance(value, list | tuple):
+        parts = [map_tensors(part, change) for part in value]
+        return value if all(map(is_, parts, value)) else type(value)(parts)
+    return value

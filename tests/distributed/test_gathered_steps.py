@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import about, assert_near, data, failing, global_batches, loader, quiet, seeded
+from small_runs import global_batches, loader, quiet, seeded
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
 
 from drivetrain import Strategy, TrainModule

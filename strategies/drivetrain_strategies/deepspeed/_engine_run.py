@@ -20,7 +20,7 @@ from drivetrain.strategies import ControlPlane, ParameterShard, broadcast_togeth
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies._missing_weights import check_gather_limit
-from drivetrain_strategies.deepspeed._checks import is_own
+from drivetrain_strategies.deepspeed._checks import is_known, needs_whole_step
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._error_messages import explain_ordering_errors, explain_start_errors
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
@@ -34,6 +34,7 @@ from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._unused_parameters import UnusedParameters
+from drivetrain_strategies.deepspeed._whole_step import GradientCollector, WholeStep
 
 logger = logging.getLogger("drivetrain")
 
@@ -50,6 +51,7 @@ class RunOptions:
         gather_limit: size in bytes up to which the parameters are gathered after the run.
         leaf_modules: classes of modules that stage 3 gathers as a whole.
         find_unused_parameters: the strategy's argument. `UnusedParameters` implements it.
+        elementwise: the optimizers that the user declared element-wise.
     """
 
     stage: int
@@ -59,6 +61,7 @@ class RunOptions:
     gather_limit: int
     leaf_modules: tuple[type[nn.Module], ...]
     find_unused_parameters: bool | None
+    elementwise: Sequence[Optimizer] = ()
 
 
 class DeepSpeedRun:
@@ -84,11 +87,12 @@ class DeepSpeedRun:
         self._state: State | None = None
         self._adopted: AdoptedOptimizer | None = None
         self._copies: GradientCopies | None = None
+        self.whole_step: WholeStep | None = None
         self._unused: UnusedParameters | None = None
         self._gather_order: GatherOrder | None = None
         self._gradient_order: GradientOrder | None = None
         self._untrained: list[nn.Parameter] = []
-        self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
+        self._within_forward = self.has_gradients = self._warned_skipped = self._restored = False
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -121,7 +125,7 @@ class DeepSpeedRun:
                 if needs_engine:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
-        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
+        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights, self.whole_step)
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
         if self._adopted is not None:
             self._adopted.load_into_masters(self._state)
@@ -186,10 +190,13 @@ class DeepSpeedRun:
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
+        stepped: list[Optimizer] = list(optimizers)
+        if optimizers and needs_whole_step(optimizers[0], self._options.elementwise):
+            stepped = [GradientCollector(optimizers[0])]
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
-                optimizer=optimizers[0] if optimizers else None,
+                optimizer=stepped[0] if stepped else None,
                 model_parameters=list(names),
                 config=copy.deepcopy(self._config),
             )
@@ -203,10 +210,14 @@ class DeepSpeedRun:
             sets_minimum_scale = "min_loss_scale" in self._config["fp16"]
             self._options.precision.take_scaler(engine.optimizer.loss_scaler, sets_minimum_scale)
         optimizer = self._zero.base_optimizer
+        if isinstance(optimizer, GradientCollector):
+            optimizer.gradients = {}
+            self.whole_step = WholeStep(optimizers[0], module, self._zero, optimizer, self._options.device)
+            optimizer = optimizers[0]
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
         self.optimizers = [optimizer]
-        if is_own(optimizer):
+        if self.whole_step is None and not is_known(optimizer):
             self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
@@ -266,7 +277,7 @@ class DeepSpeedRun:
             loss.backward()  # type: ignore[no-untyped-call]
             return
         assert self._unused is not None
-        self._has_gradients = True
+        self.has_gradients = True
         self._unused.before_backward(loss)
         if self._unused.in_order:
             self._close_gradient_order()
@@ -277,7 +288,7 @@ class DeepSpeedRun:
             self._gradient_order.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
-        self._has_gradients = False
+        self.has_gradients = False
         with explain_ordering_errors(self):
             stepped = self.zero.step(max_norm)
         assert self._unused is not None
@@ -305,12 +316,12 @@ class DeepSpeedRun:
         return self._zero is not None and self._options.stage > 1 and self._zero.gradients_seen < trained
 
     def forget(self) -> None:
-        self._has_gradients = False
+        self.has_gradients = False
         if self._zero is not None:
             self._zero.forget()
 
     def _forget_pending_gradients(self, set_to_none: bool = True) -> None:
-        if self._has_gradients:
+        if self.has_gradients:
             self.forget()
 
     # Whole parameters within a run, and updates of the weights that the module computes with
@@ -400,6 +411,8 @@ class DeepSpeedRun:
             optimizer.__dict__.pop("zero_grad", None)
         if self._copies is not None:
             self._copies.close()
+        if self.whole_step is not None:
+            self.whole_step.undo()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()

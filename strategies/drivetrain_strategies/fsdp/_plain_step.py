@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon, Optimizer
 
-from drivetrain_strategies._gathered_step import GatheredStep
-from drivetrain_strategies.fsdp._state import in_layout_of, map_tensors
+from drivetrain_strategies._gathered_step import GatheredStep, map_state
+from drivetrain_strategies.fsdp._state import in_layout_of
 
 _PER_PARAMETER = frozenset({Adafactor, Muon})
 """Torch's optimizers that are not element-wise, but update each parameter by itself."""
@@ -85,8 +85,7 @@ class PlainStep(GatheredStep):
             _StandIn(shard, self._whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)
         ]
         for stand_in in entered:
-            if stand_in.shard in state:
-                _map_state(state, stand_in.shard, stand_in.plain_of)
+            map_state(state, stand_in.shard, stand_in.plain_of)
         self._entered = entered
         for stand_in in entered:
             stand_in.swap()
@@ -99,8 +98,7 @@ class PlainStep(GatheredStep):
             stand_in.swap()
         for stand_in in entered:
             stand_in.write()
-            if stand_in.shard in self.optimizer.state:
-                _map_state(self.optimizer.state, stand_in.shard, stand_in.sharded)
+            map_state(self.optimizer.state, stand_in.shard, stand_in.sharded)
             stand_in.note_gradient(self._kept_gradients)
 
 
@@ -150,7 +148,8 @@ class _StandIn:
         """Return a tensor of state as it is kept between steps: sharded, if it is shaped like the parameter."""
         shard = self.shard
         shape = shard.shape if self._whole else shard.to_local().shape
-        if type(value) is not torch.Tensor or not value.dim() or value.shape != shape:
+        # Quantised state of a whole parameter stays whole, since its blocks cannot be cut.
+        if not value.dim() or value.shape != shape or (self._whole and type(value) is not torch.Tensor):
             return value
         local = self._part_of(value)
         if self._whole:
@@ -177,16 +176,6 @@ def _sharded(groups: Any) -> list[Any]:
     """Return the sharded parameters that a step may update."""
     parameters = (parameter for group in groups for parameter in group["params"])
     return [one for one in parameters if isinstance(one, DTensor) and (one.requires_grad or one.grad is not None)]
-
-
-def _map_state(state: Any, parameter: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change the tensors in a parameter's state. The containers stay the same objects where they can."""
-    values = state[parameter]
-    changed = map_tensors(values, change)
-    if isinstance(values, dict):
-        values.update(changed)
-    else:
-        state[parameter] = changed
 
 
 def _copy_local(target: Any, source: torch.Tensor) -> None:

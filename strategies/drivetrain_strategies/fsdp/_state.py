@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch
+from drivetrain_strategies._gathered_step import map_tensors
 from drivetrain_strategies.fsdp._internals import local_region
 
 
@@ -115,22 +115,6 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
         target = parameters.get(name)
         state[name] = values if target is None else map_tensors(values, partial(_in_layout_if_shaped_like, target))
     return {**saved, "state": state}
-
-
-def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with ``change`` applied to its tensors and shards, also in dicts, lists and tuples.
-
-    A container in which nothing changed is returned itself.
-    """
-    if isinstance(value, torch.Tensor | ParameterShard):
-        return change(value)
-    if isinstance(value, dict):
-        changed = {key: map_tensors(part, change) for key, part in value.items()}
-        return value if all(changed[key] is value[key] for key in value) else changed
-    if isinstance(value, list | tuple):
-        parts = [map_tensors(part, change) for part in value]
-        return value if all(map(is_, parts, value)) else type(value)(parts)
-    return value
 
 
 def _in_layout_if_shaped_like(target: torch.Tensor, value: torch.Tensor | ParameterShard) -> Any:
