@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.environments._utilities_rank import set_rank_on_import
+
 if TYPE_CHECKING:
     from drivetrain import callbacks as callbacks
     from drivetrain import checkpoint as checkpoint
@@ -111,6 +113,9 @@ __all__ = [
     "testing",
     "tuner",
 ]
+
+
+set_rank_on_import()
 
 
 def __getattr__(name: str) -> Any:

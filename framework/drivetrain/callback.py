@@ -325,6 +325,10 @@ class Callback:
         """Path of the best checkpoint, which ``ckpt_path="best"`` loads; "" if there is none."""
         return ""
 
+    save_on_exception: bool = False
+    """Whether this callback calls `RunContext.save_after_failure` if the run fails. The run then copies buffers,
+    generators and metrics before each step, because a step that fails has changed them."""
+
     @property
     def saves_resumable(self) -> bool:
         """Whether this callback saves checkpoints from which a run can resume. Weights alone do not suffice."""

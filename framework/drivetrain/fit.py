@@ -88,7 +88,8 @@ class Fit(SessionContext):
         seed: the seed of initialization, sample order and every generator.
         deterministic: use deterministic algorithms only; "warn" warns about operations that have none.
         benchmark: whether cuDNN benchmarks its algorithms; None leaves torch's current setting.
-        inference_mode: evaluate in `torch.inference_mode` instead of `torch.no_grad`.
+        inference_mode: run `validate`, `test` and `predict` in `torch.inference_mode` instead of `torch.no_grad`.
+            Validation within `fit` always uses `torch.no_grad`.
         detect_anomaly: let autograd check every backward for NaN.
         compile: compile the steps; a dict is passed to `torch.compile`.
         use_distributed_sampler: split the data over the ranks; False leaves the loaders as they are.
@@ -247,6 +248,10 @@ class Fit(SessionContext):
         self.built_unseeded = False
         self._collective_calls = CollectiveCalls()
         self._log_queue = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The session holds loops, data and connections of this process. A copy is like a `Fit` that has not run yet.
+        return self.__dict__ | {"session": None, "state": "idle", "_log_queue": None}
 
     # Entry points: the methods that start a run
 

@@ -358,6 +358,16 @@ class RunContext(Protocol):
             because: the reason with its values, such as "val_loss is above 3".
         """
 
+    def stop_unless_withdrawn(self, owner: object, because: str | None) -> None:
+        """Request a stop that is obeyed once ``min_steps`` and ``min_epochs`` are reached, or withdraw it.
+
+        Call this method on all ranks at the same time, with the same decision.
+
+        Args:
+            owner: the callback that requests or withdraws.
+            because: the reason with its values, such as "val_loss did not improve"; None withdraws the request.
+        """
+
     # The run's folder
 
     @property
@@ -379,8 +389,9 @@ class RunContext(Protocol):
     ) -> None:
         """Write a checkpoint. Collective: call this method on every rank.
 
-        If this is called within an accumulation window, the checkpoint is written at the end of the window, since
-        checkpoints hold no gradients.
+        A checkpoint holds the state of a whole step, and no gradients. Within a step or an accumulation window, the
+        checkpoint is therefore written at its end, after this method has returned. In ``on_exception`` the state before
+        the step that failed is written, if `Checkpoint(save_on_exception=True)` keeps it.
 
         Args:
             path: a path or an fsspec URL.
@@ -664,6 +675,12 @@ class Records(Protocol):
         metric_attribute: str | None,
     ) -> None:
         """Store one value; see `TrainModule.log`."""
+
+    def reduced_at(self, name: str) -> int | None:
+        """Return the global step at which a logged value was reduced; None for the value of a step. Collective."""
+
+    def restore(self, values: dict[str, float]) -> None:
+        """Add values to `RunContext.callback_metrics`, the same on every rank, without logging them."""
 
 
 class ManualOptimization(Protocol):

@@ -9,9 +9,12 @@ import pytest
 import torch
 from small_runs import global_batches, loader, quiet, seeded
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer
 
 from drivetrain import Strategy, TrainModule
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
@@ -237,18 +240,267 @@ ZERO: dict[str, Callable[[], Strategy]] = {
 STRATEGIES = {**FSDP, **ZERO}
 
 
-def _trained(strategy: str, names: tuple[str, ...], ranks: int, manual: bool, **settings: Any) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        module = Module(name, manual)
-        quiet(strategy=STRATEGIES[strategy](), **settings).fit(module, loader(SAMPLES, BATCH // ranks))
-        found[name] = _weights(module)
+def _train(
+    name: str, strategy: Any, ranks: int, manual: bool = False, ckpt_path: str | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    module = Module(name, manual)
+    quiet(strategy=strategy, **settings).fit(module, loader(SAMPLES, BATCH // ranks), ckpt_path=ckpt_path)
+    return _weights(module)
+
+
+WINDOWS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+
+
+def _every_way(strategy: str) -> dict[tuple[str, str], dict[str, Tensor]]:
+    found = {(name, "plain"): _train(name, STRATEGIES[strategy](), 2) for name in OPTIMIZERS}
+    found |= {(name, "windows"): _train(name, STRATEGIES[strategy](), 2, **WINDOWS) for name in ("lamb", "sam")}
+    found |= {(name, "manual"): _train(name, STRATEGIES[strategy](), 2, manual=True) for name in MANUAL}
     return found
 
 
+def _by_hand_in_windows(name: str) -> dict[str, Tensor]:
+    return _by_hand(name, window=2, max_norm=0.3)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_on_shards_equals_one_process(strategy: str) -> None:  # B-17, S-07
-    for found in on_ranks(_trained, 2, strategy, tuple(OPTIMIZERS), 2, False, timeout=240):
-        for name, weights in found.items():
-            hand = _by_hand(name)
-            print(strategy, name, max(float((weights[k] - hand[k]).abs().max()) for k in hand))
+def test_a_step_on_shards_equals_one_process(strategy: str) -> None:
+    # B-17, S-07: a trust ratio that was computed on this rank's part moved the weights 2.6e-2 differently
+    for found in on_ranks(_every_way, 2, strategy, timeout=240):
+        for (name, way), trained in found.items():
+            expected = _by_hand_in_windows(name) if way == "windows" else _by_hand(name)
+            # L-BFGS divides by differences of gradients; under DDP it deviates as much.
+            near = 1e-5 if name == "lbfgs" else 1e-6
+            for key, value in expected.items():
+                torch.testing.assert_close(trained[key], value, atol=near, rtol=near, msg=about((name, way, key)))
+
+
+MESHES: dict[str, Callable[[], Strategy]] = {
+    "hybrid": lambda: FSDPStrategy(sharding="hybrid", replicate_size=2, shard_size=2),
+    "tensor parallel": lambda: FSDPStrategy(tensor_parallel=2),
+}
+
+
+class Split(Module):
+    """Its first two layers are split over the ranks of a tensor-parallel group."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and "tensor" in (mesh.mesh_dim_names or ()):
+            plan = {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()}
+            parallelize_module(self, mesh["tensor"], plan)
+
+
+def _on_meshes(names: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    found = {}
+    for mesh, build in MESHES.items():
+        for name in names:
+            module = Split(name)
+            readers = 2 if mesh == "tensor parallel" else 4
+            quiet(strategy=build()).fit(module, loader(SAMPLES, BATCH // readers))
+            found[mesh, name] = _weights(module)
+    return found
+
+
+def test_a_step_on_several_meshes_equals_one_process() -> None:  # B-17
+    for found in on_ranks(_on_meshes, 4, ("lamb", "sam", "shampoo", "adafactor", "lbfgs"), timeout=240):
+        for (mesh, name), trained in found.items():
+            for key, value in _by_hand(name).items():
+                torch.testing.assert_close(trained[key], value, atol=1e-5, rtol=1e-5, msg=about((mesh, name, key)))
+
+
+def _muon_and_adamw() -> dict[str, Tensor]:
+    module = Module("lamb")
+    module.configure_optimizers = lambda: _muon(module)  # type: ignore[method-assign]
+    quiet(strategy=FSDPStrategy()).fit(module, loader(SAMPLES, BATCH // 2))
+    return _weights(module)
+
+
+def test_two_families_of_optimizers() -> None:  # B-17
+    module = Module("lamb")
+    optimizers = _muon(module)
+    for batch in global_batches(SAMPLES, BATCH):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        module.loss(batch).backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+    for found in on_ranks(_muon_and_adamw, 2):
+        for key, value in _weights(module).items():
+            torch.testing.assert_close(found[key], value, atol=2e-3, rtol=0, msg=about(key))  # Muon computes in bf16
+
+
+# Checkpoints
+
+
+def _resume(moves: tuple[tuple[str, str], ...], names: tuple[str, ...], folder: str) -> dict[Any, dict[str, Tensor]]:
+    found = {}
+    for number, (first, second) in enumerate(moves):
+        for name in names:
+            path = f"{folder}/{number}-{name.replace(' ', '-')}"
+            _train(name, PLACES[first](), 2, callbacks=[Saver(path)])
+            found[first, second, name] = _train(name, PLACES[second](), 2, max_epochs=2, ckpt_path=path)
+    return found
+
+
+PLACES: dict[str, Callable[[], Any]] = {**STRATEGIES, "ddp": lambda: "ddp"}
+MOVES = (
+    ("full", "full"),
+    ("full", "zero 3"),
+    ("zero 3", "ddp"),
+    ("zero 2", "zero 3"),
+    ("ddp", "zero 2"),
+    ("zero 1", "full"),
+)
+
+
+def test_state_is_saved_and_resumed_elsewhere(tmp_path: Path) -> None:  # B-17
+    names = ("lamb", "trusted AdamW", "shampoo", "adafactor")
+    for found in on_ranks(_resume, 2, MOVES, names, str(tmp_path), timeout=240):
+        for (first, second, name), trained in found.items():
+            for key, value in _by_hand(name, epochs=2).items():
+                torch.testing.assert_close(
+                    trained[key], value, atol=2e-6, rtol=2e-6, msg=about((first, second, name, key))
+                )
+
+
+def _sizes_of_state(strategy: str) -> list[int]:
+    """Return the numbers of elements that this rank's momenta of the first weight take up, after the run's last step."""
+    module = Module("lamb")
+    sizes: list[int] = []
+
+    def note(trainer: Any, *_: Any) -> None:
+        for values in trainer.strategy.optimizer_state()["state"].values():
+            part = trainer.strategy.shard_of(values["exp_avg"])
+            sizes.append(part.local.untyped_storage().nbytes() // 4)
+
+    quiet(strategy=STRATEGIES[strategy](), callbacks=[LambdaCallback(on_train_end=note)]).fit(
+        module, loader(SAMPLES, BATCH // 2)
+    )
+    return sizes
+
+
+@pytest.mark.parametrize("strategy", ["full", "zero 2", "zero 3"])
+def test_state_is_sharded_between_steps(strategy: str) -> None:  # B-17
+    total = sum(parameter.numel() for parameter in Module("lamb").parameters())
+    per_rank = [sum(sizes) for sizes in on_ranks(_sizes_of_state, 2, strategy)]
+    assert sum(per_rank) == total, per_rank
+
+
+# Declarations and refusals
+
+
+class Rows(Optimizer):
+    """Element-wise; it notes how many elements it saw, and of which class. It has a momentum, and writes ``data``."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: set[tuple[int, str]] = set()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.seen.add((parameter.numel(), type(parameter.data).__name__))
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.5).add_(parameter.grad)
+                parameter.data = parameter.data - group["lr"] * momentum
+
+
+def _declared(strategy: str, declared: bool) -> tuple[set[tuple[int, str]], dict[str, Tensor], list[str]]:
+    module = Module("lamb")
+    made: list[Rows] = []
+
+    def configure() -> Any:
+        made.append(Rows(module.parameters()))
+        return {"optimizer": made[0], "elementwise": declared}
+
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(handler)
+    quiet(strategy=STRATEGIES[strategy]()).fit(module, loader(SAMPLES, BATCH // 2))
+    logging.getLogger("drivetrain").removeHandler(handler)
+    return made[0].seen, _weights(module), [text for text in logged if "element-wise" in text]
+
+
+@pytest.mark.parametrize("strategy", ["full", "ignored", "zero 2", "zero 3"])
+def test_a_declared_optimizer_steps_plain_shards(strategy: str) -> None:  # B-17
+    module = Module("lamb")
+    optimizer = Rows(module.parameters())
+    for batch in global_batches(SAMPLES, BATCH):
+        optimizer.zero_grad()
+        module.loss(batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    whole = {(parameter.numel(), "Tensor") for parameter in module.parameters()}
+    for rank, (seen, trained, logged) in enumerate(on_ranks(_declared, 2, strategy, True)):
+        assert seen != whole
+        assert {kind for _, kind in seen} == {"Tensor"}
+        assert not logged, rank
+        assert_near(trained, _weights(module), rtol=1e-5)
+    for rank, (seen, trained, logged) in enumerate(on_ranks(_declared, 2, strategy, False)):
+        assert seen == whole
+        assert len(logged) == (rank == 0)
+        assert_near(trained, _weights(module), rtol=1e-5)
+
+
+def _refused(limit: int) -> list[str]:
+    texts = []
+    for build in (lambda: FSDPStrategy(gather_limit=limit), lambda: DeepSpeedStrategy(stage=2, gather_limit=limit)):
+        with failing() as caught:
+            _train("lamb", build(), 2)
+        texts.append(f"{caught['type']}: {caught['text']}")
+        module = Module("lamb")
+        module.configure_optimizers = lambda module=module: AdamW(module.parameters())  # type: ignore[method-assign,misc]
+        quiet(strategy=build()).fit(module, loader(SAMPLES, BATCH // 2))
+    return texts
+
+
+def test_parameters_above_the_limit_are_refused_with_both_ways_out() -> None:  # B-17
+    nbytes = 4 * sum(parameter.numel() for parameter in Module("lamb").parameters())
+    for texts in on_ranks(_refused, 2, nbytes - 1):
+        for text in texts:
+            assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
+            assert "gather_limit=251" in text
+            assert "'elementwise': True" in text
+            assert "raise " in text
+            assert "Strategy(gather_limit=...)" in text
+
+
+def test_the_declaration_is_a_boolean() -> None:  # B-17
+    module = Module("lamb")
+    module.configure_optimizers = lambda: {"optimizer": Rows(module.parameters()), "elementwise": 1}  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="'elementwise': 1"):
+        quiet().fit(module, loader(SAMPLES, BATCH))
+
+
+def _attributes() -> dict[str, Any]:
+    """Return whether a parameter's attributes, hooks and identity are the same during a step and after it."""
+    module = Module("lamb")
+    found: dict[str, Any] = {}
+
+    class Noting(Lamb):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            parameter = module.net[0].weight
+            found["same"] = parameter is self.param_groups[0]["params"][0] and isinstance(parameter, nn.Parameter)
+            found["tag"] = parameter.tag
+            parameter.written = 1
+            super().step(closure)
+
+    def configure() -> Optimizer:
+        module.net[0].weight.tag = "decay"  # type: ignore[assignment]
+        return Noting(module.parameters())
+
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+
+    def after(*_: Any) -> None:
+        parameter = module.net[0].weight
+        found["after"] = (type(parameter).__name__, parameter.tag, parameter.written)
+
+    quiet(strategy=FSDPStrategy(), callbacks=[LambdaCallback(on_train_end=after)]).fit(module, loader(SAMPLES, 4))
+    return found
+
+
+def test_parameters_stay_the_same_objects_with_their_attributes() -> None:  # B-17
+    for found in on_ranks(_attributes, 2):
+        assert found == {"same": True, "tag": "decay", "after": ("DTensor", "decay", 1)}

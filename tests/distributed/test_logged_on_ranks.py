@@ -143,3 +143,47 @@ def test_a_shard_of_one_element_is_refused(tmp_path: Path) -> None:
         assert caught["type"] == "ConfigurationError"
         assert "log('scale') was given a DTensor" in caught["text"]
         assert "full_tensor()" in caught["text"]
+
+
+class Apart(torchmetrics.Metric):
+    """Keeps a list whose elements torchmetrics gathers one by one."""
+
+    values: list[torch.Tensor]
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx=None)
+
+    def update(self, value: torch.Tensor) -> None:
+        self.values.append(value)
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat([value.reshape(-1) for value in self.values]).mean()
+
+
+class MeasuredApart(Regression):
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.apart = Apart()
+        self.everywhere = everywhere
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.everywhere or self.global_rank == 0:
+            self.apart.update(batch[0][:, 0])
+        self.log("apart", self.apart)
+
+
+def _validate_apart(everywhere: bool) -> dict[str, str]:
+    with failing() as found:
+        quiet(strategy="ddp").validate(MeasuredApart(everywhere), loader(8, 2), verbose=False)
+    return found
+
+
+def test_a_list_of_states_that_one_rank_never_updated_is_refused_by_name() -> None:
+    # S-06: a wait of step_timeout before
+    assert [found["type"] for found in on_ranks(_validate_apart, 2, True)] == ["nothing was raised"] * 2
+    for found in on_ranks(_validate_apart, 2, False):
+        assert found["type"] == "ConfigurationError"
+        assert "state 'values' of the Apart 'apart'" in found["text"]
+        assert "2, 0" in found["text"]

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks import Checkpoint
+from drivetrain.data import CombinedLoader
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import on_ranks
 
@@ -166,3 +167,62 @@ def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
         assert torch.equal(found[0], expected[0])
         assert found[1] == expected[1][-len(found[1]) :]
         assert found[2] == expected[2][-len(found[2]) :]
+
+
+class Stateful(IterableDataset[Any]):
+    """Each rank's own part, which goes on from the position that is loaded."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.start, self.done = rank, 0, 0
+
+    def __iter__(self) -> Any:
+        self.done, self.start = self.start, 0
+        while self.done < 9:
+            self.done += 1
+            yield torch.cat([torch.tensor([100.0 * self.rank + self.done]), torch.ones(FEATURES)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["done"]
+
+
+class Pairs(Drawing):
+    """Trains on the first batch of a pair, and records the first samples of both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch[1] is not None and not self.trainer.joining:
+            self.seen.append((int(batch[0][0, 0]), int(batch[1][0, 0])))
+        return super().training_step(batch[0], batch_idx)
+
+
+def _fit_pairs(folder: Path, start: Path | None) -> Any:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    data = CombinedLoader([DataLoader(Stateful(rank), 2), DataLoader(Augmented(), 6, shuffle=True)], "max_size_cycle")
+    module, saver = Pairs(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet(
+        strategy=DDPStrategy(),
+        callbacks=saver,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        seed=3,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, data, ckpt_path=start)
+    return module.seen
+
+
+def _pairs_twice(folder: Path) -> Any:
+    whole = _fit_pairs(folder / "whole", None)
+    stops = ("epoch=0-step=1", "epoch=0-step=2", "epoch=1-step=5")
+    return whole, [_fit_pairs(folder / f"from {stop}", folder / "whole" / stop) for stop in stops]
+
+
+def test_pairs_with_a_stateful_loader_stay_pairs_on_every_rank(tmp_path: Path) -> None:  # S-02
+    for whole, again in on_ranks(_pairs_twice, 2, tmp_path):
+        for found in again:
+            assert found
+            assert found == whole[-len(found) :]

@@ -102,7 +102,7 @@ class Striker:
             finally:
                 self._rehearses = False
 
-        SaveRehearsal.run = run  # type: ignore[method-assign]
+        SaveRehearsal.run = run  # type: ignore[method-assign,assignment]
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _WRITING and str(arguments[0]).startswith(self._folder):

@@ -26,7 +26,7 @@ from fuzz.search import search  # noqa: E402
 from worlds import close_worlds  # noqa: E402
 
 PRESET_SEEDS = (1, 2, 3)
-_AT_ONCE = 20  # programs that one search of Hypothesis draws: the longer it is, the more often it repeats programs
+_AT_ONCE = 20  # programs that one search of Hypothesis draws, the simplest first: a long search repeats more programs
 
 
 def main() -> int:
@@ -69,13 +69,12 @@ class Tally:
     def search(
         self, count: int, seed: int, strategies: tuple[str, ...], shrinks: bool = True
     ) -> tuple[Program, str] | None:
-        """Go on until ``count`` programs ran, or one of them differed; return that one, with what differs."""
+        """Go on until at least ``count`` programs ran, or one of them differed; return that one, with what differs."""
         while self.ran < count:
             self._shrinks = False
             drawn_from = seed * 1_000_003 + self._searches
             self._searches += 1
-            size = min(_AT_ONCE, count - self.ran)
-            one = search(size, drawn_from, strategies, shrinks=shrinks, attempt=self._attempt)
+            one = search(_AT_ONCE, drawn_from, strategies, shrinks=shrinks, attempt=self._attempt)
             if one is not None:
                 return one
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from drivetrain.data import CombinedLoader
 from fuzz.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
 from fuzz.program import OWN_PARTS, Data, Program
 
@@ -168,12 +169,46 @@ class MeasuredShards(Sharded):
         return self.length
 
 
+class Stateful:
+    """A loader of the user's own, which continues where its state says."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.position = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        first, self.position = self.position, 0
+        for at, batch in enumerate(self.stream):
+            if at >= first:
+                self.position = at + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class MeasuredStateful(Stateful):
+    """A variant with a length, right or wrong."""
+
+    def __len__(self) -> int:
+        return len(self.stream)  # type: ignore[arg-type]
+
+
 def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
     """Return a loader of a rank's own part."""
     if data.kind == "sharded":
         shards = (Sharded if data.claims is None else MeasuredShards)(data, on_tokens, ranks, rank)
         return DataLoader(shards, data.batch, num_workers=data.workers)
     stream = (Stream if data.claims is None else MeasuredStream)(data, on_tokens, ranks, rank)
+    stateful = (Stateful if data.claims is None else MeasuredStateful)(stream)
+    if data.kind == "stateful":
+        return stateful
+    if data.kind == "combined":
+        return CombinedLoader({"first": DataLoader(stream, batch_size=None), "second": stateful}, "min_size")
     return DataLoader(stream, batch_size=None, num_workers=data.workers)
 
 
@@ -201,7 +236,18 @@ def validation_loader(program: Program, ranks: int, rank: int) -> Any:
     return DataLoader(dataset, program.validation.batch)
 
 
+def first_of(batch: Any) -> dict[str, Tensor]:
+    """Return the first of a pair of batches, which must be equal; or the batch itself."""
+    if "second" not in batch:
+        return batch
+    first, second = batch["first"], batch["second"]
+    if "index" in first and "index" in second and first["index"].tolist() != second["index"].tolist():
+        raise LookupError(f"a pair of {first['index'].tolist()} and {second['index'].tolist()}")
+    return first
+
+
 def parts_of(batch: dict[str, Tensor], spoils: bool) -> Parts:
     """Return the parts of a batch that a step uses; ``spoils`` empties the dict."""
+    batch = first_of(batch)
     x, y, index = (batch.pop(name) if spoils else batch[name] for name in NAMES)
     return x, y, index

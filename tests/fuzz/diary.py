@@ -39,6 +39,7 @@ class Diary:
         self.seen: dict[str, list[tuple[int, Parts]]] = {}
         self.samples: list[Any] = []
         self.began = False
+        self.validated = False
 
     def begin(self, stage: str) -> None:
         """Begin an epoch: discard the values that the stage has collected."""
@@ -133,9 +134,13 @@ class Diary:
         hooks()
         values = {**self.steps(), **self.reduced()}
         self.outcome.flushes.append((steps, values))
+        self.validated = True
 
-    def monitored(self) -> float:
-        """Return the value that a plateau scheduler monitors."""
+    def monitored(self) -> float | None:
+        """Return the value that a plateau scheduler monitors; None if it was read before."""
+        fresh, self.validated = self.validated, False
+        if not fresh:
+            return None
         number, log = next((number, log) for number, log in self.logs if log.where == "validation_step")
         return self.results[key_of(log, number) + ("_epoch" if log.on_step else "")]
 

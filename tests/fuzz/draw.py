@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cpu_kernels import FP16
 from fuzz.program import (
     OWN_PARTS,
+    WITHIN_STEPS,
     Average,
     Change,
     Data,
@@ -24,6 +25,7 @@ from fuzz.program import (
     Stop,
     Turn,
     Validation,
+    Write,
 )
 
 STRATEGIES = (
@@ -35,6 +37,9 @@ STRATEGIES = (
     "fsdp_grad_op",
 )
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+
+ONE_WORKER = ("reused", "stateful", "combined")
+"""Kinds of data that the process itself reads."""
 
 PRECISIONS = ("32-true", "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
 ZERO_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed") if FP16 else ("32-true", "bf16-mixed")
@@ -80,10 +85,13 @@ class Drawn:
         nothing = "never"
         if single and not manual and not closure and not changes and self.chance(12):
             nothing = self.one_of("odd", "always", "nan") if precision == "16-mixed" else self.one_of("odd", "always")
-        logs = self.logs(net, data, strategy, manual, validation, nothing)
+        logs = self.logs(net, strategy, precision, manual, validation, nothing)
+        writes = None
+        if nothing == "never" and not closure and not changes and self.chance(15):
+            writes = self.writes(manual)
         stop = self.stop(nothing, single, epochs, validation) if nothing != "never" or self.chance(20) else None
         resume = None
-        if stop is None and nothing == "never" and not changes and self.chance(18):
+        if stop is None and nothing == "never" and not changes and writes is None and self.chance(18):
             resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
             if resume is not None and resume.ranks != ranks and net.dropout:
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
@@ -124,6 +132,7 @@ class Drawn:
             log_every=self.one_of(1, 1, 2, 50),
             validation=validation,
             changes=changes,
+            writes=writes,
             stop=stop,
             resume=resume,
             broadcast=self.broadcast(strategy, manual, net),
@@ -158,6 +167,7 @@ class Drawn:
             scale=self.chance(25),
             unused=self.chance(5),
             tied=tied,
+            hooked=self.chance(8),
         )
 
     def data(self, ranks: int) -> Data:
@@ -165,6 +175,8 @@ class Drawn:
         samples = self.between(4, 14)
         if kind == "iterable" and self.chance(20):
             kind = "sharded"
+        elif kind == "iterable" and self.chance(50):
+            kind = self.one_of("stateful", "combined") if ranks == 1 else "stateful"
         if kind in OWN_PARTS:
             samples = self.between(4 * ranks, 8 * ranks)
         own = kind == "batch_sampler" or kind in OWN_PARTS
@@ -175,7 +187,9 @@ class Drawn:
             shuffle=kind == "map" and self.chance(60),
             drop_last=kind == "map" and samples >= 12 and self.chance(10),
             spoils=self.chance(20),
-            workers=2 if kind == "sharded" or (kind != "reused" and self.chance(4)) else 0,
+            workers=2
+            if kind == "sharded" or (kind not in ("reused", "stateful", "combined") and self.chance(4))
+            else 0,
             rising=kind in OWN_PARTS and ranks > 1 and self.chance(60),
             claims=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
         )
@@ -229,6 +243,12 @@ class Drawn:
         kind = "adamw" if optimizers[0].evaluates_again else kind
         return net, (Optimizer(kind, "all", lr, closure=optimizers[0].closure),), tuple(changes)
 
+    def writes(self, manual: bool) -> Write:
+        what = self.one_of("weights", "data", "assigned", "gradients", "rebound")
+        if what in ("gradients", "rebound"):
+            return Write(what, self.one_of("on_before_optimizer_step", "on_after_backward"), self.between(0, 2))
+        return Write(what, self.one_of("on_train_batch_end", "on_train_epoch_start"), self.between(0, 1))
+
     def validation(self, ranks: int) -> Validation:
         kind = self.one_of("map", "map", "map", "map", "iterable")
         sharded = kind == "iterable" and self.chance(20)
@@ -246,11 +266,13 @@ class Drawn:
         )
 
     def logs(
-        self, net: Net, data: Data, strategy: str, manual: bool, validation: Validation | None, nothing: str
+        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, nothing: str
     ) -> tuple[Log, ...]:
-        return tuple(self.log(net, strategy, manual, validation, nothing) for _ in range(self.between(0, 3)))
+        return tuple(self.log(net, strategy, precision, manual, validation, nothing) for _ in range(self.between(0, 3)))
 
-    def log(self, net: Net, strategy: str, manual: bool, validation: Validation | None, nothing: str) -> Log:
+    def log(
+        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, nothing: str
+    ) -> Log:
         places = ["training_step", "training_step", "training_step", "on_train_batch_end", "on_train_epoch_end"]
         places += ["on_train_batch_start", "on_train_epoch_start", "on_train_start"]
         if validation is not None:
@@ -258,6 +280,8 @@ class Drawn:
         where = self.one_of(*places)
         in_step = where.endswith("_step") and not (where == "training_step" and (manual or nothing != "never"))
         kinds = ["number", "numpy", "large"]
+        if where in ("on_train_epoch_end", "on_validation_epoch_end") and precision.endswith("-true"):
+            kinds += ["forward", "forward"]
         if in_step:
             kinds = ["loss", "loss", "loss", *kinds, "metric"]
             if net.family == "mlp":
@@ -287,7 +311,7 @@ class Drawn:
             kinds += ["linear"] if estimated else []
         watched = next((log for log in logs if log.where == "validation_step"), None)
         watches = watched is not None and watched.what == "loss" and watched.sync_dist is not False
-        if watches and validation is not None and validation.interval is None and validation.every_n_epochs == 1:
+        if watches:
             kinds.append("plateau")
         kind = self.one_of(*kinds)
         if kind == "linear":
@@ -317,8 +341,9 @@ class Drawn:
     ) -> Resume | None:
         hooks = ["on_train_epoch_end", "on_train_batch_end", "on_train_batch_end", "on_train_batch_start"]
         hooks += ["on_validation_end"] if validation is not None else []
+        hooks += [] if optimizers[0].evaluates_again else list(WITHIN_STEPS)
         hook = self.one_of(*hooks)
-        at = self.between(0, 3) if "batch" in hook else 0
+        at = self.between(0, 3) if "batch" in hook or hook in WITHIN_STEPS else 0
         within = validation is not None and validation.interval is not None
         if within or self.chance(50) or data.kind == "batch_sampler" or data.kind in OWN_PARTS:
             return Resume(hook, at, ranks, strategy)

@@ -17,12 +17,12 @@ from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
-from fuzz.data_loaders import parts_of, training_loader, validation_loader
-from fuzz.nets import Model, add_group, part_of, seeded_model
+from fuzz.data_loaders import first_of, parts_of, training_loader, validation_loader
+from fuzz.nets import Model, add_group, part_of, seeded_model, write
 from fuzz.optimizers import make_optimizer, make_scheduler
 from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
 from fuzz.plants import planted
-from fuzz.program import Average, Change, Program
+from fuzz.program import WITHIN_STEPS, Average, Change, Program
 
 
 class Planned(Exception):
@@ -49,6 +49,10 @@ class Trained(TrainModule):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = seeded_model(self.program)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x)
+        return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         program = self.program
@@ -108,7 +112,7 @@ class Trained(TrainModule):
                     numbers = (parts[2].float(),) if log.what == "metric" else (parts[0][:, 0], parts[1][:, 0])
                     value.update(*numbers)
             else:
-                value = value_of(log, self.net, loss, at)
+                value = value_of(log, self.net, loss, at, self)
             options = {name: getattr(log, name) for name in ("on_step", "on_epoch", "batch_size", "sync_dist")}
             self.log(key, value, reduce_fx=log.reduce_fx, **options)
 
@@ -123,7 +127,7 @@ class Trained(TrainModule):
             scheduler = make_scheduler(optimizers[0], plan, int(steps))
             schedulers.append({"scheduler": scheduler, "interval": plan.interval, "frequency": plan.frequency})
             if plan.kind == "plateau":
-                schedulers[-1]["monitor"] = monitored(program)
+                schedulers[-1] |= {"monitor": monitored(program), "strict": False}
         return optimizers, schedulers
 
 
@@ -188,11 +192,14 @@ class Recorder(Callback):
         for change in program.changes:
             if change.hook == hook and change.epoch == trainer.current_epoch and change.batch == batch_idx:
                 changed(module.net, change, trainer.optimizers, program)
+        writes = program.writes
+        if writes is not None and writes.hook == hook and writes.at == count:
+            write(module.net, writes.what)
         stop, saving = program.stop, program.saving
         if stop is not None and stop.how == "should_stop" and stop.hook == hook and stop.at == count:
             trainer.should_stop = True
         if saving is not None and self.path and saving.hook == hook and saving.at == count:
-            if hook == "on_fit_end":
+            if hook == "on_fit_end" or hook in WITHIN_STEPS:
                 trainer.save_checkpoint(self.path)
             else:
                 trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
@@ -206,7 +213,7 @@ class Recorder(Callback):
         self.at("on_train_epoch_start", trainer, module)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        index = [] if trainer.joining else batch["index"].tolist()
+        index = [] if trainer.joining else first_of(batch)["index"].tolist()
         stop = self.program.stop
         self.at("on_train_batch_start", trainer, module, batch_idx)
         if stop is not None and stop.how == "skip" and stop.at == batch_idx:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fuzz.data_loaders import numbers
 from fuzz.diary import Diary
-from fuzz.nets import Model, Parts, add_group, part_of, seeded_model
+from fuzz.nets import Model, Parts, add_group, part_of, seeded_model, write
 from fuzz.optimizers import make_optimizer, make_scheduler
 from fuzz.outcome import Evaluated, Outcome, scheduler_state, tensors_of
-from fuzz.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn
+from fuzz.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn, Write
 from fuzz.sharded_programs import Micro, dealt, epoch_of, evaluated, said, streamed
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
@@ -58,6 +58,8 @@ class Loop:
         self.ranks = [self.fresh_rank(rank, 1000) for rank in range(self.world)]
         self.scales = program.precision == "16-mixed"
         self.scale = 65536.0 if self.scales else 1.0
+        self.share = 1.0
+        self.synchronised = True
         self.outcome = Outcome()
         self.diary = Diary(program, self.outcome)
         self.calls: dict[str, int] = {}
@@ -128,17 +130,18 @@ class Loop:
             parameter.grad = self.ranks[0].gradients[position]
 
     @contextlib.contextmanager
-    def forwards(self, batches: list[tuple[Parts, bool]], at: int) -> Iterator[None]:
-        """Run all ranks' forwards of micro-batch ``at`` of a window within the context.
+    def forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
+        """Run all ranks' forwards of micro-batch ``at`` of a window, which ends with ``last``, within the context.
 
-        Buffers are broadcast as DDP does, after a backward that synchronised. A rank that only joins has its buffers of
-        before again afterwards.
+        Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank
+        that only joins has its buffers of before again afterwards.
         """
         joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
         before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
-        if self.broadcasts() and at == 0:
+        if self.broadcasts() and at == 0 and self.synchronised:
             self.give_out_buffers()
         yield
+        self.synchronised = at == last
         for rank, buffers in zip(joiners, before, strict=True):
             rank.buffers = buffers
 
@@ -253,17 +256,23 @@ class Loop:
         program = self.program
         batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
         weights = [
-            [self.weight(micro[rank], parts[rank], at) for rank in range(self.world)]
-            for at, (micro, parts) in enumerate(zip(window, batches, strict=True))
+            [self.weight(micro[rank], parts[rank]) for rank in range(self.world)]
+            for micro, parts in zip(window, batches, strict=True)
         ]
+        announced = sum(map(sum, weights))
+        for at in range(len(window)):
+            if self.returns_nothing(self.batch_idx + at):
+                weights[at] = [0.0] * self.world
         total = sum(map(sum, weights))
+        # While losses are multiplied, it is not known yet which micro-batches have none.
+        self.share = total / announced if self.scales and total else 1.0
         self.evaluations: list[Callable[[], float]] = []
         evaluated_loss = 0.0
         for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
-                with self.forwards(parts, at):
+                with self.forwards(parts, 0, 0):
                     self.turns(micro, parts)
                 stepped = True
             else:
@@ -271,7 +280,7 @@ class Loop:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
-                with self.forwards(parts, at):
+                with self.forwards(parts, at, len(window) - 1):
                     evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
                 closes = at == len(window) - 1
                 stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
@@ -330,12 +339,14 @@ class Loop:
             x, y = x.to(dtype), y.to(dtype)
         return x, y, index
 
-    def weight(self, mine: list[int], given: tuple[Parts, bool], at: int) -> float:
+    def weight(self, mine: list[int], given: tuple[Parts, bool]) -> float:
         parts, joins = given
-        nothing = self.program.nothing
-        if joins or nothing == "always" or (nothing == "odd" and (self.batch_idx + at) % 2):
+        if joins:
             return 0.0
         return self.net.weight(parts) if self.program.weighs else float(len(mine))
+
+    def returns_nothing(self, batch_idx: int) -> bool:
+        return self.program.nothing == "always" or (self.program.nothing == "odd" and batch_idx % 2 == 1)
 
     def forward_backward(
         self, micro: Micro, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
@@ -345,8 +356,7 @@ class Loop:
         """
         program = self.program
         part = 0.0
-        silent = program.nothing == "always" or (program.nothing == "odd" and self.batch_idx % 2 == 1)
-        if silent:
+        if self.returns_nothing(self.batch_idx):
             return part
         for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
             with self.playing(rank):
@@ -359,7 +369,7 @@ class Loop:
                     if program.adds:
                         loss = loss + self.net.penalty()
                 if weight:
-                    (loss * (self.world * weight / total) * self.scale).backward()
+                    (loss * (self.world * weight / total) * (self.scale * self.share)).backward()
                     part += float(loss.detach()) * weight / total
         if first:
             self.hook("on_before_backward", micro)
@@ -410,7 +420,7 @@ class Loop:
         with torch.enable_grad():
             value = 0.0
             for at, micro in enumerate(window):
-                with self.forwards(batches[at], at):
+                with self.forwards(batches[at], at, len(window) - 1):
                     value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
         self.average_gradients()
         return value
@@ -419,7 +429,7 @@ class Loop:
         """Divide gradients by the loss scale; return whether all are finite."""
         gradients = [one.grad for one in parameters if one.grad is not None]
         for gradient in gradients:
-            gradient.div_(self.scale)
+            gradient.div_(self.scale * self.share)
         return not self.scales or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def clip(self) -> None:
@@ -537,7 +547,9 @@ class Loop:
             self.outcome.error = "ConfigurationError"  # the schedule has ended, but there is more data
             raise Stopped
         if kind == "plateau":
-            scheduler.step(self.diary.monitored())
+            value = self.diary.monitored()
+            if value is not None:  # None: no validation since the last step
+                scheduler.step(value)
         else:
             scheduler.step()
 
@@ -559,11 +571,22 @@ class Loop:
                     one.requires_grad_(change.what != "freeze")
                 if change.what == "group":
                     add_group(self.optimizers[0], part_of(self.net, change.part))
+        if program.writes is not None and program.writes.hook == name and program.writes.at == count:
+            self.write(program.writes)
         stop, saving = program.stop, program.saving
         if stop is not None and stop.how == "should_stop" and stop.hook == name and stop.at == count:
             self.should_stop = True
         if saving is not None and saving.hook == name and saving.at == count:
             self.saves = True
+
+    def write(self, plan: Write) -> None:
+        """Write weights, which ranks share; or the gradients of all ranks."""
+        if not plan.of_gradients or plan.hook == "on_before_optimizer_step":
+            write(self.net, plan.what)
+            return
+        for rank in range(self.world):
+            with self.playing(rank):
+                write(self.net, plan.what)
 
     def hook_index(self, name: str, at: int) -> int:
         return at if name in ("on_train_batch_start", "on_train_batch_end") else 0

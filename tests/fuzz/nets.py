@@ -41,6 +41,9 @@ class Model(nn.Module):
         self.orphan = nn.Parameter(torch.ones(2)) if plan.unused else None
         if plan.buffer != "none":
             self.register_buffer("drift", torch.full((), 0.5))
+        if plan.hooked:
+            self.head.weight.register_hook(lambda gradient: gradient / 2)
+            self.head.weight.slow = True  # type: ignore[attr-defined]
         for part in part_of(self, plan.frozen):
             part.requires_grad_(False)
 
@@ -60,7 +63,10 @@ class Model(nn.Module):
     def loss(self, parts: Parts) -> Tensor:
         """Return the mean loss over samples, or over tokens that are not padding."""
         x, y, _ = parts
-        output = self(x)
+        return self.loss_of(self(x), y)
+
+    def loss_of(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of an output."""
         if self.on_tokens:
             return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=PADDING)
         return nn.functional.mse_loss(output, y)
@@ -119,6 +125,22 @@ def part_of(net: Model, name: str) -> list[nn.Parameter]:
         return [one for one in net.parameters() if id(one) not in head]
     body = {id(one) for one in net.body.parameters()}
     return [one for one in net.head.parameters() if id(one) not in body]
+
+
+def write(net: Model, what: str) -> None:
+    """Write the head's weights or gradients, as user code does; see `fuzz.program.Write`."""
+    for one in part_of(net, "head"):
+        if what == "weights":
+            with torch.no_grad():
+                one.mul_(0.75)
+        elif what == "data":
+            one.data.mul_(0.75)
+        elif what == "assigned":
+            one.data = one.data * 0.75
+        elif one.grad is not None and what == "gradients":
+            one.grad.mul_(0.5)
+        elif one.grad is not None:
+            one.grad = one.grad * 0.5
 
 
 def add_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

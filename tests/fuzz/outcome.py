@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from fuzz.data_loaders import numbers
 from fuzz.nets import Model
 from fuzz.program import Log
 
@@ -86,8 +87,10 @@ def key_of(log: Log, number: int) -> str:
     return f"{log.what}_{number}"
 
 
-def value_of(log: Log, net: Model, loss: Tensor | None, at: int) -> Any:
-    """Return the value to log, exactly as user code would pass it."""
+def value_of(log: Log, net: Model, loss: Tensor | None, at: int, call: Any = None) -> Any:
+    """Return the value to log, exactly as user code would pass it. ``call`` runs a forward of the module."""
+    if log.what == "forward":
+        return forward_loss(net, net if call is None else call)
     if log.what == "loss":
         return loss
     if log.what == "number":
@@ -97,6 +100,19 @@ def value_of(log: Log, net: Model, loss: Tensor | None, at: int) -> Any:
     if log.what == "large":
         return LARGE + 2 * at
     return net.scale if log.what == "parameter" else net.drift
+
+
+def forward_loss(net: Model, call: Any) -> Tensor:
+    """Return the loss of fixed samples in eval mode."""
+    x, y, _ = numbers(3, net.on_tokens)
+    dtype = next(one.dtype for one in net.parameters())
+    trained = net.training
+    net.eval()
+    with torch.no_grad():
+        output = call(x if net.on_tokens else x.to(dtype))
+        loss = net.loss_of(output, y if net.on_tokens else y.to(dtype))
+    net.train(trained)
+    return loss
 
 
 def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict[str, dict[str, Tensor]]:

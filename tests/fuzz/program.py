@@ -19,6 +19,8 @@ class Net:
         frozen: the part that is frozen as the run begins: "", "body" or "head".
         unused: there is a parameter that no loss depends on.
         tied: the head shares the embedding's weight; for families on tokens.
+        hooked: a gradient hook on the head's weight halves its gradient, and an attribute of the weight lets the
+            optimizer train it at half the learning rate.
     """
 
     family: str = "mlp"
@@ -29,6 +31,7 @@ class Net:
     frozen: str = ""
     unused: bool = False
     tied: bool = False
+    hooked: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class Data:
 
     Attributes:
         kind: "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each
-            rank's own), "sharded" (an iterable of samples, which workers share) or "reused" (an iterable that fills
-            one buffer again and again).
+            rank's own), "sharded" (an iterable of samples, which workers share), "reused" (an iterable that fills
+            one buffer again and again), "stateful" (a loader of the user's own with ``state_dict``) or "combined" (an
+            iterable and a stateful loader, in pairs).
         samples: in the data set; for iterable kinds those of all ranks together.
         batch: samples of a rank's micro-batch.
         shuffle: for "map".
@@ -60,7 +64,7 @@ class Data:
     rising: bool = False
 
 
-OWN_PARTS = ("iterable", "sharded", "reused")
+OWN_PARTS = ("iterable", "sharded", "reused", "stateful", "combined")
 """Kinds of data of which each rank reads a part of its own."""
 
 
@@ -117,8 +121,9 @@ class Log:
     Attributes:
         where: the step or hook that logs.
         what: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that float32 cannot
-            hold); "parameter" (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a metric whose
-            ranks' states cannot be added up).
+            hold); "forward" (the loss of fixed samples, by a forward of the module in eval mode within the hook);
+            "parameter" (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a metric whose ranks'
+            states cannot be added up).
         on_step: see ``log``.
         on_epoch: see ``log``.
         reduce_fx: see ``log``.
@@ -195,6 +200,28 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Write:
+    """A hook that writes weights or gradients of the head.
+
+    Attributes:
+        what: "weights" (in place, without gradients), "data" (in place, through ``.data``), "assigned" (another tensor
+            to ``.data``), "gradients" (in place) or "rebound" (another tensor to ``.grad``).
+        hook: for weights "on_train_batch_end" or "on_train_epoch_start"; for gradients "on_after_backward" or
+            "on_before_optimizer_step".
+        at: the run's so manieth call of it, counted from 0.
+    """
+
+    what: str = "weights"
+    hook: str = "on_train_batch_end"
+    at: int = 0
+
+    @property
+    def of_gradients(self) -> bool:
+        """Whether gradients are written."""
+        return self.what in ("gradients", "rebound")
+
+
+@dataclass(frozen=True)
 class Stop:
     """How the run ends early, if it does.
 
@@ -215,7 +242,7 @@ class Resume:
     """Saved in a hook, and trained again from there by a new process' worth of objects.
 
     Attributes:
-        hook: "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end".
+        hook: "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end"; or one of `WITHIN_STEPS`.
         at: the run's so manieth call of it, counted from 0.
         ranks: on how many.
         strategy: under which.
@@ -254,6 +281,9 @@ class Resume:
         """Whether the first optimizer starts without state and with the new process' settings."""
         return bool(self.changed) and self.allow
 
+
+WITHIN_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""Hooks within a step, in which ``save_checkpoint`` saves at the end of the step."""
 
 NUMBERS = ("lr", "weight_decay")
 """Changes of an optimizer after which the checkpoint's values go on, unless ``allow`` consents to them."""
@@ -326,6 +356,7 @@ class Program:
     log_every: int = 1
     validation: Validation | None = None
     changes: tuple[Change, ...] = ()
+    writes: Write | None = None
     stop: Stop | None = None
     resume: Resume | None = None
     broadcast: bool | None = None
@@ -368,5 +399,5 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Stop, Resume, Average, Evaluation):
+for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Write, Stop, Resume, Average, Evaluation):
     _kind.__repr__ = shown  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -353,3 +354,45 @@ def test_modules_of_lightning_without_a_counterpart_are_listed() -> None:  # Q-1
     assert [line for line, _ in migrated.remaining] == [1]
     migrated = migrate("import lightning as L\nL.pytorch.utilities.grad_norm(module, 2)\n")
     assert any("write `from drivetrain import grad_norm`" in text for _, text in migrated.remaining)
+
+
+CONFIGURATION = """\
+# for lightning.pytorch.Trainer
+trainer:
+  _target_: lightning.pytorch.Trainer  # of lightning.pytorch
+  gpus: 2
+  callbacks:
+    - _target_: "lightning.pytorch.callbacks.ModelCheckpoint"
+      monitor: val
+    - class_path: pytorch_lightning.callbacks.EarlyStopping
+    - _target_: lightning.pytorch.callbacks.Unheard
+data:
+  base: lightning.pytorch.LightningDataModule
+  folder: data/lightning.pytorch
+"""
+
+
+def test_classes_in_yaml_files_are_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # S-16
+    path = tmp_path / "train.yaml"
+    path.write_text(CONFIGURATION)
+    assert main(["--write", str(path)]) == 1
+    expected = CONFIGURATION.replace("_target_: lightning.pytorch.Trainer", "_target_: drivetrain.Fit")
+    expected = expected.replace("lightning.pytorch.callbacks.ModelCheckpoint", "drivetrain.callbacks.Checkpoint")
+    expected = expected.replace("pytorch_lightning.callbacks.EarlyStopping", "drivetrain.callbacks.EarlyStopping")
+    assert path.read_text() == expected
+    told = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix(f"{path}:").partition(": ")[0] for line in told] == ["4", "9", "11"]
+    assert "gpus: use devices=" in told[0]
+    assert "Unheard has no known counterpart" in told[1]
+    assert "is a Lightning name in a value" in told[2]
+    path.write_text("model:\n  class_path: lightning.pytorch.demos.boring_classes.BoringModel\n")
+    assert main([str(path)]) == 1
+
+
+def test_torch_is_not_imported() -> None:
+    # S-16
+    script = (
+        f"import sys; from drivetrain.migrate import migrate; migrate({SCRIPT!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import DistributedStrategy, Strategy
 from drivetrain.strategies.strategy import (
     StrategyCollectives,
@@ -16,6 +18,7 @@ from drivetrain.strategies.strategy import (
     StrategyPlacement,
     StrategyState,
 )
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 GROUPS = {
@@ -72,3 +75,17 @@ def test_every_public_method_is_in_one_row() -> None:
         and (callable(getattr(Strategy, name)) or isinstance(getattr(Strategy, name), property))
     ]
     assert sorted(names) == sorted(public)
+
+
+@pytest.mark.parametrize("value", ["60", -1.0, 0, True, float("nan"), float("inf"), timedelta(0)])
+@pytest.mark.parametrize("name", ["timeout", "step_timeout"])
+def test_a_timeout_that_is_none_is_refused_by_name(name: str, value: Any) -> None:
+    # S-17
+    for strategy in (DDPStrategy, FSDPStrategy, DeepSpeedStrategy):
+        with pytest.raises(ConfigurationError, match=f"{name}={re.escape(repr(value))} is not a timeout"):
+            strategy(**{name: value})
+
+
+def test_a_timeout_may_be_seconds() -> None:
+    # S-17
+    assert DDPStrategy(timeout=60.0)._group.timeout == DDPStrategy(timeout=timedelta(minutes=1))._group.timeout

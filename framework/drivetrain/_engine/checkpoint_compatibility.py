@@ -26,8 +26,7 @@ def check_weights_fit(path: str, weights: Weights, own: Mapping[str, Any], modul
     Raises:
         CheckpointError: names are missing or unexpected, or shapes differ. The error lists these names.
     """
-    saved = {**dict.fromkeys(weights), **weights.sources()}
-    WeightMismatch.compare(own, saved).raise_or_warn(
+    WeightMismatch.compare(own, {name: weights.stored(name) for name in weights}).raise_or_warn(
         f"The weights of {path!r}",
         module,
         strict,

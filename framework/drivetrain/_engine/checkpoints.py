@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -66,6 +67,8 @@ class RunCheckpoints:
         """The checkpoint that the run starts from, if any."""
         self.already_ended: str | None = None
         """Why the run that "auto" found has nothing left to train; None if the run can train further."""
+        self.run_failed = False
+        """Whether the run has failed. What is saved afterwards is the state before the step that failed."""
         self._warned_of_no_save = False
         self.written: str | None = None
         """The path of the last checkpoint that this run completed."""
@@ -254,7 +257,7 @@ class RunCheckpoints:
 
         state, strategy = checkpoint.state(), self._core.strategy
         saved = state.get("made_of")
-        found = find_differences(saved, current)
+        found = find_differences(saved, current, (state.get("data") or {}).get("samples"))
         if "optimizers" in current:
             manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
             layouts = (manifest.metadata.strategy, manifest.world_size), own
@@ -293,6 +296,11 @@ class RunCheckpoints:
 
     def restore_trainables(self) -> None:
         """Freeze and unfreeze parameters as in the resumed run, before the module is wrapped. Not collective."""
+        if self.opened is not None:
+            from drivetrain.checkpoint._loading_hooks import HookedWeights
+
+            module, versions = self._core.module, self.opened.manifest.metadata.layer_versions
+            self.opened.renames = HookedWeights.of(module, self.opened.weights(), versions, {}).renames
         frozen = self._frozen_names()
         if frozen is not None:
             changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
@@ -384,10 +392,12 @@ class RunCheckpoints:
         self.requests.roll_back(load_now)
 
     def load_weights(self) -> None:
-        """Load the weights of the opened checkpoint for an evaluation, if there is one. Collective."""
+        """Load the weights and counters of the opened checkpoint for an evaluation, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
                 self._run_state().load_weights(self.opened, self._core.request.averaged)
+            self._core.progress.load_state_dict(self.opened.progress)
+            self._core.progress.cut_short = False
             self.opened.close()
 
     def _callback_folders(self) -> list[str]:
@@ -416,27 +426,22 @@ class RunCheckpoints:
             rehearsal.repeat_after_first_step()
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
-        """Write a checkpoint, now or at the end of the current window. Collective.
+        """Write a checkpoint, now or at the end of the current step or window. Collective.
 
         Raises:
-            ConfigurationError: the run took place in other processes, and the optimizers' states were lost when these
-                processes exited.
+            ConfigurationError: the run has ended, and this process does not have the whole state to resume from.
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
         core = self._core
-        if core.ran_elsewhere and not weights_only:
-            raise ConfigurationError(
-                "save_checkpoint after a run that took place in other processes.",
-                "the optimizers' states were lost when these processes exited; this one has only the trained weights.",
-                "call save_checkpoint within the run, from a hook, or with weights_only=True.",
-            )
-        if core.progress.within_window:
-            # A checkpoint holds no gradients, so the save waits until the window ends. All ranks wait, because all are
-            # at the same micro-batch of the window.
-            self.requests.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
-        else:
-            with core.profiling.span("checkpoint"):
-                self.write(path, weights_only, trainable_only=trainable_only)
+        if not weights_only:
+            from drivetrain._engine.state_after_run import check_state_is_whole
+
+            check_state_is_whole(core, self._collect_parts)
+        if self.run_failed:
+            self.write_after_failure(path, None, trainable_only, weights_only=weights_only)
+            return
+        with core.profiling.span("checkpoint"):
+            self.write(path, weights_only, trainable_only=trainable_only)
 
     def write(
         self,
@@ -448,7 +453,7 @@ class RunCheckpoints:
         digest: str | None = None,
         trainable_only: bool = False,
     ) -> None:
-        """Write a checkpoint now. Collective.
+        """Write a checkpoint now, or if a step or window is under way, at its end. Collective.
 
         Args:
             path: a path or an fsspec URL.
@@ -463,6 +468,10 @@ class RunCheckpoints:
             CheckpointError: this checkpoint or an earlier background save could not be written. The error is raised on
                 every rank.
         """
+        if not self.run_failed and self._is_within_step():
+            arguments = (path, weights_only, background, on_complete, identifier, digest, trainable_only)
+            self.requests.ask(partial(self.write, *arguments))
+            return
         from drivetrain.checkpoint._format import save, stage
 
         core, strategy = self._core, self._core.strategy
@@ -501,6 +510,12 @@ class RunCheckpoints:
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, record_completion)
 
+    def _is_within_step(self) -> bool:
+        """Return whether buffers and generators are those of half a step: in a micro-batch, or an unfinished window."""
+        metrics, position, progress = self._core.metrics, self._core.position, self._core.progress
+        in_micro_batch = metrics.batch is not None and position.batch_idx == progress.batch_idx
+        return progress.within_window or (in_micro_batch and position.loop == "training")
+
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
         parent, self._parent_checkpoint_id = self._parent_checkpoint_id, identifier
@@ -513,19 +528,30 @@ class RunCheckpoints:
         return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(
-        self, path: str, digest: str | None, trainable_only: bool, then: Callable[[], None], identifier: str
+        self,
+        path: str,
+        digest: str | None,
+        trainable_only: bool,
+        then: Callable[[], None] = lambda: None,
+        identifier: str = "",
+        weights_only: bool = False,
     ) -> None:
-        """Save the state that a failed run had after its last step. A run of several processes only logs a warning."""
+        """Save the state that a failed run had after its last whole step; log a warning if this state is lost."""
+        from drivetrain._engine.state_after_run import has_state_before_step
+
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
         snapshot = self._collect_parts().stopping.snapshot
+        is_half_step = self._is_within_step()
         if snapshot is not None:
             snapshot.go_back()
+        if is_half_step and not has_state_before_step(snapshot):
+            return
         core.progress.reset_to_window_start()
         self.abandon()  # an earlier save that ended later would be named as the newest
-        self.write(path, False, False, then, identifier, digest, trainable_only)
+        self.write(path, weights_only, False, then, identifier, digest, trainable_only)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.

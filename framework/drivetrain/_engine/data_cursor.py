@@ -9,6 +9,7 @@ from typing import Any
 from drivetrain._loops.progress import Progress
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._sharding import EPOCH_START, ShardingOrigin
+from drivetrain.errors import ConfigurationError
 
 
 @dataclass(slots=True)
@@ -19,11 +20,13 @@ class Cursor:
         world_size: the number of ranks that the data is sharded over.
         epoch: the epoch that began with another sharding before the run was resumed; -1 for none.
         begins: the position from which the rest of that epoch is sharded anew.
+        samples: the number of samples with which the saved epoch began; None if it is unknown.
     """
 
     world_size: int = 1
     epoch: int = -1
     begins: ShardingOrigin = EPOCH_START
+    samples: int | None = None
 
     def origin(self, epoch: int) -> ShardingOrigin:
         """Return the position from which ``epoch`` is sharded."""
@@ -36,7 +39,23 @@ class Cursor:
             "stride": None if source is None else source.stride,
             "epoch": self.epoch,
             "begins": list(self.begins),
+            "samples": None if source is None else source.samples,
         }
+
+    def check_samples(self, source: BatchSource) -> None:
+        """Check that an epoch that is resumed within has as many samples as it began with.
+
+        Raises:
+            ConfigurationError: the number of samples differs.
+        """
+        if None not in (self.samples, source.samples) and self.samples != source.samples:
+            raise ConfigurationError(
+                f"The epoch that is resumed began with {self.samples} training samples, and now has {source.samples}.",
+                "the rest of the epoch cannot be read in the order in which it began: samples would be used twice or "
+                "never.",
+                "give the data set the size that it had, for example in on_fit_start or in load_state_dict of a data "
+                "module, or resume from a checkpoint at an epoch's end.",
+            )
 
     def load_state_dict(
         self, state: Mapping[str, Any], source: BatchSource, progress: Progress, new_loader: bool = False
@@ -53,6 +72,7 @@ class Cursor:
         Returns:
             Whether the data is sharded as in the saved run, so that the run can resume bit for bit.
         """
+        self.samples = state.get("samples")  # checkpoints of earlier versions do not record it
         same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if same_sharding:
             self.epoch, self.begins = state["epoch"], ShardingOrigin(*state["begins"])

@@ -36,7 +36,7 @@ def build_evaluation(
     stage: str,
     runner: StepRunner,
     move: Move | None,
-    limits: Sequence[int | None] | None = None,
+    sanity_steps: int | None = None,
     early: EarlyExit | None = None,
 ) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates or tests the run's module and returns the values of each loader.
@@ -47,8 +47,8 @@ def build_evaluation(
         stage: "validate" or "test".
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
-        limits: the number of micro-batches of each loader in a sanity check, whose values are not logged; None for the
-            limits of the run.
+        sanity_steps: the number of micro-batches of each loader in a sanity check, whose values are not logged; -1 for
+            all, None if this is no sanity check.
         early: lets all ranks end the evaluation early after a signal; None if they always finish.
     """
     strategy = core.strategy
@@ -60,11 +60,14 @@ def build_evaluation(
         position=core.position,
         data=EvaluationData(
             [core.profiling.evaluated(source) for source in data.loaded.sources[stage]],
-            data.loaded.limits[stage] if limits is None else limits,
+            lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
             _safe_mover(core, data, stage, move),
         ),
         reporting=Reporting(
-            core.metrics, None if limits is not None else core.logger_call(), core.progress_reporter(), data.lengths
+            core.metrics,
+            None if sanity_steps is not None else core.logger_call(),
+            core.progress_reporter(),
+            data.lengths,
         ),
         mode=EvaluationMode(
             core.evaluation.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
@@ -116,7 +119,7 @@ def build_prediction(
         position=core.position,
         data=EvaluationData(
             [core.profiling.evaluated(source) for source in data.loaded.sources["predict"]],
-            data.loaded.limits["predict"],
+            lambda: data.loaded.resize_evaluation("predict"),
             _safe_mover(core, data, "predict", move),
         ),
         reporting=Reporting(core.metrics, None, core.progress_reporter(), data.lengths),
@@ -142,19 +145,23 @@ def run_sanity_check(
         after_evaluation: called before the logged values are cleared.
     """
     steps, hooks, evaluation = core.trainer.num_sanity_val_steps, core.hooks, core.evaluation
-    limits = list(data.loaded.limits["validate"])
-    if steps != -1:
-        limits = [steps if limit is None else min(steps, limit) for limit in limits]
     evaluation.sanity_checking = True
     with core.profiling.span("sanity check"), _separate_generators(core, data), evaluation.buffers.restored_at_end():
         for hook in hooks.on_sanity_check_start:
             hook()
-        build_evaluation(core, data, "validate", runner, move, limits)()
+        build_evaluation(core, data, "validate", runner, move, steps)()
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
         core.metrics.forget("validate")
     evaluation.sanity_checking = False
+
+
+def _limits(limits: Sequence[int | None], steps: int | None) -> list[int | None]:
+    """Return ``limits``, lowered to ``steps`` in a sanity check."""
+    if steps is None or steps == -1:
+        return list(limits)
+    return [steps if limit is None else min(steps, limit) for limit in limits]
 
 
 def goes_on_when_repeated(core: RunCore) -> bool:
@@ -194,6 +201,7 @@ def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager
 
 
 def _inference_mode(core: RunCore) -> bool:
-    # With sharded parameters, inference mode is not used: parameters are gathered into the same tensors repeatedly, and
-    # tensors that were created in inference mode would make a later training step or forward fail.
-    return core.trainer.inference_mode and not core.strategy.shards_parameters
+    # Training could not use a tensor that a validation within fit keeps, and steps that differentiate (meta-learning)
+    # may enable gradients there. With sharded parameters, inference mode is not used either: parameters are gathered
+    # into the same tensors repeatedly, and tensors created in inference mode would make a later forward fail.
+    return core.trainer.inference_mode and core.stage != "fit" and not core.strategy.shards_parameters

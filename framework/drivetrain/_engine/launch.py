@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,8 +86,9 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
     previous_folder = None if trainer.session is None else trainer.session.core.folder
-    # An evaluation keeps the counters of the preceding fit.
-    session = Session(request, strategy, topology, previous_folder, None if stage == "fit" else trainer.progress)
+    # An evaluation keeps the counters of the preceding fit, or takes those of the checkpoint whose weights it loads.
+    progress = None if stage == "fit" else copy(trainer.progress)
+    session = Session(request, strategy, topology, previous_folder, progress)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()

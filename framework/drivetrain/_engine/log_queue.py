@@ -22,15 +22,18 @@ class LogQueue:
     def __init__(self) -> None:
         self._rows: deque[_Row] = deque()
 
-    def put(self, loggers: Sequence[Logger], values: Mapping[str, Tensor | float], step: int) -> None:
+    def put(
+        self, loggers: Sequence[Logger], values: Mapping[str, Tensor | float], step: int, takes_step: bool = False
+    ) -> None:
         """Add a row and deliver the rows that are complete.
 
         Args:
             loggers: the loggers that receive the row.
             values: numbers and one-element tensors by name.
             step: the optimizer step that the values belong to.
+            takes_step: whether a value that is called "step" replaces ``step``, as in Lightning.
         """
-        self._rows.append(_Row(loggers, values, step))
+        self._rows.append(_Row(loggers, values, step, takes_step))
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:
@@ -49,8 +52,11 @@ class LogQueue:
 
 
 class _Row:
-    def __init__(self, loggers: Sequence[Logger], values: Mapping[str, Tensor | float], step: int) -> None:
+    def __init__(
+        self, loggers: Sequence[Logger], values: Mapping[str, Tensor | float], step: int, takes_step: bool = False
+    ) -> None:
         self._loggers = list(loggers)
+        self._takes_step = takes_step
         self._values: dict[str, Any] = dict(values)
         self._step = step
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -65,9 +71,13 @@ class _Row:
         if self._readback is not None:
             self._values.update(zip(self._names, self._readback.numbers(), strict=True))
         first_error = None
+        values, step = self._values, self._step
+        if self._takes_step and "step" in values:
+            values = dict(values)
+            step = int(values.pop("step"))
         for logger in self._loggers:
             try:
-                logger.log_metrics(self._values, self._step)
+                logger.log_metrics(values, step)
             except Exception as error:  # the other loggers still receive the row
                 first_error = first_error or error
         return first_error

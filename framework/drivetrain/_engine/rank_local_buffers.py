@@ -10,6 +10,7 @@ from torch import nn
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.evaluation_buffers import has_local_values
 from drivetrain._runtime.transfer import row_major
+from drivetrain.checkpoint._compiled_names import plain_name
 from drivetrain.checkpoint._format.checksums import crc32
 
 
@@ -48,11 +49,12 @@ def _checksum(buffer: torch.Tensor) -> int:
 @torch.no_grad()
 def load_rank_local_buffers(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Load the buffers that `collect_rank_local_buffers` returned on this rank."""
-    for name, buffer in list(module.named_buffers()):
+    for path_and_key, buffer in list(nn.Module.named_buffers(module)):
+        name = plain_name(path_and_key)
         if name not in saved:
             continue
         if buffer.shape == saved[name].shape:
             buffer.copy_(saved[name])
             continue
-        path, _, key = name.rpartition(".")
+        path, _, key = path_and_key.rpartition(".")
         module.get_submodule(path)._buffers[key] = saved[name].to(buffer)

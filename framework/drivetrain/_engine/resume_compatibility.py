@@ -137,8 +137,15 @@ def _orders(loader: Any) -> list[str]:
     return [f"of {type(sampler).__qualname__}"]
 
 
-def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
-    """Return the differences between a checkpoint's record of its run and this run. Missing entries do not count."""
+def find_differences(saved: Any, now: dict[str, Any], epoch_samples: int | None = None) -> list[Difference]:
+    """Return the differences between a checkpoint's record of its run and this run. Missing entries do not count.
+
+    Args:
+        saved: the checkpoint's record.
+        now: the record of this run.
+        epoch_samples: the number of training samples of the saved epoch, which may differ from the number at the start
+            of the saved run. This run may start with either; None if it is unknown.
+    """
     if not isinstance(saved, dict):
         return []
     result = []
@@ -154,7 +161,7 @@ def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
     if isinstance(saved_data, dict) and isinstance(data, dict):
         samples, count = saved_data.get("samples"), data["samples"]
         order = data["order"]
-        if None not in (samples, count) and samples != count:
+        if None not in (samples, count) and count not in (samples, epoch_samples):
             result.append(Difference("data", f"{samples} training samples", str(count)))
         elif saved_data.get("order", order) != order:
             saved_order = ", ".join(saved_data["order"])

@@ -60,7 +60,12 @@ class RunCallbacks:
         """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
-        self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all))
+        table = HookTable(self._trainer, self._module, self._all)
+        if self._trainer.world_size > 1:
+            from drivetrain._engine.common_draws import draw_in_common
+
+            table = draw_in_common(table, self._trainer)
+        self._hooks = self._wrap(table)
         for callback in self._all:
             bind_logging(callback, self._module)
 

@@ -34,6 +34,7 @@ from drivetrain.checkpoint._format import (
     Weights,
     run_collectively,
 )
+from drivetrain.checkpoint._loading_hooks import HookedWeights, layer_versions
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
@@ -103,6 +104,7 @@ class RunCheckpoint:
                 data_argument="" if datamodule is None else hyper_parameters_argument(datamodule),
                 weights_only=weights_only,
                 pretrained=pretrained_models(module),
+                layer_versions=layer_versions(module),
             ),
         )
         if not weights_only:
@@ -440,7 +442,8 @@ class RunCheckpoint:
             (own,) = ranks
             data.rng_replay.resume(own["draws"])
             load_rank_local_buffers(self._module, own.get("buffers", {}))
-            if progress.batch_idx:
+            # At the end of the data, the next epoch starts at its beginning, whatever state a loader has there.
+            if progress.batch_idx and not (state["loop"] or {}).get("data_is_over"):
                 source.load_state_dict(own["source"])
         else:
             seed = derive_seed(_RESUME_SEED, saved["seed"], progress.epoch, progress.epoch_samples)
@@ -484,6 +487,9 @@ class RunCheckpoint:
         strategy, base = self._strategy, checkpoint.manifest.metadata.base
         own = {name: value for name, value in strategy.model_state().items() if name not in base}
         strict = self._module.strict_loading
+        hooked = HookedWeights.of(self._module, saved, checkpoint.manifest.metadata.layer_versions, own)
+        saved = saved.with_hooked(hooked.values, hooked.replaced)
+        own |= {name: value for name, value in hooked.values.items() if name in own}
         check_weights_fit(checkpoint.path, saved, own, type(self._module).__name__, strict)
         weights = saved.staged(strategy.model_regions())
         if strict:

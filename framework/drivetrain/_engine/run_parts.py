@@ -190,6 +190,9 @@ class RunCore:
     profiling: NoProfiling
     secrets: SecretFilter = field(default_factory=SecretFilter)
 
+    def __post_init__(self) -> None:
+        self.metrics.progress = self.progress
+
     @property
     def trainer(self) -> RunContext:
         """The `Fit`, as hooks see it."""
@@ -258,6 +261,8 @@ class RunData:
         seed: the seed of the order of samples, the same on every rank.
         reload: rebuilds the loaders of an epoch; None unless ``reload_dataloaders_every_n_epochs`` is set.
         first_length: micro-batches of the first epoch, used to estimate the run's steps if loaders are rebuilt.
+        resized_at: the epoch in which the size of the training data last changed, and the steps made before it; None
+            if the size is that of the start.
         estimate_was_read: whether user code has read `estimated_stepping_batches`, on which a schedule may depend.
     """
 
@@ -269,6 +274,7 @@ class RunData:
     seed: int = 0
     reload: Callable[[int], None] | None = None
     first_length: int | None = None
+    resized_at: tuple[int, int] | None = None
     estimate_was_read: bool = False
 
     @property

@@ -152,6 +152,9 @@ def _check_loop(checkpoint: Checkpoint, file: str, loop: dict[str, Any]) -> None
         return
     if not isinstance(loop.get("asked_to_stop"), str | None):
         raise _malformed(checkpoint, file, "loop/asked_to_stop", loop.get("asked_to_stop"))
+    plateaus = loop.get("plateaus", {})
+    if not isinstance(plateaus, dict) or not all(key.isdecimal() and _is_count(at) for key, at in plateaus.items()):
+        raise _malformed(checkpoint, file, "loop/plateaus", plateaus)
     if not _is_count(loop.get("flushed_at", 0)):
         raise _malformed(checkpoint, file, "loop/flushed_at", loop["flushed_at"])
     if type(loop.get("data_is_over")) is not bool:

@@ -108,7 +108,7 @@ class Session:
         strategy: runs the module, and is bound to this process already.
         topology: this process's place among all processes.
         previous: the folder of the last run of the same `Fit`.
-        progress: the counters of the last run, for an evaluation, which does not change them; None for new counters.
+        progress: the counters of the last run, for an evaluation; None for new counters.
     """
 
     def __init__(
@@ -575,6 +575,7 @@ class Session:
         publish_failure(control, failure)
         self._log.add_failure(error, failure.traceback)
         unlock_module(core.module)
+        self.checkpoints.run_failed = True
         calls: list[Callable[[], Any]] = []
         if core.callbacks.collected:
             calls += [partial(hook, error) for hook in self._exception_hooks()]

@@ -154,18 +154,18 @@ class SessionContext(RunContext):
 
     @property
     def should_stop(self) -> bool:
-        return self.session is not None and self.session.stopping.stop.requested
+        return self.session is not None and self.session.stopping.stop.is_asked
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        stop = self._running("should_stop").stopping.stop
-        if value:
-            stop.ask(f"trainer.should_stop was set in {sys._getframe(1).f_code.co_qualname}")
-        else:
-            stop.requested, stop.own_reason = False, None
+        reason = f"trainer.should_stop was set in {sys._getframe(1).f_code.co_qualname}" if value else None
+        self._running("should_stop").stopping.stop.ask(reason)
 
     def request_stop(self, because: str) -> None:
         self._running("request_stop").stopping.stop.ask(because)
+
+    def stop_unless_withdrawn(self, owner: object, because: str | None) -> None:
+        self._running("stop_unless_withdrawn").stopping.stop.ask_or_withdraw(owner, because)
 
     @property
     def joining(self) -> bool:
@@ -534,7 +534,9 @@ class SessionContext(RunContext):
 
             self._log_queue = self._log_queue or LogQueue()
             row_step = self.global_step if step is None else step
-            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, row_step)
+            self._log_queue.put(
+                self.loggers, {"epoch": self.current_epoch, **values}, row_step, takes_step=step is None
+            )
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
         session = self._running("log_histogram")

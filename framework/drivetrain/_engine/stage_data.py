@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._engine.handshake import check_ranks_agree
 from drivetrain._engine.stage_loaders import (
     DataArguments,
     DataSplit,
@@ -85,6 +86,7 @@ class StageData:
         """The limit of micro-batches of each evaluation loader, by stage; None for all."""
         self.lengths: dict[str, list[int | None]] = {}
         """The expected micro-batches of each evaluation loader, by stage; None if unknown."""
+        self._limit_settings: dict[str, tuple[int | float | None, str]] = {}
         if stage in ("fit", "train"):
             self._find_training()
             if stage == "fit" and is_overridden("validation_step", module, TrainModule):
@@ -132,6 +134,39 @@ class StageData:
         self.loaders = (loaders,)
         self.batch_size = getattr(loaders, "batch_size", None)
         self.train = training_source(loaders, self._data_split, sequential=bool(trainer.overfit_batches))
+        self._measure_training()
+
+    def resize_training(self) -> bool:
+        """Use the present size of the training data from the next epoch on; return whether it changed. Collective.
+
+        Raises:
+            DistributedError: the sizes differ between ranks.
+            ConfigurationError: the data has no batch now.
+        """
+        assert self.train is not None
+        changed = self._changed_on_any_rank(self.train.refresh())
+        if changed:
+            self._measure_training()
+        return changed
+
+    def resize_evaluation(self, stage: str) -> list[int | None]:
+        """Use the present sizes of the data of a stage, and return the limits. See `resize_training`. Collective."""
+        changed = [source.refresh() for source in self.sources[stage]]
+        if self._changed_on_any_rank(any(changed)):
+            self._measure_evaluation(stage)
+        return self.limits[stage]
+
+    def _changed_on_any_rank(self, changed: bool) -> bool:
+        if self._control.world_size == 1:
+            return changed
+        (ranks,) = self._control.agree("the size of the data", changed)
+        if ranks:
+            check_ranks_agree(self._control, self.facts())
+        return ranks > 0
+
+    def _measure_training(self) -> None:
+        trainer = self._trainer
+        assert self.train is not None
         setting, name = trainer.limit_train_batches, "limit_train_batches"
         if trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
@@ -183,6 +218,11 @@ class StageData:
         self.sources[stage] = evaluation_sources(
             stage, loaders, self._data_split, sequential=within_fit and bool(trainer.overfit_batches)
         )
+        self._limit_settings[stage] = setting, name
+        self._measure_evaluation(stage)
+
+    def _measure_evaluation(self, stage: str) -> None:
+        setting, name = self._limit_settings[stage]
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
         self.lengths[stage] = [
             expected_length(limit, source.length)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -103,6 +104,7 @@ def build_training(
             ),
             reload=data.reload,
             after_epoch_hooks=settle,
+            resize=partial(_resize, core, data, move),
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
     )
@@ -120,6 +122,21 @@ def _warn_if_never_validates(core: RunCore) -> None:
             every,
             epochs,
         )
+
+
+def _resize(core: RunCore, data: RunData, move: BatchMover | None, epoch_begins: bool) -> EpochData | None:
+    """Read the size of the training data again; return the epoch's data if the size has changed. Collective.
+
+    Raises:
+        ConfigurationError: an epoch that is resumed within began with another number of samples.
+    """
+    changed = data.loaded.resize_training()
+    if not epoch_begins:
+        data.cursor.check_samples(data.train)
+    if not changed:
+        return None
+    data.resized_at = (core.progress.epoch, core.progress.global_step) if epoch_begins else (0, 0)
+    return epoch_data(core, data, move)
 
 
 def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
@@ -156,7 +173,9 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     snapshot = None
-    if core.saves_on_signals and core.module.automatic_optimization:
+    # After a failure, only a run of one process can save.
+    every_step = core.strategy.world_size == 1 and any(callback.save_on_exception for callback in core.callbacks)
+    if every_step or (core.saves_on_signals and core.module.automatic_optimization):
         snapshot = WindowSnapshot(
             core.module,
             data.train,
@@ -164,12 +183,15 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
             core.metrics,
             core.progress,
             lambda: trainer.accumulate_grad_batches,
+            every_step,
         )
     return Stopping(stop, snapshot)
 
 
 def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
     """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
+    if data.resized_at is not None:  # the steps that were made, and the rest by the present size of the data
+        return _count_steps(trainer, callbacks, data.train_length, *data.resized_at)
     length = data.train_length if data.first_length is None else data.first_length
     return _count_steps(trainer, callbacks, length)
 
@@ -187,15 +209,26 @@ def estimated_before_data(core: RunCore, data: RunData) -> int | float:
     return _count_steps(core.trainer, core.callbacks, loaded.train_length)
 
 
-def _count_steps(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
+def _count_steps(
+    trainer: RunContext, callbacks: RunCallbacks, length: int | None, epoch: int = 0, done: int = 0
+) -> int | float:
+    """Return the number of steps of a run whose epochs from ``epoch`` on have ``length`` micro-batches each.
+
+    Args:
+        trainer: the run.
+        callbacks: the callbacks, one of which may set the size of windows.
+        length: the number of micro-batches of an epoch; None if it is unknown.
+        epoch: the first epoch that has this length.
+        done: the number of steps that were made before this epoch.
+    """
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
     schedule = next((callback for callback in callbacks if callback.micro_batches_per_window(0) is not None), None)
     if schedule is None:
-        steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
+        steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
     else:
-        windows = (schedule.micro_batches_per_window(epoch) or 1 for epoch in range(trainer.max_epochs))
-        steps = sum(math.ceil(length / window) for window in windows)
+        windows = (schedule.micro_batches_per_window(number) or 1 for number in range(epoch, trainer.max_epochs))
+        steps = done + sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
@@ -244,6 +277,7 @@ def _build_schedulers(parts: TrainingInputs) -> Schedulers:
         override,
         metrics.agreed,
         lambda: list(metrics.callback_metrics()),
+        metrics.reduced_at,
         estimate,
         warns=core.strategy.rank == 0,
     )

@@ -153,11 +153,10 @@ def _copied_data(datamodule: Any) -> Any:
 
 
 def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
-    """Return a copy of a `Fit` that runs ``steps`` with ``callback`` only."""
+    """Return a copy of a `Fit`, without its session, that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [NullLogger() for _ in trainer.loggers]
-    trial.session, trial.state = None, "idle"
-    trial._log_queue, trial._collective_calls = None, CollectiveCalls()
+    trial._collective_calls = CollectiveCalls()
     trial.given_profiler = None
     trial.enable_checkpointing, trial.barebones, trial.fast_dev_run = False, True, False
     trial.log_every_n_steps = trial.num_sanity_val_steps = 0

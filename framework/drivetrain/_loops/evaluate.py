@@ -34,12 +34,13 @@ class EvaluationData:
 
     Attributes:
         sources: the source of the batches of each loader.
-        limits: the maximal number of micro-batches of each loader; None for all.
+        limits: reads the sizes of the loaders' data again, and returns the maximal number of micro-batches of each
+            loader; None for all. Collective. It is called after the hooks that begin an evaluation.
         move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are already on the device.
     """
 
     sources: Sequence[BatchSource]
-    limits: Sequence[int | None]
+    limits: Callable[[], Sequence[int | None]]
     move: Callable[[Any, int], Any] | None
 
 
@@ -82,11 +83,11 @@ def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManag
     except BaseException as error:
         sets_modes_after = False  # the hook may not have been called
         if isinstance(error, RuntimeError) and _NO_GRADIENT_MESSAGE in str(error):
+            setting = ", and give Fit(inference_mode=False)" if isinstance(no_gradient, torch.inference_mode) else ""
             raise ConfigurationError(
                 f"{type(module).__name__} ran a backward in {name}.",
                 "evaluations run without gradients, so the loss requires none.",
-                "compute the loss within 'with torch.enable_grad():', and give Fit(inference_mode=False); or move the "
-                "backward to training_step.",
+                f"compute the loss within 'with torch.enable_grad():'{setting}; or move the backward to training_step.",
             ) from error
         raise
     finally:
@@ -183,7 +184,7 @@ class EvaluateLoop:
             had_data = []
             if self._progress_reporter is not None:
                 self._progress_reporter.before = 0
-            for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
+            for index, (source, limit) in enumerate(zip(self._sources, self._limits(), strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
                 metrics.had_data = False
                 if not self._evaluate(index, source, limit):

@@ -87,7 +87,7 @@ class PredictLoop:
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
             self._predicted_checks = () if self._keeps_outputs else self._get_predicted_checks()
-            for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
+            for index, (source, limit) in enumerate(zip(self._sources, self._limits(), strict=True)):
                 outputs = self._predict(index, source, limit)
                 if outputs is None:
                     return None

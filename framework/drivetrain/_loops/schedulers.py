@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Schedulers:
         step: the module's ``lr_scheduler_step``; None if the module does not override it.
         monitored: returns a logged value by name, the same on every rank, or None if it was not logged.
         logged_names: returns the names of the logged values, for errors.
+        reduced_at: returns the global step at which a value was reduced; None for a value without an age.
         estimate: the estimated length of the run.
         warns: whether this rank logs warnings.
     """
@@ -49,6 +50,7 @@ class Schedulers:
         step: StepScheduler | None,
         monitored: Callable[[str], float | None],
         logged_names: Callable[[], Sequence[str]],
+        reduced_at: Callable[[str], int | None] = lambda name: None,
         estimate: StepEstimate | None = None,
         warns: bool = True,
     ) -> None:
@@ -60,7 +62,18 @@ class Schedulers:
         self._step = step
         self._monitored = monitored
         self._logged_names = logged_names
+        self._reduced_at = reduced_at
+        self._configs = list(configs)
+        self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
         self.has_step_schedulers = bool(self._by_step)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the global step of the value with which each plateau scheduler last stepped, by its index."""
+        return {str(index): step for index, step in self._used_at.items()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore what `state_dict` returned."""
+        self._used_at = {int(index): int(step) for index, step in state.items()}
 
     def after_step(self, global_step: int) -> None:
         """Step the schedulers whose interval is an optimizer step.
@@ -108,12 +121,28 @@ class Schedulers:
             if value is None:
                 self._handle_missing(config, config.monitor)
                 return
+            index, reduced_at = self._configs.index(config), self._reduced_at(config.monitor)
+            if reduced_at is not None:
+                if self._used_at.get(index) == reduced_at:
+                    self._say_stale(config)
+                    return
+                self._used_at[index] = reduced_at
         if self._step is not None:
             self._step(config.scheduler, value)
         elif value is None:
             config.scheduler.step()
         else:
             config.scheduler.step(value)
+
+    def _say_stale(self, config: SchedulerConfig) -> None:
+        if f"stale {config.monitor}" not in self._warned_names and self._warns:
+            logger.warning(
+                "%s monitors %r, which was not logged again since the scheduler's last step. The step is skipped: set "
+                "'frequency' to how often the value is logged. This warning is not repeated.",
+                type(config.scheduler).__name__,
+                config.monitor,
+            )
+        self._warned_names.add(f"stale {config.monitor}")
 
     def _handle_missing(self, config: SchedulerConfig, monitor: str) -> None:
         names = self._logged_names()
@@ -125,8 +154,8 @@ class Schedulers:
             raise ConfigurationError(
                 problem,
                 logged,
-                "log the value before the scheduler steps, monitor another value, or skip such steps with 'strict': "
-                "False.",
+                "log the value before the scheduler steps, let the scheduler step as often as the value is logged "
+                "('frequency': 2 with check_val_every_n_epoch=2), or skip such steps with 'strict': False.",
             )
         if monitor not in self._warned_names and self._warns:
             logger.warning(

@@ -146,6 +146,7 @@ class StopRequest:
         self._in_first_window = True  # steps may be compiled in it, so the control plane allows ending time
         self.requested = False
         """Set to request a stop; ``trainer.should_stop``."""
+        self._withdrawable: dict[int, str] = {}  # reasons for stops, by the owner's id; the same on all ranks
         self.own_reason: str | None = None
         """The reason of this rank's first request, for the log."""
         self.signal = 0
@@ -167,10 +168,27 @@ class StopRequest:
         self.signal = signal
         self.counts_points = True
 
-    def ask(self, reason: str) -> None:
-        """Request a stop, for ``reason``."""
-        self.requested = True
-        self.own_reason = self.own_reason or reason
+    @property
+    def is_asked(self) -> bool:
+        """Whether a stop was requested, which ``min_steps`` or ``min_epochs`` may still defer."""
+        return self.requested or bool(self._withdrawable)
+
+    def ask(self, reason: str | None) -> None:
+        """Request a stop, for ``reason``; None withdraws this rank's requests."""
+        self.requested = reason is not None
+        self.own_reason = None if reason is None else self.own_reason or reason
+        if reason is None:
+            self._withdrawable.clear()
+
+    def ask_or_withdraw(self, owner: object, reason: str | None) -> None:
+        """Request a stop that is obeyed once ``min_steps`` and ``min_epochs`` are reached; None withdraws it.
+
+        All ranks call this method at the same point with the same decision, so no agreement is needed.
+        """
+        if reason is None:
+            self._withdrawable.pop(id(owner), None)
+        else:
+            self._withdrawable[id(owner)] = reason
 
     @property
     def reason(self) -> str | None:
@@ -190,7 +208,8 @@ class StopRequest:
             self._check_deadline()
         if self._store is None:
             self.leaving = self.signal
-            return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
+            is_asked = self.requested or len(self._withdrawable) > 0
+            return self.leaving > 0 or (is_asked and self._obeys_request(step, epoch))
         if self._in_first_window:
             self._in_first_window = False
             self._control.after_first_step()
@@ -199,10 +218,11 @@ class StopRequest:
             self._stop.request(self._reason_code(), self._store)
         if self.exits_at_point():
             return True
-        if self._point < self._stop.point:
+        if self._point >= self._stop.point:
+            self.requested = True
+        elif not self._withdrawable:
             return False
-        self.requested = True
-        return self._may_stop(step, epoch)
+        return self._obeys_request(step, epoch, apart=self._point < self._stop.point)
 
     def exits_at_point(self, apart: bool = False) -> bool:
         """Return whether all ranks leave now. Called on every rank at each point.
@@ -302,7 +322,20 @@ class StopRequest:
 
     def after_epoch(self, step: int, epochs: int) -> bool:
         """Return whether the run ends between two epochs, by the requests that `agree` has exchanged."""
-        return self.agreed_to_exit() or (self.requested and self._may_stop(step, epochs))
+        return self.agreed_to_exit() or self._obeys_request(step, epochs)
+
+    def _obeys_request(self, step: int, epochs: int, apart: bool = False) -> bool:
+        """Return whether the run ends because of a request, now that ``step`` and ``epochs`` are reached.
+
+        Args:
+            step: optimizer steps made.
+            epochs: epochs completed.
+            apart: whether another request still waits for the point on which the ranks agree.
+        """
+        if self._withdrawable and self._may_stop(step, epochs):
+            self.ask(next(iter(self._withdrawable.values())))
+            return True
+        return self.requested and not apart and self._may_stop(step, epochs)
 
     def _may_stop(self, step: int, epochs: int) -> bool:
         return step >= self._min_steps and epochs >= self._min_epochs

@@ -71,7 +71,7 @@ class Snapshot(Protocol):
     """The state at the start of a window, for a run that may be saved and ended within a window."""
 
     def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch. If windows have one micro-batch, take none and return False."""
+        """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False."""
 
     def take(self) -> None:
         """Take a snapshot before the next window."""
@@ -131,6 +131,8 @@ class Schedule:
         validation: runs validation.
         reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
         after_epoch_hooks: called after the hooks that begin an epoch; applies the changes that the hooks have made.
+        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns the data
+            of the epoch if the size has changed, and otherwise None. Collective.
         checks: warns about problems that are visible only over a whole epoch.
     """
 
@@ -138,6 +140,7 @@ class Schedule:
     validation: ValidationPlan
     reload: Callable[[int], None] | None
     after_epoch_hooks: Callable[[], None]
+    resize: Callable[[bool], EpochData | None]
     checks: EpochChecks
 
 
@@ -224,6 +227,7 @@ class TrainLoop:
             "asked_to_stop": self._asked_to_stop,
             "flushed_at": self._flushed_at,
             "validation": self._validation.state_dict(),
+            "plateaus": self._schedule.schedulers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,8 +245,9 @@ class TrainLoop:
         if self._length == 0:  # because of limit_train_batches=0
             return
         resumed, self._resumed = self._resumed, None
-        # Older checkpoints have no "flushed_at".
+        # Older checkpoints have neither "flushed_at" nor "plateaus".
         self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
+        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus", {}))
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
@@ -285,8 +290,12 @@ class TrainLoop:
             self._schedule.after_epoch_hooks()
         else:
             self._metrics.enter("train", reset=False)
-            if resumed is not None and resumed["validation"] is not None:
-                self._validation.load_state_dict(resumed["validation"], self._progress)
+        resized = self._schedule.resize(epoch_begins)
+        if resized is not None:
+            self._use(resized)
+            self._validation.resize(resized.length, self._progress)
+        if not epoch_begins and resumed is not None and resumed["validation"] is not None:
+            self._validation.load_state_dict(resumed["validation"], self._progress)
 
     def _train_epoch(self, snapshot: Snapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.
@@ -389,9 +398,9 @@ class TrainLoop:
             hook()
         schedule.checks.end(progress.epoch)
         if ended is EpochEnd.DATA:
+            schedule.schedulers.after_epoch(progress.epoch + 1)  # `current_epoch` is still the epoch that ends
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
-            schedule.schedulers.after_epoch(progress.epoch)
         self._data_is_over = False
         self._requests.run()
         stop = self._stop
@@ -517,6 +526,7 @@ class TrainLoop:
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
+        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus", {}))
         return resumed
 
     def _warn_of_no_step(self) -> None:

@@ -74,6 +74,11 @@ class ValidationPlan:
         batches = None if validate is None else _in_micro_batches(interval, self._every_n_epochs, length)
         self._set(validate, length, batches)
 
+    def resize(self, length: int | None, progress: Progress) -> None:
+        """Use another length from this epoch on, which begins or is resumed."""
+        self.renew(self._validate, length)
+        self.begin_epoch(progress)
+
     def _set(self, validate: Callable[[], object] | None, length: int | None, interval: int | None) -> None:
         self._validate = validate
         self._interval = interval

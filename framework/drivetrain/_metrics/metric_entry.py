@@ -66,6 +66,7 @@ class Entry:
         "options",
         "prog_bar",
         "reduced",
+        "reduced_at",
         "result",
         "resumed",
         "sync_dist",
@@ -108,6 +109,7 @@ class Entry:
         # A value of `last` that was merged from several ranks of a checkpoint, and the number of these ranks.
         self.merged: tuple[torch.Tensor | float | None, int] = (None, 1)
         self.result: torch.Tensor | None = None
+        self.reduced_at: int | None = None  # the global step at which `result` was reduced
         self.fresh = False
         self.resumed = False
         self.reset()
@@ -144,9 +146,12 @@ class Entry:
         if isinstance(weight, torch.Tensor):
             weight = _wide(weight)
             self.weight = self.weight + weight
-            self.total = self._combine(
-                self.total, weight * (_wide(value) if isinstance(value, torch.Tensor) else value)
-            )
+            part = weight * (_wide(value) if isinstance(value, torch.Tensor) else value)
+            # A value without weight does not count: the mean over no tokens is NaN.
+            self.total = self._combine(self.total, torch.where(weight == 0, 0.0, part))
+            return
+        if not weight:
+            self.total = 0.0 if self.total is None else self.total
             return
         self.weight += weight
         if isinstance(value, torch.Tensor):
@@ -202,7 +207,8 @@ class Entry:
         self.epoch_total()
         state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
         forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
-        return {**state, "forced": list(forced), "is_reduced": self.last is not None and self.last is self.reduced}
+        is_reduced = self.last is not None and self.last is self.reduced
+        return {**state, "forced": list(forced), "is_reduced": is_reduced, "reduced_at": self.reduced_at}
 
     @classmethod
     def of_state(cls, name: str, state: Mapping[str, Any], device: torch.device) -> Self:
@@ -229,6 +235,8 @@ class Entry:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
         entry.reduced = entry.last if state["is_reduced"] else None
+        reduced_at = state.get("reduced_at")  # older checkpoints lack it
+        entry.reduced_at = None if reduced_at is None else int(reduced_at)
         entry.resumed = True
         return entry
 

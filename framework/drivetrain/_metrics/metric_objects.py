@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 
@@ -39,6 +40,7 @@ class MetricObjects:
         self._epoch_values: dict[str, torch.Tensor] = {}  # the computed values of this epoch, by key
         self._late_states: dict[str, dict[str, Any]] = {}  # states of metrics logged after the reduction, by key
         self._computed_metrics: dict[str, Any] = {}  # the metrics whose value this epoch computed, by key
+        self._claims: dict[str, tuple[str, str | None]] = {}  # each metric's stage, and its epoch value's key
 
     def all(self) -> dict[str, Any]:
         """Return all metric objects by attribute name."""
@@ -78,6 +80,36 @@ class MetricObjects:
             f"log({name!r}) was given a {type(metric).__name__} that is not an attribute of the module.",
             "a metric must move with the module and exist on every rank and after a resume.",
             "assign the metric in __init__ (self.accuracy = ...), or pass metric_attribute=.",
+        )
+
+    def claim(self, attribute: str, key: str | None, stage: str) -> None:
+        """Record the stage and key under which a metric is logged, of which there must be one.
+
+        Args:
+            attribute: the metric's name on the module.
+            key: the key of an epoch value; None for a key that has only step values.
+            stage: the stage.
+
+        Raises:
+            ConfigurationError: the metric was logged under another key, for another loader, or in another stage.
+        """
+        stage_before, key_before = self._claims.get(attribute, (stage, key))
+        if stage_before == stage and (key is None or key_before in (None, key)):
+            self._claims[attribute] = stage, key or key_before
+            return
+        logged, before = (
+            f"log({key!r})" if key else "log",
+            f"was logged as {key_before!r}" if key_before else "was logged",
+        )
+        if stage_before != stage:
+            before += f" in another stage ({stage_before!r}; this is {stage!r})"
+        elif "dataloader_idx_" in (key or "") and "dataloader_idx_" in (key_before or ""):
+            before += ", for another loader"
+        raise ConfigurationError(
+            f"{logged} was given the {type(self.at(attribute)).__name__} {attribute!r}, which {before}.",
+            "a metric object has one state: each value would be computed from the updates of both.",
+            "create one metric object for each stage and each loader (in a torch.nn.ModuleList, indexed by "
+            "dataloader_idx), or log it once.",
         )
 
     def note_logged(self, key: str, metric: Any) -> None:
@@ -260,6 +292,28 @@ def compute_value(
             set_metric_state(metric, state_before)
     # The value is copied because it may be the tensor that the metric updates.
     return as_scalar(name, metric, value).to("cpu", copy=True)
+
+
+def check_list_states(control: ControlPlane, name: str, attribute: str, metric: Any) -> None:
+    """Check that lists of states that torchmetrics gathers one by one are equally long on all ranks. Collective.
+
+    Raises:
+        ConfigurationError: they are not, so that the ranks would wait for each other. Raised on every rank.
+    """
+    states = {key: getattr(metric, key) for key, reduction in metric._reductions.items() if reduction is None}
+    lengths = {key: len(state) for key, state in states.items() if isinstance(state, list)}
+    if not lengths or control.world_size == 1:
+        return
+    table = control.all_gather(torch.tensor([float(length) for length in lengths.values()], dtype=torch.float64))
+    for key, column in zip(lengths, table.T.int().tolist(), strict=True):
+        if len(set(column)) > 1:
+            raise ConfigurationError(
+                f"The state {key!r} of the {type(metric).__name__} {attribute!r}, which was logged as {name!r}, has "
+                f"another length on each rank: {', '.join(map(str, column))}.",
+                "with dist_reduce_fx=None, torchmetrics gathers a list element by element, so the ranks would wait for "
+                "each other.",
+                "use dist_reduce_fx='cat' and a state of tensors, or update the metric equally often on every rank.",
+            )
 
 
 def forward_value(name: str, metric: Any) -> torch.Tensor | None:

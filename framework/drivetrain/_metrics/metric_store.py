@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from drivetrain._metrics.metric_entry import (
 )
 from drivetrain._metrics.metric_objects import (
     MetricObjects,
+    check_list_states,
     forward_value,
     is_metric,
     metric_state,
@@ -40,6 +41,8 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
+        self.progress: Any = None
+        """The counters of the run, of which ``global_step`` is read."""
         self.contributes = True
         """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
         self._stages: dict[str, dict[str, Entry]] = {}
@@ -99,7 +102,7 @@ class MetricStore:
             if is_metric(value):
                 raise_kind_mismatch(entry, value)
             value = number(name, value)
-        if entry.on_step:
+        if entry.on_step and not (batch_size == 0 and type(batch_size) is int and entry.operation == "mean"):
             entry.last = value
             entry.fresh = True
         if entry.on_epoch:
@@ -155,6 +158,8 @@ class MetricStore:
         metric = value if is_metric(value) else None
         if metric is None:
             number(name, value)  # checks the first value, also on a rank without data
+        else:
+            attribute = attribute or self.objects.attribute_of(name, metric)
         loader = f"/dataloader_idx_{self.dataloader_idx}"
         within_step = self.batch is not None and self.stage == "train"
         entry = Entry(
@@ -167,9 +172,11 @@ class MetricStore:
             operation=operation,
             sync_dist=sync_dist,
             metric=metric,
-            attribute=None if metric is None else attribute or self.objects.attribute_of(name, metric),
+            attribute=None if metric is None else attribute,
             loader=loader if name.endswith(loader) else "",
         )
+        if entry.attribute is not None:
+            self.objects.claim(entry.attribute, name if entry.on_epoch else None, self.stage)
         entry.loader_idx = self.dataloader_idx
         self.entries[name] = entry
         return entry
@@ -241,6 +248,7 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
+                    check_list_states(self.control, name, attribute, self.objects.at(attribute))
                     results[name] = self.objects.epoch_value(name, name, self.objects.at(attribute), True)
                 else:
                     results[name] = combine(operation, table[:, 2 * position], table[:, 2 * position + 1])
@@ -262,6 +270,7 @@ class MetricStore:
         for entry in self.entries.values():
             if entry.epoch_name in logged and entry.on_epoch:
                 entry.result = logged[entry.epoch_name]
+                entry.reduced_at = None if self.progress is None else self.progress.global_step
         self._values.update(logged)
         return logged
 
@@ -363,6 +372,16 @@ class MetricStore:
                 if total is not None and (isinstance(weight, Tensor) or weight > 0):
                     values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
         return values
+
+    def reduced_at(self, name: str) -> int | None:
+        """Return the global step at which a value of `callback_metrics` was reduced, the same on all ranks. Collective.
+
+        None means that the value has no age: it is a step's value, or it was not logged.
+        """
+        found = [entry.reduced_at for entry in self._all_entries() if name == entry.epoch_name and entry.on_epoch]
+        found += [entry.reduced_at for entry in self._all_entries() if name == entry.name != entry.epoch_name]
+        step = next((each for each in found if each is not None), None)
+        return cast("int | None", self.control.from_rank_0(step))
 
     def agreed(self, name: str) -> float | None:
         """Return a logged value, the same on all ranks (see `agreed_value`); None if no rank logged it. Collective."""

@@ -17,7 +17,7 @@ Average = Callable[[list[Tensor], list[Tensor], int], None]
 
 
 class Averages:
-    """Averages of a module's trainable parameters and, optionally, of its floating-point buffers.
+    """Averages of a module's trainable parameters and, optionally, of its running statistics.
 
     Averages have at least float32 precision and live on the device of their weights. Each rank averages only its own
     part of the weights, such as its shard of a sharded weight or its partition of ZeRO's float32 master weights. Frozen
@@ -26,7 +26,8 @@ class Averages:
     Args:
         strategy: the strategy that has set up the module.
         module: the module to average.
-        buffers: whether to also average persistent buffers. If False, the module's buffers are used as they are.
+        buffers: whether to also average persistent buffers that are running statistics: those whose name begins with
+            ``running_``. All other buffers are used as they are.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, buffers: bool) -> None:
@@ -139,7 +140,7 @@ class Averages:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned in a run with any strategy."""
         training = {}
-        not_averaged = set() if self._buffers else self._buffer_values().keys()
+        not_averaged = self._buffer_values().keys() - self._averaged_buffers()
         for name, value in state.items():
             if name in not_averaged:
                 continue
@@ -177,7 +178,7 @@ class Averages:
             if value.requires_grad or name in self.averages
         }
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        averaged_buffers = {name for name, _ in self._module.named_buffers()} if self._buffers else set()
+        averaged_buffers = self._averaged_buffers()
         values = {}
         state: Mapping[str, Any] = self._strategy.model_state()
         for name, value in state.items():
@@ -185,6 +186,16 @@ class Averages:
             if wanted and isinstance(value, Tensor | ParameterShard) and _is_averageable(value.dtype):
                 values[name] = self._strategy.shard_of(value)
         return values
+
+    def _averaged_buffers(self) -> set[str]:
+        """Return the names of the buffers to average.
+
+        A mean of other buffers need not be a valid value: that of unit vectors (spectral norm) is shorter.
+        """
+        if not self._buffers:
+            return set()
+        names = [name for name, _ in self._module.named_buffers()]
+        return {name for name in names if name.rpartition(".")[2].startswith("running_")}
 
     def _buffer_values(self) -> dict[str, Tensor]:
         """Return the module's persistent buffers that this rank holds whole, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain._metrics.agreed_value import agreed_value
@@ -17,6 +18,21 @@ def monitored_value(trainer: RunContext, name: str) -> float | None:
     A collective operation.
     """
     return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))
+
+
+def fresh_value(trainer: RunContext, name: str) -> float | None:
+    """Return the logged value ``name`` if it belongs to the present weights: a step's value, or one of this step.
+
+    None if it was not logged, or if weights have changed since it was reduced. A collective operation.
+    """
+    value = monitored_value(trainer, name)
+    reduced_at = None if value is None else trainer.metrics.reduced_at(name)
+    return value if reduced_at in (None, trainer.global_step) else None
+
+
+def was_logged(trainer: RunContext, names: Sequence[str]) -> bool:
+    """Return whether all these values were logged at some time. A collective operation."""
+    return all(monitored_value(trainer, name) is not None for name in names)
 
 
 def missing_value(trainer: RunContext, monitored_by: str, name: str) -> ConfigurationError:

@@ -23,7 +23,7 @@ from drivetrain.callbacks._checkpoint_names import (
     names_in,
 )
 from drivetrain.callbacks._claimed_names import ClaimedNames
-from drivetrain.callbacks._monitored_value import missing_value, monitored_value
+from drivetrain.callbacks._monitored_value import fresh_value, missing_value, monitored_value, was_logged
 from drivetrain.checkpoint._folders import (
     LATEST,
     child,
@@ -477,13 +477,13 @@ class Checkpoint(Callback):
         """
         if self._disabled or (self.save_top_k == 0 and self.keep_last == 0):
             return
-        logged = {name: monitored_value(trainer, name) for name in self.monitors}
+        logged = {name: fresh_value(trainer, name) for name in self.monitors}
         missing = [name for name, value in logged.items() if value is None]
         # In `on_train_end` the current epoch is already the next one.
         epoch = self._waiting_in if is_last and self._waiting_in is not None else trainer.current_epoch
         self._waiting_in = epoch if missing and not is_last else None
         if missing:
-            if not (is_last or may_wait or self._awaits_validation(trainer)):
+            if not (is_last or may_wait or self._awaits_validation(trainer)) and not was_logged(trainer, missing):
                 raise missing_value(trainer, self.monitors[missing[0]], missing[0])
             if may_wait:
                 return
@@ -510,13 +510,13 @@ class Checkpoint(Callback):
         if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
             return
         if is_last:
-            text = "%s: no value of that name was logged until the end. The last state is saved without a score."
+            text = "%s: no value of that name was logged for the last state, which is saved without a score."
             logger.warning(text, self.monitors[name])
             return
         self._said_that_it_waits = True
         logger.warning(
-            "%s: the save that is due at step %d waits for the first validation, because no value of that name is "
-            "logged yet.%s This message is not repeated.",
+            "%s: the save that is due at step %d waits for the next validation, because no value of that name was "
+            "logged for these weights.%s This message is not repeated.",
             self.monitors[name],
             trainer.global_step,
             "" if self.keep_last else " keep_last=1 would save the newest state meanwhile.",
@@ -557,6 +557,8 @@ class Checkpoint(Callback):
             if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
                 self._claims.release(name)
+                for each in trainer.loggers:
+                    each.after_save_checkpoint(self)
             else:
                 self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 

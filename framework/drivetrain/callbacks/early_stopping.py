@@ -109,6 +109,7 @@ class EarlyStopping(Callback):
         self.best_score = math.inf
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
+        self._checked_at: int | None = None  # the global step of the value that was last checked
         self._reset()
         self._at_epoch_end = True
         self._fitting = False
@@ -138,6 +139,7 @@ class EarlyStopping(Callback):
             "best_score": self.best_score,
             "stopped_epoch": self.stopped_epoch,
             "stopping_reason": self.stopping_reason,
+            "checked_at": self._checked_at,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -146,6 +148,7 @@ class EarlyStopping(Callback):
         self.best_score = float(state_dict["best_score"])
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
+        self._checked_at = state_dict.get("checked_at")
 
     @property
     def monitors(self) -> Mapping[str, str]:
@@ -168,6 +171,7 @@ class EarlyStopping(Callback):
         self.best_score = math.inf if self.mode == "min" else -math.inf
         self.stopped_epoch = 0
         self.stopping_reason = None
+        self._checked_at = None
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine whether to check at the end of epochs or of validations."""
@@ -176,6 +180,8 @@ class EarlyStopping(Callback):
         else:
             once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
             self._at_epoch_end = once_per_epoch or not trainer.num_val_batches
+        if self.stopping_reason is not None:  # the resumed run had not reached min_epochs or min_steps
+            trainer.stop_unless_withdrawn(self, f"EarlyStopping: {self.stopping_reason}")
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the monitored value, if checks are made at the end of epochs."""
@@ -192,15 +198,16 @@ class EarlyStopping(Callback):
         if value is None:
             self._handle_missing_value(trainer)
             return
+        reduced_at = trainer.metrics.reduced_at(self.monitor)
+        if reduced_at is not None and reduced_at == self._checked_at:
+            return  # there was no validation since the last check
+        self._checked_at = reduced_at
         reason = self._evaluate(value)
-        if reason is None and not trainer.should_stop:
-            # After an earlier request to stop, min_epochs kept the run going, and the value has improved since then.
-            self.stopping_reason = None
-            self.stopped_epoch = 0
+        # Before min_epochs and min_steps are reached, a later check may withdraw the request.
+        trainer.stop_unless_withdrawn(self, None if reason is None else f"EarlyStopping: {reason}")
+        self.stopping_reason = reason
+        self.stopped_epoch = 0 if reason is None else trainer.current_epoch
         if reason is not None:
-            trainer.request_stop(f"EarlyStopping: {reason}")
-            self.stopped_epoch = trainer.current_epoch
-            self.stopping_reason = reason
             if self.verbose:
                 trainer.print(f"EarlyStopping: {reason}")
         elif self.verbose and self.wait_count == 0:

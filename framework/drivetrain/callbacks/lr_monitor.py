@@ -98,6 +98,7 @@ class LearningRateMonitor(Callback):
         for name, value in rates.items():
             if not name.endswith(("-momentum", "-weight_decay")):
                 self.lrs.setdefault(name, []).append(value)
+        trainer.metrics.restore(rates)  # as values of `callback_metrics`
         return rates
 
     def rates(self, trainer: RunContext) -> dict[str, float]:

@@ -156,7 +156,7 @@ class ProgressBar(Callback):
         """Start an epoch."""
         last = f"/{trainer.max_epochs}" if trainer.max_epochs not in (None, -1) else ""
         title = f"Epoch {trainer.current_epoch + 1}{last}"
-        self._training = Phase(title, _as_total(_epoch_batches(trainer)), _now(), trainer.batch_idx)
+        self._training = Phase(title, _epoch_batches(trainer), _now(), trainer.batch_idx)
         self._start_phase(self._training)
 
     def on_train_batch_end(
@@ -179,7 +179,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a validation."""
         title = "Sanity check" if trainer.sanity_checking else "Validation"
-        self._start_phase(Phase(title, _as_total(sum(trainer.num_val_batches)), _now()))
+        self._start_phase(Phase(title, _evaluated_batches(trainer), _now()))
 
     def on_validation_batch_end(
         self,
@@ -205,7 +205,7 @@ class ProgressBar(Callback):
 
     def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a test."""
-        self._start_phase(Phase("Test", _as_total(sum(trainer.num_test_batches)), _now()))
+        self._start_phase(Phase("Test", _evaluated_batches(trainer), _now()))
 
     def on_test_batch_end(
         self,
@@ -225,7 +225,7 @@ class ProgressBar(Callback):
 
     def on_predict_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start a prediction."""
-        self._start_phase(Phase("Prediction", _as_total(sum(trainer.num_predict_batches)), _now()))
+        self._start_phase(Phase("Prediction", _evaluated_batches(trainer), _now()))
 
     def on_predict_batch_end(
         self,
@@ -264,10 +264,15 @@ class ProgressBar(Callback):
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
+            self._update_total(trainer, phase)
             self._time_left_in_run = self._remaining_text(trainer, phase, now)
             self.draw(phase, self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module)), now)
         # The interval starts after drawing, so that a slow terminal cannot take most of the run's time.
         self._next_refresh = _now() + self._refresh_interval
+
+    def _update_total(self, trainer: RunContext, phase: Phase) -> None:
+        """Show the present number of batches, since hooks may change the size of the data after a phase has begun."""
+        phase.total = _epoch_batches(trainer) if phase is self._training else _evaluated_batches(trainer)
 
     def _remaining_text(self, trainer: RunContext, phase: Phase, now: float) -> str:
         if self._time_left is None or phase is not self._training:
@@ -287,6 +292,7 @@ class ProgressBar(Callback):
         if phase is None or now < self._next_line or self._pending_line is not None:
             return
         phase.done = batches
+        self._update_total(trainer, phase)
         self._next_line = now + _LINE_INTERVAL
         values = self.get_metrics(trainer, trainer.lightning_module)
         parts = [f"{phase.done}/{phase.total}" if phase.is_bounded else f"{phase.done}", "batches"]
@@ -357,12 +363,21 @@ def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: st
     return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *format_metrics(metrics)])
 
 
-def _epoch_batches(trainer: RunContext) -> int | float:
-    """Return the number of micro-batches of the epoch, limited by ``max_steps``."""
+def _epoch_batches(trainer: RunContext) -> int | None:
+    """Return the number of micro-batches of the epoch, limited by ``max_steps``; None if it is unknown."""
     if trainer.max_steps < 0:
-        return trainer.num_training_batches
-    remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-    return min(trainer.num_training_batches, trainer.batch_idx + remaining)
+        return _as_total(trainer.num_training_batches)
+    window = trainer.accumulate_grad_batches
+    window_start = trainer.batch_idx - trainer.batch_idx % window
+    return _as_total(
+        min(trainer.num_training_batches, window_start + (trainer.max_steps - trainer.global_step) * window)
+    )
+
+
+def _evaluated_batches(trainer: RunContext) -> int | None:
+    if trainer.testing:
+        return _as_total(sum(trainer.num_test_batches))
+    return _as_total(sum(trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches))
 
 
 def _as_total(total: float) -> int | None:

@@ -1,17 +1,22 @@
-"""Data loading: sample order, sharding over ranks, and transfer of batches to the device."""
+"""Data loading: sample order, sharding over ranks, and transfer of batches to the device.
+
+Every name is imported on first use.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from drivetrain._runtime.lazy_names import lazy_names
-from drivetrain.data.combined import CombinedLoader
-from drivetrain.data.datamodule import DataModule
-from drivetrain.data.order import KeyedPermutation, SequentialOrder, order
 
 if TYPE_CHECKING:
+    from drivetrain.data.combined import CombinedLoader as CombinedLoader
+    from drivetrain.data.datamodule import DataModule as DataModule
     from drivetrain.data.predictions import Predictions as Predictions
     from drivetrain.data.predictions import read_predictions as read_predictions
+    from drivetrain.data.sample_order import KeyedPermutation as KeyedPermutation
+    from drivetrain.data.sample_order import SequentialOrder as SequentialOrder
+    from drivetrain.data.sample_order import order as order
     from drivetrain.data.splitting import split_by_rank as split_by_rank
 
 __all__ = [
@@ -25,6 +30,15 @@ __all__ = [
     "split_by_rank",
 ]
 
-_HOME = {"Predictions": ".predictions", "read_predictions": ".predictions", "split_by_rank": ".splitting"}
+_HOME = {
+    "CombinedLoader": ".combined",
+    "DataModule": ".datamodule",
+    "KeyedPermutation": ".sample_order",
+    "Predictions": ".predictions",
+    "SequentialOrder": ".sample_order",
+    "order": ".sample_order",
+    "read_predictions": ".predictions",
+    "split_by_rank": ".splitting",
+}
 
-__getattr__, _ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -113,6 +113,14 @@ class BatchSource(Protocol):
         """Restore what `state_dict` returned. Call it before `epoch` with a start within that epoch."""
         ...
 
+    def refresh(self) -> bool:
+        """Read the sizes of the data again, between two epochs; return whether they differ from those of before.
+
+        Raises:
+            ConfigurationError: the loader has no batch now.
+        """
+        ...
+
     def close(self) -> None:
         """Shut down the workers. Another `epoch` may start afterwards."""
         ...

@@ -54,19 +54,19 @@ class IterableSource:
         self.samples = None
         self.stride = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
-        self.length = len_or_none(loader)
+        self.length: int | None = None
+        self.refresh()
         self.length_is_exact = isinstance(loader, list | tuple)
         self.last: Any = NO_BATCH
         """The last skipped batch, which a rank without samples uses to join a step if no batch follows it."""
-        if self.length == 0:
-            raise no_batches_error(f"{type(loader).__name__} has length 0")
         if isinstance(loader, DataLoader):
             # Without this attribute, torch warns about a wrong length at every batch and on every rank.
             attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
-            # torch seeds and shards a DataPipe and recognises it by its type, so a DataPipe is not replaced by a proxy.
-            if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
-                self._seeded = SeededIterable(loader.dataset, seed, rank, world_size)
-                attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerInit(loader.worker_init_fn)}
+            if loader.num_workers > 0:
+                attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+                # torch seeds and shards a DataPipe and recognises it by its type, so no proxy replaces it.
+                if not isinstance(loader.dataset, IterDataPipe):
+                    self._seeded = attributes["dataset"] = SeededIterable(loader.dataset, seed, rank, world_size)
             self._clone = LoaderClone(loader, **attributes)
         # Other iterables may reuse the memory of their batches.
         self.fresh_memory = type(loader) in (list, tuple) or (
@@ -134,6 +134,12 @@ class IterableSource:
         if self._stateful_object is not None and state["state"] is not None:
             self._stateful_object.load_state_dict(state["state"])
             self._state_is_loaded = True
+
+    def refresh(self) -> bool:
+        before, self.length = self.length, len_or_none(self._loader)
+        if self.length == 0:
+            raise no_batches_error(f"{type(self._loader).__name__} has length 0")
+        return self.length != before
 
     def close(self) -> None:
         if self._clone is not None:

@@ -77,7 +77,13 @@ class _IteratorTracker:
     def __call__(self) -> Any:
         loader = self._loader()
         assert loader is not None, "the loader itself makes this call"
-        iterator = type(loader)._get_iterator(loader)
+        if loader.num_workers:
+            from drivetrain.data._worker_signals import starting_workers  # imported only if there are workers
+
+            with starting_workers(loader.multiprocessing_context):
+                iterator = type(loader)._get_iterator(loader)
+        else:
+            iterator = type(loader)._get_iterator(loader)
         self._iterator = weakref.ref(iterator)
         return iterator
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from drivetrain.data._samplers import (
 from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
 from drivetrain.data._worker_seeding import SeededDataset, WorkerInit
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
-from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
+from drivetrain.data.sample_order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -114,9 +113,10 @@ class MapSource:
 
     Args:
         clone: a copy of the loader with ``rank_sampler`` in place of its sampler.
+        dataset: the loader's data set.
         rank_sampler: the sampler of this rank's shards.
         shards_known: see `BatchSource`.
-        samples: see `BatchSource`.
+        samples_known: whether this rank reads a part of one data set, whose size is the same on every rank.
         prebatched: automatic batching is off, so each item of the data set is a whole batch of unknown size.
         custom_iteration: the loader may yield more or fewer batches than its sampler requests.
         rank_local: the shards of other ranks are unknown.
@@ -131,9 +131,10 @@ class MapSource:
     def __init__(
         self,
         clone: LoaderClone,
+        dataset: Any,
         rank_sampler: RankSampler,
         shards_known: bool,
-        samples: int | None,
+        samples_known: bool,
         prebatched: bool,
         custom_iteration: bool,
         rank_local: bool,
@@ -150,7 +151,9 @@ class MapSource:
         self._rank_local = rank_local
         self._on_epoch_start = on_epoch_start
         self.shards_known = shards_known
-        self.samples = samples
+        self._dataset = dataset
+        self._samples_known = samples_known
+        self._size = len_or_none(dataset)
         self.in_process = in_process
         self.stateful = False
         self.stride = stride
@@ -162,6 +165,21 @@ class MapSource:
     @property
     def length(self) -> int | None:
         return self._rank_sampler.length
+
+    @property
+    def samples(self) -> int | None:
+        return self._size if self._samples_known else None
+
+    def refresh(self) -> bool:
+        before = self._size, self.length
+        self._rank_sampler.refresh()
+        self._size = len_or_none(self._dataset)
+        if (self._size, self.length) == before:
+            return False
+        if self.length == 0:
+            raise no_batches_error(f"the data set has no batch: its size went from {before[0]} to {self._size} samples")
+        self.close()  # Persistent workers have a copy of the data set as it was when they started.
+        return True
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
         # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
@@ -291,9 +309,10 @@ class _MapStylePlanner:
         shards_unknown = multi_rank and (rank_local or prebatched)
         return MapSource(
             LoaderClone(loader, **attributes),
+            loader.dataset,
             rank_sampler,
             not shards_unknown and not (custom_iteration and multi_rank),
-            None if shards_unknown else len_or_none(loader.dataset),  # type: ignore[arg-type]
+            not shards_unknown,
             prebatched,
             custom_iteration,
             shards_unknown,
@@ -314,13 +333,25 @@ class _MapStylePlanner:
         standard = _standard_sampler(inner)
         if standard is None:
             return None
-        samples, shuffle = standard
-        order_of: Callable[[int], Order] = partial(KeyedPermutation, samples, self._seed)
-        if not shuffle or self._predicting:
-            order_of = lambda epoch: SequentialOrder(samples)  # noqa: E731
+        source, shuffle = standard
+        in_order = not shuffle or self._predicting
         drop_last = drop_last and not self._predicting
-        sharding = EpochSharding(samples, batch_size, self._rank, self._world_size, drop_last, self._training)
-        return ShardedSampler(sharding, order_of, prebatched, uses_workers)
+
+        def order_of(samples: int, epoch: int) -> Order:
+            return SequentialOrder(samples) if in_order else KeyedPermutation(samples, self._seed, epoch)
+
+        def sharding_of() -> EpochSharding:
+            if shuffle and type(inner) is RandomSampler and len(inner) != len(inner.data_source):
+                raise ConfigurationError(
+                    f"RandomSampler(num_samples={len(inner)}) of a data set that now has {len(inner.data_source)} "
+                    "samples",
+                    "the number of samples was fixed when the sampler was built, so the sampler does not follow the "
+                    "data set",
+                    "leave num_samples out, or use shuffle=True of the DataLoader",
+                )
+            return EpochSharding(len(source), batch_size, self._rank, self._world_size, drop_last, self._training)
+
+        return ShardedSampler(sharding_of, order_of, prebatched, uses_workers)
 
     def _shard_custom_sampler(
         self, sampler: Any, prebatched: bool, uses_workers: bool, rank_local: bool
@@ -328,20 +359,21 @@ class _MapStylePlanner:
         """Return a sampler that shards a custom sampler. If ``rank_local``, the custom sampler is read in full."""
         sharded = self._replace_sampler and not rank_local
         world_size, rank = (self._world_size, self._rank) if not rank_local else (1, 0)
-        length = len_or_none(sampler)
         drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and sharded)
         start: Callable[[int], Iterator[GlobalBatch]]
         if prebatched:
             start = lambda skip: group_indices(sampler, 1, world_size, False, skip)  # noqa: E731
-            length = _divide(length, world_size, False)
+            length_of = lambda: _divide(len_or_none(sampler), world_size, False)  # noqa: E731
         elif type(sampler) is BatchSampler and sharded:
             start = lambda skip: group_indices(  # noqa: E731
                 sampler.sampler, sampler.batch_size, world_size, drop_last, skip
             )
-            length = _divide(len_or_none(sampler.sampler), world_size * sampler.batch_size, drop_last)
+            length_of = lambda: _divide(  # noqa: E731
+                len_or_none(sampler.sampler), world_size * sampler.batch_size, drop_last
+            )
         else:
             start = lambda skip: group_batches(sampler, world_size, drop_last, skip)  # noqa: E731
-            length = _divide(length, world_size, drop_last)
+            length_of = lambda: _divide(len_or_none(sampler), world_size, drop_last)  # noqa: E731
 
         def start_groups(skip: int) -> Iterator[GlobalBatch]:
             groups = start(skip)
@@ -353,17 +385,17 @@ class _MapStylePlanner:
             if isinstance(getattr(part, "generator", None), torch.Generator)
         ]
         rng_for_epoch = (lambda epoch: SamplerRng(self._seed, epoch, generators)) if sharded else None
-        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length, prebatched, uses_workers)
+        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length_of, prebatched, uses_workers)
 
 
-def _standard_sampler(sampler: Any) -> tuple[int, bool] | None:
-    """Return the length of a standard torch sampler and whether it shuffles; None for any other sampler."""
+def _standard_sampler(sampler: Any) -> tuple[Any, bool] | None:
+    """Return what a standard torch sampler draws from, and whether it shuffles; None for any other sampler."""
     if type(sampler) is SequentialSampler:
-        return len(sampler), False
+        return sampler, False
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        return len(sampler), True
+        return sampler, True
     if type(sampler) is DistributedSampler:
-        return len(sampler.dataset), sampler.shuffle  # type: ignore[arg-type]
+        return sampler.dataset, sampler.shuffle
     return None
 
 

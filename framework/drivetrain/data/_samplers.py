@@ -14,7 +14,7 @@ from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng
 from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
-from drivetrain.data.order import Order
+from drivetrain.data.sample_order import Order
 from drivetrain.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
@@ -30,7 +30,8 @@ class RankSampler(ABC):
     """Batch sampler (or sampler) of this rank's part, which can start at any micro-batch of any epoch.
 
     Args:
-        length: the number of micro-batches that the sampler declares for an epoch; None if it declares no length.
+        length_of: returns the number of micro-batches that the sampler declares for an epoch now; None if it declares
+            no length.
         prebatched: whether the data set holds whole batches, so that a request is a single index rather than a list.
         keyed: whether each request carries the key of its micro-batch, which worker processes need.
     """
@@ -38,8 +39,9 @@ class RankSampler(ABC):
     length_is_exact = False
     """Whether every epoch has exactly ``length`` micro-batches."""
 
-    def __init__(self, length: int | None, prebatched: bool, keyed: bool) -> None:
-        self.length = length
+    def __init__(self, length_of: Callable[[], int | None], prebatched: bool, keyed: bool) -> None:
+        self._length_of = length_of
+        self.length = length_of()
         self._prebatched = prebatched
         self._keyed = keyed
         self._epoch = 0
@@ -47,6 +49,10 @@ class RankSampler(ABC):
         self._origin = EPOCH_START
         self.requested: deque[list[Any]] | None = None
         """A queue that receives the indices of each request when it is made; None if indices are not recorded."""
+
+    def refresh(self) -> None:
+        """Use the present size of the data from the next epoch on."""
+        self.length = self._length_of()
 
     @abstractmethod
     def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
@@ -104,8 +110,8 @@ class ShardedSampler(RankSampler):
     """`RankSampler` over an `Order`. It starts at any micro-batch without iterating over the preceding ones.
 
     Args:
-        sharding: how the epoch is sharded over the ranks.
-        order_of: returns the order of an epoch.
+        sharding_of: returns how an epoch is sharded over the ranks, for the present size of the data.
+        order_of: takes the number of samples and the number of an epoch, and returns the order.
         prebatched: see `RankSampler`.
         keyed: see `RankSampler`.
     """
@@ -113,11 +119,20 @@ class ShardedSampler(RankSampler):
     length_is_exact = True
 
     def __init__(
-        self, sharding: EpochSharding, order_of: Callable[[int], Order], prebatched: bool, keyed: bool
+        self,
+        sharding_of: Callable[[], EpochSharding],
+        order_of: Callable[[int, int], Order],
+        prebatched: bool,
+        keyed: bool,
     ) -> None:
-        super().__init__(sharding.length, prebatched, keyed)
-        self._sharding = sharding
+        self._sharding_of = sharding_of
+        self._sharding = sharding_of()
         self._order_of = order_of
+        super().__init__(lambda: self._sharding.length, prebatched, keyed)
+
+    def refresh(self) -> None:
+        self._sharding = self._sharding_of()
+        super().refresh()
 
     def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
         self._epoch, self._start, self._origin = epoch, start, origin
@@ -127,7 +142,7 @@ class ShardedSampler(RankSampler):
         return chain.from_iterable(self._sharding.remaining(origin.samples).shards(start - origin.number))
 
     def indices(self, epoch: int) -> Iterator[list[Any]]:
-        return chain.from_iterable(self._sharding.indices(self._order_of(epoch)))
+        return chain.from_iterable(self._sharding.indices(self._order_of(self._sharding.samples, epoch)))
 
     def count(self, epoch: int) -> int | None:
         return self.length
@@ -136,7 +151,8 @@ class ShardedSampler(RankSampler):
         return self._blocks_from(self._epoch, self._start, self._origin)
 
     def _blocks_from(self, epoch: int, first: int, origin: ShardingOrigin) -> Iterator[list[Any]]:
-        for block in self._sharding.remaining(origin.samples).indices(self._order_of(epoch), first - origin.number):
+        order = self._order_of(self._sharding.samples, epoch)
+        for block in self._sharding.remaining(origin.samples).indices(order, first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)
 
@@ -153,7 +169,7 @@ class ShardedCustomSampler(RankSampler):
             the process's generators.
         rank: this process's data rank.
         rank_local: whether the samplers of other ranks are unknown, so that the samples of all ranks cannot be counted.
-        length: see `RankSampler`.
+        length_of: see `RankSampler`.
         prebatched: see `RankSampler`.
         keyed: see `RankSampler`.
     """
@@ -164,11 +180,11 @@ class ShardedCustomSampler(RankSampler):
         rng_for_epoch: Callable[[int], SamplerRng] | None,
         rank: int,
         rank_local: bool,
-        length: int | None,
+        length_of: Callable[[], int | None],
         prebatched: bool,
         keyed: bool,
     ) -> None:
-        super().__init__(length, prebatched, keyed)
+        super().__init__(length_of, prebatched, keyed)
         self._start_groups = start_groups
         self._rng_for_epoch = rng_for_epoch
         self._rank = rank

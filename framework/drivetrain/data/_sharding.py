@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain.data.order import Order
+from drivetrain.data.sample_order import Order
 
 # Number of sample indices that are computed at a time: large enough to amortise torch's overhead, and small enough for
 # an epoch to start without delay.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -132,7 +130,8 @@ class WorkerInit:
     """A ``worker_init_fn`` that moves the worker to a separate process group and then calls the user's function.
 
     A signal for the run's process group (Ctrl-C, or a scheduler's SIGTERM) would otherwise end the worker while the run
-    still needs data to save a checkpoint. A worker still ends when its parent process ends.
+    still needs data to save a checkpoint. A worker still ends when its parent process ends. A worker that is not forked
+    from the run leaves the group as soon as it has loaded this object.
 
     Args:
         user_init: the user's ``worker_init_fn``; None if there is none. In this function, `get_worker_info` returns the
@@ -142,9 +141,17 @@ class WorkerInit:
     def __init__(self, user_init: Callable[[int], object] | None) -> None:
         self._user_init = user_init
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from drivetrain.data._worker_signals import is_starting, leave_process_group  # imported only in workers
+
+        self.__dict__.update(state)
+        if is_starting():
+            leave_process_group()
+
     def __call__(self, worker_id: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # The platform has no process groups.
-            os.setpgid(0, 0)
+        from drivetrain.data._worker_signals import leave_process_group
+
+        leave_process_group()
         worker = get_worker_info()
         if worker is not None and isinstance(worker.dataset, _DatasetProxy):
             # `WorkerInfo` does not allow assignment. Users open files or split the data through its ``dataset``.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -17,7 +19,8 @@ from drivetrain.errors import ConfigurationError, nearest
 if TYPE_CHECKING:
     from drivetrain.data._order_fingerprint import OrderFingerprint
 
-MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+_CYCLE = "max_size_cycle"
+MODES = ("min_size", _CYCLE, "max_size", "sequential")
 
 _EXHAUSTED: Any = object()
 """Marks an exhausted loader, since None may be a batch."""
@@ -74,7 +77,8 @@ class CombinedLoader:
                 for batch_idx, batch in enumerate(stream.open(0, 0)):
                     yield batch, batch_idx, index
             return
-        for batch_idx, row in enumerate(_iterate_rows(streams, self.mode, 0)):
+        positions = [_StreamPosition() for _ in streams]
+        for batch_idx, row in enumerate(_iterate_rows(streams, self.mode, 0, positions)):
             yield _unflatten(self.iterables, iter(row)), batch_idx, 0
 
 
@@ -107,9 +111,7 @@ class CombinedSource:
         self._loader = loader
         self._sources = sources
         self.shards_known = all(source.shards_known for source in sources)
-        known_counts = [source.samples for source in sources if source.samples is not None]
-        self.samples = sum(known_counts) if len(known_counts) == len(sources) else None
-        self.length = combined_length([source.length for source in sources], loader.mode)
+        self._measure()
         self.length_is_exact = all(source.length_is_exact for source in sources)
         self.in_process = any(source.in_process for source in sources)
         self.stateful = any(source.stateful for source in sources)
@@ -117,6 +119,8 @@ class CombinedSource:
         self.fresh_memory = all(source.fresh_memory for source in sources)
         subsets = [source.subset for source in sources]
         self.subset = None if all(subset is None for subset in subsets) else subsets
+        self._positions: list[_StreamPosition] = []  # where each source is; updated as batches are read
+        self._resumed_at: list[_StreamPosition] | None = None
 
     @property
     def needs_order_check(self) -> bool:
@@ -152,53 +156,101 @@ class CombinedSource:
                 "each of these loaders is at a different position in its own order.",
                 "resume on the same number of ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
             )
+        positions = self._resumed_at if start else None  # an epoch that was over when it was saved is not resumed
+        self._resumed_at = None
         if self._loader.mode == "sequential":
-            return self._iterate_sequentially(epoch, start)
-        return self._iterate_together(epoch, start)
+            return self._iterate_sequentially(epoch, start, positions)
+        return self._iterate_together(epoch, start, positions)
 
     def count(self, epoch: int) -> int | None:
         return self.length if self.length_is_exact else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sources": [source.state_dict() for source in self._sources]}
+        state: dict[str, Any] = {"sources": [source.state_dict() for source in self._sources]}
+        if self.stateful:  # a stateful source goes on from its own state, which the number of rows does not determine
+            state["positions"] = [
+                [position.pass_number, position.offset, position.ended] for position in self._positions
+            ]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for source, saved in zip(self._sources, state["sources"], strict=True):
+        positions = state.get("positions")
+        self._resumed_at = None if positions is None else [_StreamPosition(*position) for position in positions]
+        for index, (source, saved) in enumerate(zip(self._sources, state["sources"], strict=True)):
+            if self.stateful and self._resumed_at is None:
+                # A checkpoint of an earlier version has no positions, so the rows are read from the epoch's beginning.
+                saved = {**saved, "state": None}
+            elif self._resumed_at is not None and self._resumed_at[index].ended and self._loader.mode != _CYCLE:
+                continue  # The next epoch reads this source from its beginning.
             source.load_state_dict(saved)
+
+    def refresh(self) -> bool:
+        changed = [source.refresh() for source in self._sources]
+        self._measure()
+        return any(changed)
+
+    def _measure(self) -> None:
+        known_counts = [source.samples for source in self._sources if source.samples is not None]
+        self.samples = sum(known_counts) if len(known_counts) == len(self._sources) else None
+        self.length = combined_length([source.length for source in self._sources], self._loader.mode)
 
     def close(self) -> None:
         for source in self._sources:
             source.close()
 
-    def _iterate_sequentially(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
-        remaining_sources, length = list(self._sources), None
-        while start and len(remaining_sources) > 1:
-            length = remaining_sources[0].count(epoch)
-            if length is None or start < length:
-                break
+    def _iterate_sequentially(
+        self, epoch: int, start: int, positions: list[_StreamPosition] | None
+    ) -> Iterator[tuple[Any, BatchShard]]:
+        skipped = 0
+        if positions is None:
+            positions, skipped = self._find_sequential_positions(epoch, start)
+        self._positions = positions
+        remaining = [pair for pair in zip(self._sources, positions, strict=True) if not pair[1].ended]
+        if not remaining:
+            return iter(())
+        # Start the epoch here rather than at the first read, as other sources do.
+        first, position = remaining.pop(0)
+        batches = _follow(first.epoch(epoch, position.offset), position)
+        return islice(chain(batches, self._remaining(remaining, epoch)), skipped, None)
+
+    def _find_sequential_positions(self, epoch: int, start: int) -> tuple[list[_StreamPosition], int]:
+        """Return the sources' positions at batch ``start``, and how many batches to read and drop from there on."""
+        positions = [_StreamPosition() for _ in self._sources]
+        for source, position in zip(self._sources[:-1], positions, strict=False):
+            length = source.count(epoch) if start else None
+            if length is None:  # The source may end before batch `start`.
+                return positions, start
+            if start < length:
+                position.offset = start
+                return positions, 0
             start -= length
-            remaining_sources.pop(0)
-        if start == 0 or len(remaining_sources) == 1 or length is not None:
-            # Start the epoch here rather than at the first read, as other sources do.
-            first, start = remaining_sources.pop(0).epoch(epoch, start), 0
-        else:  # The source's length is unknown and may be less than `start`, so the source is read from its beginning.
-            first = remaining_sources.pop(0).epoch(epoch)
-        return islice(chain(first, self._remaining(remaining_sources, epoch)), start, None)
+            position.ended = True
+        positions[-1].offset = start
+        return positions, 0
 
     @staticmethod
-    def _remaining(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, BatchShard]]:
-        for source in sources:
-            yield from source.epoch(epoch)
+    def _remaining(
+        sources: Sequence[tuple[BatchSource, _StreamPosition]], epoch: int
+    ) -> Iterator[tuple[Any, BatchShard]]:
+        for source, position in sources:
+            yield from _follow(source.epoch(epoch, position.offset), position)
 
-    def _iterate_together(self, epoch: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
+    def _iterate_together(
+        self, epoch: int, start: int, positions: list[_StreamPosition] | None
+    ) -> Iterator[tuple[Any, BatchShard]]:
         streams = []
         for source in self._sources:
             passes = 1
-            if self._loader.mode == "max_size_cycle":
+            if self._loader.mode == _CYCLE:
                 length_known = self.length_is_exact and source.length
                 passes = -(-self.length // source.length) if length_known else _MAX_PASSES  # type: ignore[operator]
             streams.append(_source_stream(source, epoch * passes))
-        return self._assemble(_iterate_rows(streams, self._loader.mode, start))
+        skipped = 0
+        if positions is None:
+            positions, skipped = _find_positions(streams, start, self._loader.mode)
+        self._positions = positions
+        rows = _iterate_rows(streams, self._loader.mode, start - skipped, positions)
+        return self._assemble(islice(rows, skipped, None))
 
     def _assemble(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, BatchShard]]:
         for row in rows:
@@ -231,8 +283,9 @@ def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
     return min(known_lengths) if mode == "min_size" else max(known_lengths)
 
 
-class _StreamPosition(NamedTuple):
-    """The position of a loader at a step.
+@dataclass(slots=True)
+class _StreamPosition:
+    """The position of a loader at a step. It is updated as the loader's batches are read.
 
     Attributes:
         pass_number: number of the current pass over the loader.
@@ -245,19 +298,32 @@ class _StreamPosition(NamedTuple):
     ended: bool = False
 
 
-def _iterate_rows(streams: Sequence[_Stream], mode: str, start: int) -> Iterator[list[Any]]:
-    """Start every stream, and return the rows from step ``start`` on. A row holds one batch of each stream."""
-    cycle = mode == "max_size_cycle"
+def _find_positions(streams: Sequence[_Stream], start: int, mode: str) -> tuple[list[_StreamPosition], int]:
+    """Return the streams' positions at step ``start``, and how many rows to read and drop from there on."""
+    positions = [_find_position(stream, start, mode == _CYCLE) for stream in streams]
+    known = [position for position in positions if position is not None]
+    if len(known) == len(streams):
+        return known, 0
+    # The position of some stream at ``start`` is unknown, so the rows before it are read.
+    return [_StreamPosition() for _ in streams], start
+
+
+def _iterate_rows(
+    streams: Sequence[_Stream], mode: str, start: int, positions: list[_StreamPosition]
+) -> Iterator[list[Any]]:
+    """Start every stream at its position, and return the rows from there on. A row holds one batch of each stream.
+
+    Args:
+        streams: the loaders.
+        mode: the mode of the `CombinedLoader`.
+        start: the number of the step that ``positions`` belong to.
+        positions: the position of each stream, which is updated as rows are read.
+    """
     steps = combined_length([stream.length for stream in streams], mode)
-    positions_or_none = [_find_position(stream, start, cycle) for stream in streams]
-    positions = [position for position in positions_or_none if position is not None]
-    if len(positions) < len(streams):
-        # The position of some stream at ``start`` is unknown, so the rows before it are read and dropped.
-        return islice(_iterate_rows(streams, mode, 0), start, None)
-    if _is_finished([position.ended for position in positions], mode):
+    if _is_finished(positions, mode):
         return iter(())
     iterators = [
-        iter(()) if position.ended and not cycle else stream.open(position.pass_number, position.offset)
+        iter(()) if position.ended and mode != _CYCLE else stream.open(position.pass_number, position.offset)
         for stream, position in zip(streams, positions, strict=True)
     ]
     rows = _step_rows(streams, mode, positions, iterators)
@@ -283,33 +349,39 @@ def _find_position(stream: _Stream, start: int, cycle: bool) -> _StreamPosition 
 def _step_rows(
     streams: Sequence[_Stream], mode: str, positions: Sequence[_StreamPosition], iterators: list[Iterator[Any]]
 ) -> Iterator[list[Any]]:
-    cycle = mode == "max_size_cycle"
-    pass_numbers, ended_flags = (
-        [position.pass_number for position in positions],
-        [position.ended for position in positions],
-    )
     while True:
         row: list[Any] = []
         exhausted_indices = []
         for index, batches in enumerate(iterators):
             row.append(next(batches, _EXHAUSTED))
+            positions[index].offset += 1
             if row[index] is _EXHAUSTED:
                 exhausted_indices.append(index)
-                ended_flags[index] = True
+                positions[index].ended = True
                 if mode == "min_size":
                     return
-        if _is_finished(ended_flags, mode):  # The end is checked before any stream is restarted.
+        if _is_finished(positions, mode):  # The end is checked before any stream is restarted.
             return
         for index in exhausted_indices:
             iterators[index], row[index] = iter(()), None
-            if cycle:
-                pass_numbers[index] += 1
-                iterators[index] = streams[index].open(pass_numbers[index], 0)
+            if mode == _CYCLE:
+                position = positions[index]
+                position.pass_number, position.offset = position.pass_number + 1, 1
+                iterators[index] = streams[index].open(position.pass_number, 0)
                 row[index] = next(iterators[index], None)
         yield row
 
 
-def _is_finished(ended: Sequence[bool], mode: str) -> bool:
+def _follow(batches: Iterator[Any], position: _StreamPosition) -> Iterator[Any]:
+    """Yield ``batches``, and update ``position`` as they are read."""
+    for batch in batches:
+        position.offset += 1
+        yield batch
+    position.ended = True
+
+
+def _is_finished(positions: Sequence[_StreamPosition], mode: str) -> bool:
+    ended = map(attrgetter("ended"), positions)
     return any(ended) if mode == "min_size" else all(ended)
 
 

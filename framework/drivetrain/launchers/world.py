@@ -15,6 +15,7 @@ from drivetrain._distributed.failure import Failure, RankFailedError, failure_fi
 from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import admit
 from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
+from drivetrain.environments._utilities_rank import set_utilities_rank
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers._parent_watchdog import die_with_parent
@@ -197,6 +198,8 @@ def set_current_world(world: World | None) -> None:
     """Set the world of this process."""
     global _world
     _world = world
+    if world is not None:
+        set_utilities_rank(world.placement.rank)
 
 
 def _join() -> World | None:

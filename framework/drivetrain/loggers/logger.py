@@ -147,6 +147,10 @@ class Logger(ABC):
         """
         del step
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Receive a `Checkpoint` callback that has just completed a checkpoint. Only rank 0 calls this method."""
+        del checkpoint_callback
+
     def save(self) -> None:
         """Write pending data."""
 

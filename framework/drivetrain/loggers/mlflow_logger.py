@@ -125,10 +125,12 @@ class MLFlowLogger(DirectoryLogger):
 
     @property
     def run_id(self) -> str:
-        """The id of the MLflow run, which is started if necessary. Only for rank 0."""
-        if not self._is_open or self._last_opened is None:
-            self._open(self._directory.make())
-        assert self._last_opened is not None
+        """The id of the MLflow run, which is started if there is none yet. Only for rank 0.
+
+        Reading it after the run has ended does not change the run's status.
+        """
+        if self._last_opened is None or self._last_opened[0] != self._directory.path:
+            return self._open_run_id()
         return self._last_opened[1]
 
     @property
@@ -140,7 +142,7 @@ class MLFlowLogger(DirectoryLogger):
         """Send metrics."""
         entities = _mlflow("mlflow.entities")
         now = int(time.time() * 1000)
-        run_id, stored = self.run_id, self._stored
+        run_id, stored = self._open_run_id(), self._stored
         for key, value in metrics.items():
             name = self._valid_name(f"{self._prefix}{key}")
             value = float(value)
@@ -171,7 +173,8 @@ class MLFlowLogger(DirectoryLogger):
         new_params = {
             self._valid_name(name): str(value) for name, value in _flatten(self._secret_filter.take_out(params)[0])
         }
-        stored_params = self.experiment.get_run(self.run_id).data.params
+        run_id = self._open_run_id()
+        stored_params = self.experiment.get_run(run_id).data.params
         changed = [
             name
             for name, value in new_params.items()
@@ -184,7 +187,7 @@ class MLFlowLogger(DirectoryLogger):
             )
         new = [entities.Param(name, value) for name, value in new_params.items() if name not in stored_params]
         for start in range(0, len(new), _MAX_PARAMS):
-            self.experiment.log_batch(self.run_id, params=new[start : start + _MAX_PARAMS])
+            self.experiment.log_batch(run_id, params=new[start : start + _MAX_PARAMS])
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Log an image, which MLflow shows by key and step. Requires Pillow."""
@@ -198,17 +201,17 @@ class MLFlowLogger(DirectoryLogger):
         """Log a histogram as ``histograms/<key>/step=<n>.json``, since MLflow has no histograms."""
         histogram = Histogram.of(value)
         document = {"counts": list(histogram.counts), "edges": list(histogram.edges), "left_out": histogram.left_out}
-        self.experiment.log_dict(self.run_id, document, self._artifact_path("histograms", key, step, "json"))
+        self.experiment.log_dict(self._open_run_id(), document, self._artifact_path("histograms", key, step, "json"))
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Log a text as ``texts/<key>/step=<n>.txt``."""
-        self.experiment.log_text(self.run_id, text_of(value), self._artifact_path("texts", key, step, "txt"))
+        self.experiment.log_text(self._open_run_id(), text_of(value), self._artifact_path("texts", key, step, "txt"))
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Log a table as ``tables/<key>/step=<n>.json``, with ``columns`` and ``data`` as MLflow expects them."""
         table = Table.of(value)
         document = {"columns": table.columns, "data": table.rows}
-        self.experiment.log_dict(self.run_id, document, self._artifact_path("tables", key, step, "json"))
+        self.experiment.log_dict(self._open_run_id(), document, self._artifact_path("tables", key, step, "json"))
 
     def rewind(self, step: int) -> None:
         """Continue the MLflow run, and do not send metrics of repeated steps that the run already has."""
@@ -251,6 +254,13 @@ class MLFlowLogger(DirectoryLogger):
         return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process opens its own connection.
 
     # Start or continue the MLflow run, and send to it
+
+    def _open_run_id(self) -> str:
+        """Return the id of the MLflow run, which is started or continued, so that it can be written to."""
+        if not self._is_open or self._last_opened is None:
+            self._open(self._directory.make())
+        assert self._last_opened is not None
+        return self._last_opened[1]
 
     def _open(self, path: str) -> None:
         resumes = self._resume_directory == path
@@ -313,7 +323,7 @@ class MLFlowLogger(DirectoryLogger):
         if not is_installed("PIL"):
             self._warn_unsupported("images without Pillow (pip install pillow)")
             return
-        name, run_id = self._valid_name(f"{self._prefix}{key}"), self.run_id
+        name, run_id = self._valid_name(f"{self._prefix}{key}"), self._open_run_id()
         name = name.replace(":", "_")  # MLflow accepts colons in names of metrics, but not in names of images.
         if step > self._stored_images.get(name.replace("/", "~"), -1):
             self.experiment.log_image(run_id, pixels(), key=name, step=step)

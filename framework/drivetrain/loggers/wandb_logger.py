@@ -20,6 +20,7 @@ from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._row_journal import RowJournal
 from drivetrain.loggers._service_run_id import ServiceRunId
+from drivetrain.loggers._wandb_checkpoints import UPLOADS, CheckpointUploads
 from drivetrain.loggers._wandb_store import StoredRows
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
@@ -31,13 +32,6 @@ STEP = "trainer/global_step"
 _EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}  # wandb uses 255 for Ctrl-C and shows "killed"
 
 _MAX_BINS = 512  # wandb's limit
-
-_UNSUPPORTED = {
-    "log_model": "WandbLogger does not upload checkpoints: call logger.experiment.log_artifact(trainer.log_dir + "
-    "'/checkpoints/...') in a hook, or wandb artifact put on the command line",
-    "checkpoint_name": "WandbLogger does not upload checkpoints",
-    "anonymous": "wandb no longer supports anonymous runs: log in, or pass offline=True",
-}
 
 
 class WandbLogger(DirectoryLogger):
@@ -57,10 +51,12 @@ class WandbLogger(DirectoryLogger):
         anonymous: not supported, because wandb has removed anonymous runs.
         project: wandb's project, and the name of the folder for its runs; None means the environment's
             ``WANDB_PROJECT``, else "drivetrain_logs".
-        log_model: must be False, because checkpoints are not uploaded.
+        log_model: "all" uploads each checkpoint of a `Checkpoint` callback once it is complete. True uploads those that
+            are left at the end of a successful run, or each one if ``save_top_k=-1``. Artifacts have the aliases
+            "latest" and, for the best one, "best", as in Lightning.
         experiment: a run that the caller has started with ``wandb.init``, and that the caller finishes.
         prefix: prepended to every metric's name, with a dash.
-        checkpoint_name: not supported, because checkpoints are not uploaded.
+        checkpoint_name: the name of the artifact with the checkpoints; None for ``model-<id of the run>``.
         **options: further arguments of ``wandb.init``: ``group``, ``tags``, ``entity``, ``notes``, ``job_type``,
             ``config``, ``settings``.
 
@@ -78,16 +74,24 @@ class WandbLogger(DirectoryLogger):
         id: str | None = None,
         anonymous: bool | None = None,
         project: str | None = None,
-        log_model: bool = False,
+        log_model: bool | str = False,
         experiment: Any = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
         **options: Any,
     ) -> None:
-        unsupported = {"log_model": log_model, "checkpoint_name": checkpoint_name, "anonymous": anonymous}
-        for argument, value in unsupported.items():
-            if value:
-                raise ConfigurationError(f"WandbLogger({argument}={value!r})", _UNSUPPORTED[argument], "omit it")
+        if anonymous:
+            raise ConfigurationError(
+                f"WandbLogger(anonymous={anonymous!r})",
+                "wandb no longer supports anonymous runs.",
+                "log in, or pass offline=True.",
+            )
+        if log_model not in UPLOADS:
+            raise ConfigurationError(
+                f"WandbLogger(log_model={log_model!r})",
+                "log_model selects the checkpoints to upload.",
+                "pass False, True (those that are left at the end) or 'all' (each one).",
+            )
         wandb = _wandb()
         _check_options(wandb, options)
         root = os.path.expanduser(os.fspath(save_dir if dir is None else dir))
@@ -108,11 +112,12 @@ class WandbLogger(DirectoryLogger):
         self._user_run = experiment
         self._run: Any = None
         self._is_foreign_run = False  # whether other code in this process started the run with wandb.init
-        self._last_opened: tuple[str, str] | None = None  # the folder and the id of the last opened run
+        self._last_opened: tuple[str, str, str | None] | None = None  # folder, id and URL of the last opened run
         self._resume_point: tuple[str, int] | None = None  # the folder and the step from which a run resumes
         self._next_row: int | None = None  # the next row of a resumed offline run; wandb would begin at row 0
         self._stored: dict[str, int] = {}  # after a rewind, the last step that wandb has stored, by metric
         self._last_sent: dict[str, int] = {}  # the last step that this object sent, by metric
+        self._uploads = CheckpointUploads(log_model, checkpoint_name)
         self._journal_failed = False
         self._journal = RowJournal(self._directory, "wandb-rows.jsonl")
 
@@ -120,13 +125,24 @@ class WandbLogger(DirectoryLogger):
     def experiment(self) -> Any:
         """The wandb ``Run``, for features that have no method in this class (artifacts, ``watch``).
 
-        Only for rank 0, because the first use creates the run's directory and, if wandb is online, connects.
+        Only for rank 0, because the first use creates the run's directory and, if wandb is online, connects. After the
+        run has ended, this property continues it at the service; `run_id` and `url` do not.
         """
         if self._user_run is not None:
             return self._user_run
         if self._run is None:
             self._run = self._open(self._directory.make())
         return self._run
+
+    @property
+    def run_id(self) -> str:
+        """Wandb's id of the run, which is started if there is none yet. Only for rank 0."""
+        return self._identity()[0]
+
+    @property
+    def url(self) -> str | None:
+        """The address of the run's page, or None if wandb is offline. The run is started if there is none yet."""
+        return self._identity()[1]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Send a row, with the step under ``trainer/global_step``."""
@@ -181,10 +197,19 @@ class WandbLogger(DirectoryLogger):
         if self._run is not None:
             self._journal.save()
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Upload the checkpoints of a `Checkpoint` callback, as ``log_model`` selects them."""
+        self._uploads.after_save(checkpoint_callback, self)
+
     def finalize(self, status: str) -> None:
-        """Finish the wandb run with ``status``. A later write continues the run."""
+        """Upload the checkpoints that are left, if ``log_model`` is True, and finish the wandb run.
+
+        A later write continues the run.
+        """
         try:
             self.save()
+            if status == "success":
+                self._uploads.at_end(self)
         finally:
             self._finish(_EXIT_CODES.get(status, 1))
 
@@ -192,6 +217,14 @@ class WandbLogger(DirectoryLogger):
         return self.__dict__ | {"_run": None, "_user_run": None}  # Another process cannot use these connections.
 
     # Start, continue and finish the wandb run
+
+    def _identity(self) -> tuple[str, str | None]:
+        """Return the run's id and URL, without continuing a run that has ended."""
+        if self._run is None and self._user_run is None and self._last_opened is not None:
+            path, run_id, url = self._last_opened
+            if path == self._directory.path:
+                return run_id, url
+        return self.experiment.id, self.experiment.url
 
     def _open(self, path: str) -> Any:
         wandb = _wandb()
@@ -210,12 +243,12 @@ class WandbLogger(DirectoryLogger):
         is_new_run = run_id is None
         run_id = run_id or secrets.token_hex(4)
         id_file.write(run_id)
-        if self._last_opened != (path, run_id):
+        if self._last_opened is None or self._last_opened[:2] != (path, run_id):
             self._last_sent, self._stored = {}, {}
         arguments = {"resume": "allow", **self._options, "project": self.name, "name": self._run_name}
         with _arguments_without_secrets():
             run = wandb.init(dir=path, id=run_id, **arguments)
-        self._last_opened = (path, run_id)
+        self._last_opened = (path, run_id, run.url)
         _define_step(run)
         if not is_new_run:
             self._load_stored(
@@ -317,7 +350,7 @@ def _check_options(wandb: Any, options: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"WandbLogger({name}=...) is unknown.{nearest(name, known)}",
                 "the logger passes further arguments to wandb.init, which has no such argument.",
-                f"use one of {', '.join(known)}; add_file_policy is for artifacts, which this logger does not upload.",
+                f"use one of {', '.join(known)}.",
             )
 
 

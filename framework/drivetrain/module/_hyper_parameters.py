@@ -14,7 +14,7 @@ from drivetrain.errors import ConfigurationError
 
 
 class HyperParameters(dict[str, Any]):
-    """A dict whose entries can also be read and set as attributes."""
+    """A dict whose entries can also be read and set as attributes, like those of a ``DictConfig``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -132,10 +132,29 @@ def _init_arguments(owner: object) -> dict[str, Any]:
 
 def _validated(owner: object, values: Mapping[str, Any], ignore: str | Iterable[str]) -> dict[str, Any]:
     ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-    hyper_parameters = {name: value for name, value in values.items() if name not in ignored}
+    hyper_parameters = {name: _copied(value) for name, value in values.items() if name not in ignored}
     for name, value in hyper_parameters.items():
         _check_json(type(owner).__name__, name, value)
     return hyper_parameters
+
+
+def _copied(value: Any) -> Any:
+    """Copy nested containers, so that later changes do not reach the saved value; other mappings become dicts."""
+    if isinstance(value, Mapping):
+        kind = dict if type(value) is dict else HyperParameters
+        return kind({key: _copied(entry) for key, entry in value.items()})
+    if isinstance(value, tuple):
+        return value if hasattr(value, "_fields") else tuple(map(_copied, value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return list(map(_copied, value))
+    return value
+
+
+def with_attributes(value: Any) -> Any:
+    """Return a value with its dicts, nested ones too, as `HyperParameters`, as which a checkpoint passes them."""
+    if isinstance(value, dict):
+        return HyperParameters({key: with_attributes(entry) for key, entry in value.items()})
+    return [with_attributes(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _first_argument(frame: FrameType) -> Any:
@@ -161,7 +180,8 @@ def _check_json(owner: str, name: str, value: Any) -> None:
         raise ConfigurationError(
             f"save_hyperparameters: {owner}'s argument {name!r} is a {type(value).__name__}: {error}.",
             "hyper-parameters are saved as JSON, so that loading a checkpoint cannot run code.",
-            f"omit it with save_hyperparameters(ignore={name!r}).",
+            f"omit it with save_hyperparameters(ignore={name!r}), or pass plain values, such as "
+            "dataclasses.asdict(config) or vars(config).",
         ) from error
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from drivetrain._config.secret_values import without_secrets
 from drivetrain.errors import CheckpointError, ConfigurationError, listed, nearest
-from drivetrain.module._hyper_parameters import HyperParameters
+from drivetrain.module._hyper_parameters import HyperParameters, with_attributes
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class SavedArguments:
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
         if self.argument and self.argument in inspect.signature(owner).parameters:
             return self._build_from_mapping(owner, overrides, ignored)
-        saved = {name: value for name, value in self.hyper_parameters.items() if name not in ignored}
+        saved = {name: with_attributes(value) for name, value in self.hyper_parameters.items() if name not in ignored}
         parameters = list(inspect.signature(owner).parameters.values())
         named = [param for param in parameters if param.kind not in (param.VAR_KEYWORD, param.VAR_POSITIONAL)]
         accepted = [param.name for param in named]
@@ -110,7 +110,7 @@ class SavedArguments:
         """
         accepted = inspect.signature(owner).parameters
         hyper_parameters = HyperParameters(
-            {name: value for name, value in self.hyper_parameters.items() if name not in ignored}
+            {name: with_attributes(value) for name, value in self.hyper_parameters.items() if name not in ignored}
         )
         hyper_parameters |= {name: value for name, value in overrides.items() if name not in accepted}
         self._warn_about_secrets(owner, {*overrides, *ignored}, None)

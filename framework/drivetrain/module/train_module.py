@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint._weights_fit import WeightMismatch
+from drivetrain.checkpoint._compiled_names import PlainNames
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
 from drivetrain.module._module_hooks import ModuleHooks
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 
-class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
+class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
     """A model together with its training code.
 
     Implement `training_step` and `configure_optimizers`; all other methods are optional. A TrainModule is an ordinary
@@ -395,6 +394,8 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         """
         # Imported only here, because most runs do not need it.
         from drivetrain.checkpoint._format import load
+        from drivetrain.checkpoint._loading_hooks import with_versions
+        from drivetrain.checkpoint._weights_fit import WeightMismatch
         from drivetrain.checkpoint.averaged_weights import evaluated_weights
         from drivetrain.launchers._rank_zero import this_rank
         from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
@@ -410,9 +411,6 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
         strict = module.strict_loading if strict is None else strict
         module.configure_model()
         description = f"The weights of {os.fspath(path)!r}"
-        WeightMismatch(
-            wrong_shape=WeightMismatch.compare(module.state_dict(), weights.sources()).wrong_shape
-        ).raise_or_warn(description, cls.__name__)
         if base:
             from drivetrain._distributed.control_plane import LocalControl
             from drivetrain.checkpoint._base_weights import base_checksums, check_base
@@ -423,7 +421,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, nn.Module):
                 base,
                 base_checksums(base_weights, LocalControl(), checkpoint.manifest.metadata.precision),
             )
-        missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
+        state = with_versions(module, weights.staged(), metadata.layer_versions)
+        try:
+            missing, unexpected = module.load_state_dict(state, strict=False)
+        except RuntimeError as error:  # torch's error for shapes that differ
+            wrong_shape = WeightMismatch.compare(module.state_dict(), state).wrong_shape
+            WeightMismatch(wrong_shape=wrong_shape or [str(error)]).raise_or_warn(description, cls.__name__)
+            raise
         missing = [name for name in missing if name not in base]
         WeightMismatch(missing, unexpected).raise_or_warn(description, cls.__name__, strict)
         return module if map_location is None else module.to(map_location)

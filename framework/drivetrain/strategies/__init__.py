@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
     from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
+    from drivetrain.checkpoint._loading_hooks import load_current as load_current
+    from drivetrain.checkpoint._loading_hooks import resized_buffers as resized_buffers
     from drivetrain.checkpoint._weights_fit import WeightMismatch as WeightMismatch
     from drivetrain.strategies._embedding_checks import refuse_embedding_max_norm as refuse_embedding_max_norm
     from drivetrain.strategies._module_lock import may_move as may_move
@@ -62,10 +64,12 @@ _MODULE_BY_NAME = {
     "check_optimizer_fits": "._optimizer_state",
     "cut": "drivetrain._distributed.shards",
     "known_strategies": ".registry",
+    "load_current": "drivetrain.checkpoint._loading_hooks",
     "load_named_optimizer_state": "._optimizer_state",
     "may_move": "._module_lock",
     "named_optimizer_state": "._optimizer_state",
     "refuse_embedding_max_norm": "._embedding_checks",
+    "resized_buffers": "drivetrain.checkpoint._loading_hooks",
     "set_timeout": "drivetrain._distributed.process_groups",
     "spread": "drivetrain._distributed.control_plane",
     "strategy_by_name": ".registry",
@@ -93,10 +97,12 @@ __all__ = [
     "check_optimizer_fits",
     "cut",
     "known_strategies",
+    "load_current",
     "load_named_optimizer_state",
     "may_move",
     "named_optimizer_state",
     "refuse_embedding_max_norm",
+    "resized_buffers",
     "set_timeout",
     "spread",
     "strategy_by_name",

@@ -62,7 +62,8 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
             state of another dtype keeps it.
 
     Raises:
-        CheckpointError: a saved name is not in the optimizer, or the number of groups differs.
+        CheckpointError: a saved name is not in the optimizer, the number of groups differs, or ``load_state_dict`` of
+            the optimizer does not load its ``param_groups``.
     """
     names = parameter_names(module)
     own_groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
@@ -77,6 +78,7 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
         start += len(group_names)
     state = {positions[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _check_groups_are_loaded(optimizer, groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     weight_dtypes: Mapping[str, torch.dtype] = saved.get("weight_dtypes", {})
     for name, values in saved["state"].items():
@@ -84,6 +86,19 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
         for key, value in values.items():
             if key in loaded and key != "step":  # torch keeps the dtype of "step"
                 loaded[key] = _uncast(loaded[key], value, weight_dtypes.get(name))
+
+
+def _check_groups_are_loaded(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a wrapper that loads the optimizer within it, and keeps the ``param_groups`` from before itself."""
+    for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+        if "lr" in saved_group and "lr" in group and float(group["lr"]) != float(saved_group["lr"]):
+            kind = type(optimizer).__name__
+            raise CheckpointError(
+                f"{kind}.load_state_dict leaves the learning rate at {float(group['lr']):.6g}, and "
+                f"{float(saved_group['lr']):.6g} was saved.",
+                f"schedulers would change {kind}.param_groups, and the optimizer within it would use others.",
+                "let param_groups be a property that returns the param_groups of the optimizer within it.",
+            )
 
 
 def _uncast(loaded: Any, saved: Any, weight_dtype: torch.dtype | None) -> Any:

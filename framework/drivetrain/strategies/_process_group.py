@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.control_group import GroupControl
-from drivetrain._distributed.process_groups import abort_nccl, drop_groups, set_timeout, uses_nccl
+from drivetrain._distributed.process_groups import abort_nccl, drop_groups, parse_timeout, set_timeout, uses_nccl
 from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
@@ -26,14 +26,16 @@ class ProcessGroup:
 
     Args:
         backend: backend of collectives; None selects gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
-        timeout: time after which a collective that a rank does not join fails.
+        timeout: time after which a collective that a rank does not join fails, as a timedelta or in seconds.
         step_timeout: the timeout of collectives after the first step; None keeps ``timeout``.
     """
 
-    def __init__(self, backend: str | None, timeout: timedelta, step_timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, backend: str | None, timeout: timedelta | float, step_timeout: timedelta | float | None = None
+    ) -> None:
         self._backend = backend
-        self.timeout = timeout
-        self._step_timeout = step_timeout
+        self.timeout = parse_timeout("timeout", timeout)
+        self._step_timeout = None if step_timeout is None else parse_timeout("step_timeout", step_timeout)
         self._watchdog: Watchdog | None = None
         self._owned = False
         self._control_group: Any = None

@@ -34,15 +34,15 @@ class DistributedStrategy(Strategy):
 
     Args:
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
-        timeout: time after which a collective that a rank does not join fails.
+        timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: the timeout of collectives after the first step; None keeps ``timeout``.
     """
 
     def __init__(
         self,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
     ) -> None:
         super().__init__()
         self._group = ProcessGroup(process_group_backend, timeout, step_timeout)

@@ -334,7 +334,9 @@ class StrategyState:
             strict: raise an error for missing and unexpected names. If False, missing tensors keep their values.
         """
         if self.module is not None:
-            self.module.load_state_dict(state, strict=strict)
+            from drivetrain.checkpoint._loading_hooks import load_current  # only runs that load weights need it
+
+            load_current(self.module, state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
         """Return ``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}``."""

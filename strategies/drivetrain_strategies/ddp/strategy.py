@@ -48,7 +48,7 @@ class DDPStrategy(DistributedStrategy):
             in memory. Each backward overwrites the gradients of the previous step, so an optimizer must not keep them.
         comm_hook: how gradients are communicated. Takes "fp16", "bf16", "powersgd", a hook, or a tuple (state, hook).
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
-        timeout: time after which a collective that a rank does not join fails.
+        timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
         sync_batchnorm: replace BatchNorm by SyncBatchNorm during the run, as ``Fit(sync_batchnorm=True)`` does.
 
@@ -69,8 +69,8 @@ class DDPStrategy(DistributedStrategy):
         gradient_as_bucket_view: bool = False,
         comm_hook: CommHook | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__(process_group_backend, timeout, step_timeout)

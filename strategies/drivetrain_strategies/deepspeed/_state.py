@@ -18,7 +18,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError
-from drivetrain.strategies import ParameterShard, Region, Span, WeightMismatch, check_optimizer_fits, cut
+from drivetrain.strategies import (
+    ParameterShard,
+    Region,
+    Span,
+    WeightMismatch,
+    check_optimizer_fits,
+    cut,
+    load_current,
+    resized_buffers,
+)
 from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 
 
@@ -179,12 +188,14 @@ class State:
         current = self._module.state_dict(keep_vars=True)
         stored_by_name = {name: self._find(value) for name, value in current.items()}
         expected = {name: stored_by_name[name] or value for name, value in current.items()}
-        WeightMismatch.compare(expected, state, partial=not strict).raise_or_warn(
+        # A submodule that has loading hooks may change the shapes of its buffers, so that it loads these itself.
+        extra = {name: state[name] for name in resized_buffers(self._module, current, state)}
+        WeightMismatch.compare(expected, {**state, **dict.fromkeys(extra)}, partial=not strict).raise_or_warn(
             "The weights", type(self._module).__name__, strict
         )
-        extra, wanted = {}, {}
+        wanted = {}
         for name, value in current.items():
-            if name not in state:
+            if name not in state or name in extra:
                 continue
             if not isinstance(value, torch.Tensor):
                 extra[name] = state[name]
@@ -195,7 +206,7 @@ class State:
         for key, stored in self.stored_parameters(wanted, write=True):
             stored.write(wanted[key])
         if extra:
-            self._module.load_state_dict(extra, strict=False)
+            load_current(self._module, extra)
         self._update_compute_weights()
 
     # State of the optimizer

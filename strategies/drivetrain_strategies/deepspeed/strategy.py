@@ -107,7 +107,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         gather_limit: size in bytes up to which the parameters are gathered after a run. A larger module stays sharded.
         meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
-        timeout: time after which a collective that a rank does not join fails.
+        timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
 
     Raises:
@@ -142,8 +142,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         gather_limit: int = GATHER_LIMIT,
         meta: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
     ) -> None:
         super().__init__(process_group_backend, timeout, step_timeout)
         check_library()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch
+from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch, load_current, resized_buffers
 from drivetrain_strategies._gathered_step import map_tensors
 from drivetrain_strategies.fsdp._internals import local_region
 
@@ -88,12 +88,13 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
         CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
     """
     current = module.state_dict(keep_vars=True)
-    WeightMismatch.compare(current, state, partial=not strict).raise_or_warn(
+    # A submodule that has loading hooks may change the shapes of its buffers, so that it loads these itself.
+    extra = {name: state[name] for name in resized_buffers(module, current, state)}
+    WeightMismatch.compare(current, {**state, **dict.fromkeys(extra)}, partial=not strict).raise_or_warn(
         "The weights", type(module).__name__, strict
     )
-    extra = {}
     for name, target in current.items():
-        if name not in state:
+        if name not in state or name in extra:
             continue
         if not isinstance(target, torch.Tensor):
             extra[name] = state[name]
@@ -105,7 +106,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
         else:
             target.copy_(value.detach())
     if extra:
-        module.load_state_dict(extra, strict=False)
+        load_current(module, extra)
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

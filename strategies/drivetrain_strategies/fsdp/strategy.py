@@ -103,7 +103,7 @@ class FSDPStrategy(DistributedStrategy):
         gather_limit: size in bytes up to which the parameters are gathered after a run. A larger module stays sharded.
         meta: build the layers of ``configure_model`` on the meta device and initialise them shard by shard.
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
-        timeout: time after which a collective that a rank does not join fails.
+        timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
         param_dtype: dtype in which parameters are gathered. Under "bf16-mixed", ``torch.bfloat16`` halves the traffic,
             but also rounds the weights of norms and embeddings. None gathers parameters in float32, their stored dtype.
@@ -138,8 +138,8 @@ class FSDPStrategy(DistributedStrategy):
         gather_limit: int = GATHER_LIMIT,
         meta: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
         param_dtype: torch.dtype | None = None,
     ) -> None:
         check_torch()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain.environments import Placement
@@ -47,6 +48,7 @@ def _train(weight: torch.Tensor, name: str) -> dict[str, Any]:
         "own": os.environ.get("DRIVETRAIN_TEST_OWN"),
         "threads": torch.get_num_threads(),
         "folder": os.getcwd(),
+        "utilities": rank_zero_only.rank,  # type: ignore[attr-defined]
     }
 
 
@@ -71,7 +73,7 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
         assert result["state"]["half"].tolist() == [1.0, 1.0, 1.0]
         assert result["variables"] == dict(zip(_NAMES, (str(rank), str(rank), "2", "2", "True"), strict=True))
         assert result["own"] == method
-        assert result["folder"] == str(tmp_path)
+        assert (result["folder"], result["utilities"]) == (str(tmp_path), rank)  # S-18
         assert result["threads"] >= 1
     # Sent by value: changes on the ranks have no effect here.
     assert not weight.any()

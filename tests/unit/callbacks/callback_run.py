@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class FakeRun:
     accumulate_grad_batches: int = 1
     log_every_n_steps: int = 1
     sanity_checking: bool = False
+    testing: bool = False
+    predicting: bool = False
     joining: bool = False
     micro_batch_weight: float = 1.0
     should_stop: bool = False
@@ -60,11 +63,19 @@ class FakeRun:
     logged: list[tuple[int | None, dict[str, float]]] = field(default_factory=list)
 
     @property
+    def metrics(self) -> Any:
+        """A store in which values have no age."""
+        return SimpleNamespace(reduced_at=lambda name: None, restore=lambda values: None)
+
+    @property
     def is_global_zero(self) -> bool:
         return self.strategy.control.rank == 0
 
     def request_stop(self, because: str) -> None:
         self.should_stop, self.stop_reason = True, because
+
+    def stop_unless_withdrawn(self, owner: object, because: str | None) -> None:
+        self.should_stop, self.stop_reason = because is not None, because or ""
 
     def print(self, *parts: object) -> None:
         self.printed.append(" ".join(map(str, parts)))

@@ -1,9 +1,10 @@
-"""Invalid arguments of weight averaging; the averages themselves are tested in tests/distributed."""
+"""Arguments of weight averaging, and which buffers are averaged; averages of weights: tests/distributed."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +93,41 @@ def test_a_subclass_says_when() -> None:  # L-01
     module = fitted(Net(), [AtEnds(), Ends()])
     assert asked == [(0, None), (1, None), (None, 0), (2, None), (3, None), (None, 1)]
     torch.testing.assert_close(module.net.weight.detach(), (after[0] + after[1]) / 2)
+
+
+class Normed(TrainModule):
+    """A network with spectral norms, whose power iteration keeps unit vectors in buffers, and with a batch norm."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.net = torch.nn.Sequential(norm(torch.nn.Linear(4, 4)), torch.nn.BatchNorm1d(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
+def test_only_running_statistics_among_buffers_are_averaged(tmp_path: Path, norm: Any) -> None:
+    # S-14
+    found = []
+    data = DataLoader(TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0))), 4)
+    for callbacks in ([], [EMAWeightAveraging(0.5)]):
+        module = Normed(norm)
+        off: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        Fit(max_epochs=1, callbacks=list(callbacks), accelerator="cpu", default_root_dir=tmp_path, **off).fit(
+            module, data
+        )
+        found.append(dict(module.named_buffers()))
+    trained, averaged = found
+    for name in trained:
+        is_averaged = not torch.equal(trained[name], averaged[name])
+        assert is_averaged == name.rpartition(".")[2].startswith("running_"), name
+    vectors = [value for name, value in averaged.items() if value.ndim == 1 and "running_" not in name]
+    assert vectors
+    for vector in vectors:
+        torch.testing.assert_close(vector.norm(), torch.ones(()))

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from callback_run import FakeRun, distributed_run
+from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.errors import ConfigurationError
 from worlds import on_ranks
@@ -182,7 +185,7 @@ def _local_values(rank_values: list[list[float | None]]) -> tuple[list[bool], fl
 def test_a_value_that_is_local_to_the_ranks_is_averaged_and_decided_alike() -> None:
     # B-19. With its own values rank 0 would continue (1.0, 0.5, 0.4) and rank 1 would stop at the second (1.0, 3.0).
     results = on_ranks(_local_values, 2, [[1.0, 1.0], [0.5, 3.0], [0.25, 0.25]])
-    assert results[0] == results[1] == ([False, True, True], 0.25, 0)
+    assert results[0] == results[1] == ([False, True, False], 0.25, 0)  # the last check withdraws the request
     # A rank without data logs nothing, so the mean of the others counts.
     results = on_ranks(_local_values, 3, [[1.0, 2.0, None], [1.0, None, None]])
     assert results[0] == results[1] == results[2] == ([False, False], 1.0, 0)
@@ -210,3 +213,80 @@ def test_a_run_that_was_held_back_and_goes_on_has_not_stopped() -> None:  # I-17
     callback = EarlyStopping("val_loss", patience=1)
     assert _drive(callback, [0.5], state=held_back)[0] is None
     assert callback.state_dict()["stopping_reason"] is None
+
+
+class Scored(TrainModule):
+    """Logs ``values`` by epoch. An epoch has two steps."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.values = values
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.weight.sum() * batch[0].mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.values[self.current_epoch])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+VALUES = [1.0, 1.1, 1.2, 1.3, 0.9, 0.8, 0.7, 0.6, 0.65, 0.66, 0.67, 0.68]
+
+
+def _stop(values: list[float], options: list[dict[str, Any]], **settings: Any) -> tuple[int, int, list[int]]:
+    data = DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=settings.pop("batch_size", 2))
+    stops = [EarlyStopping("val", **each) for each in options]
+    callbacks: list[Callback] = [*stops, *settings.pop("callbacks", [])]
+    ckpt_path = settings.pop("ckpt_path", None)
+    off: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    off |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "max_epochs": 12}
+    fit = Fit(accelerator="cpu", callbacks=callbacks, **(off | settings))
+    fit.fit(Scored(values), data, data, ckpt_path=ckpt_path)
+    return fit.current_epoch, fit.global_step, [stop.stopped_epoch for stop in stops]
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "settings", "ends"),
+    [
+        (VALUES, [{"patience": 2}], {"min_epochs": 6}, (10, 20, [9])),
+        (VALUES, [{"patience": 2}], {"min_steps": 12}, (10, 20, [9])),
+        (VALUES, [{"patience": 2}], {"min_epochs": 4}, (4, 8, [3])),  # there is no improvement yet
+        (VALUES, [{"patience": 2}], {"min_steps": 7}, (4, 7, [3])),  # it ends within the epoch, after a last check
+        (VALUES, [{"patience": 9, "stopping_threshold": 1.05}], {"min_epochs": 2}, (5, 10, [4])),
+        ([1.0, math.nan, 0.5, 0.4], [{"patience": 9}], {"min_epochs": 3, "max_epochs": 4}, (4, 8, [0])),
+        (VALUES, [{"patience": 2}, {"patience": 50}], {"min_epochs": 4}, (4, 8, [3, 0])),
+    ],
+)
+def test_a_request_before_the_minimum_is_obeyed_only_if_it_still_holds(
+    values: list[float], options: list[dict[str, Any]], settings: dict[str, Any], ends: tuple[int, int, list[int]]
+) -> None:
+    # S-05
+    assert _stop(values, options, **settings) == ends
+
+
+def test_a_request_before_the_minimum_outlives_a_resume(tmp_path: Path) -> None:
+    # S-05
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 2:
+                trainer.save_checkpoint(tmp_path / "saved")
+
+    rising = [1.0, *([2.0] * 11)]
+    assert _stop(rising, [{"patience": 2}], min_steps=7, callbacks=[Saves()]) == (4, 7, [3])
+    assert _stop(rising, [{"patience": 2}], min_steps=7, ckpt_path=tmp_path / "saved") == (4, 7, [3])
+
+
+def _stop_on_ranks() -> list[tuple[int, int, list[int]]]:
+    common: dict[str, Any] = {"strategy": "ddp", "batch_size": 1}
+    return [
+        _stop(VALUES, [{"patience": 2}], min_epochs=6, **common),
+        _stop(VALUES, [{"patience": 2}], min_steps=7, **common),
+    ]
+
+
+def test_all_ranks_obey_a_request_after_the_minimum_together() -> None:
+    # S-05
+    assert on_ranks(_stop_on_ranks, 2) == [[(10, 20, [9]), (4, 7, [3])]] * 2

@@ -128,6 +128,7 @@ def test_evaluations_leave_a_line_when_they_stand_alone(kind: type[ProgressBar],
     bar = kind(stream=output)
     for stage, batches in (("validation", 5), ("test", 4), ("predict", 6)):
         bar.setup(run, _MODULE, stage)
+        run.testing, run.predicting = stage == "test", stage == "predict"
         getattr(bar, f"on_{stage}_start")(run, _MODULE)
         for index in range(batches):
             getattr(bar, f"on_{stage}_batch_end")(run, _MODULE, None, None, index)

@@ -514,7 +514,7 @@ def test_a_missing_hyper_parameter_is_named(tmp_path: Path) -> None:  # I-17
         Sized.load_from_checkpoint(path, width=1, depth=2, height=3)
 
 
-def test_a_tensor_kept_from_the_sanity_check_gets_a_fix(tmp_path: Path) -> None:  # I-17
+def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17
     class Keeps(Regression):
         kept: torch.Tensor | None = None
 
@@ -524,7 +524,9 @@ def test_a_tensor_kept_from_the_sanity_check_gets_a_fix(tmp_path: Path) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.kept = self.layer(batch[0])
 
+    kept, runner = Keeps(), fit(tmp_path)
+    runner.validate(kept, regression(), verbose=False)
     with pytest.raises(RuntimeError, match="Inference tensors") as caught:
-        fit(tmp_path).fit(Keeps(), regression(), regression())
+        runner.fit(kept, regression())
     assert any("Fit(inference_mode=False)" in note for note in caught.value.__notes__)
-    fit(tmp_path, inference_mode=False).fit(Keeps(), regression(), regression())
+    fit(tmp_path).fit(Keeps(), regression(), regression())  # a validation within fit is not in inference mode

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import json
 import pickle
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import torch
 from engine_case import Tiny, fit, loader
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, TrainModule, rank_zero_only
-from drivetrain.callbacks import Checkpoint, EarlyStopping, ProgressBar
+from drivetrain.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ProgressBar
 from drivetrain.loggers import CSVLogger
+from drivetrain.module._hyper_parameters import HyperParameters
 
 
 class Logs(Tiny):
@@ -160,6 +163,27 @@ class TestHyperParameters:
         assert (again.hparams, again.scale, again.extra) == (module.hparams, 3, 7)
         other = self.Configured.load_from_checkpoint(checkpoint_path=tmp_path / "kept", scale=4)
         assert (other.hparams["scale"], other.scale) == (4, 4)
+
+    def test_nested_mappings_of_any_class_are_saved_as_they_were(self, tmp_path: Path) -> None:
+        # S-16, as with omegaconf's DictConfig
+        class Built(Tiny):
+            def __init__(self, config: Any, net: Any, sizes: list[int]) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+                self.width = net.width
+                net.width, config["depth"]["n"] = 7, 8
+                sizes.append(9)
+
+        config: Any = MappingProxyType({"depth": {"n": 2}, "names": ("a", "b")})
+        module = Built(config, HyperParameters(width=3), [1])
+        expected = {"config": {"depth": {"n": 2}, "names": ("a", "b")}, "net": {"width": 3}, "sizes": [1]}
+        assert module.hparams == expected
+        trainer = fit(tmp_path)
+        trainer.fit(module, loader(4))
+        trainer.save_checkpoint(tmp_path / "kept")
+        again = Built.load_from_checkpoint(tmp_path / "kept")
+        assert again.width == 3
+        assert again.hparams.config.depth.n == 2
 
     def test_initial_hyper_parameters_are_kept(self) -> None:
         module = self.Configured({"scale": 3, "deep": {"a": 1}})
@@ -547,3 +571,62 @@ def test_callbacks_of_the_module_are_found(tmp_path: Path) -> None:
     assert trainer.ckpt_path == kept.best_model_path
     trainer.callbacks.clear()
     assert trainer.progress_bar_callback is None
+
+
+def rows_of(folder: Path, column: str) -> list[tuple[float, float]]:
+    (path,) = folder.rglob("metrics.csv")
+    with path.open(newline="") as stream:
+        return [(float(row["step"]), float(row[column])) for row in csv.DictReader(stream) if row.get(column)]
+
+
+class Scheduled(Tiny):
+    """Has a schedule by epochs, and logs the epoch as the loggers' step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepped_at: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", float(self.trainer.global_step))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("step", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.stepped_at.append(self.current_epoch)
+        scheduler.step()
+
+
+def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> None:
+    # S-16
+    module = Scheduled()
+    monitor = LearningRateMonitor()
+    trainer = fit(tmp_path, max_epochs=3, logger=CSVLogger(tmp_path / "log"), callbacks=[monitor])
+    trainer.fit(module, loader(4), loader(2))
+    assert module.stepped_at == [0, 1, 2]
+    assert rows_of(tmp_path / "log", "val") == [(0.0, 2.0), (1.0, 4.0), (2.0, 6.0)]
+    assert float(trainer.callback_metrics["lr-SGD"]) == 0.25  # of the last epoch that began
+    assert float(trainer.callback_metrics["step"]) == 2.0
+
+
+def test_a_checkpoint_is_evaluated_at_its_step(tmp_path: Path) -> None:
+    # S-16
+    class Evaluated(Scheduled):
+        def on_validation_epoch_end(self) -> None:
+            pass
+
+    kept = Checkpoint(tmp_path / "kept", filename="{step}", save_top_k=-1)
+    trainer = fit(tmp_path, max_epochs=3, callbacks=[kept])
+    trainer.fit(Evaluated(), loader(4))
+    fresh = fit(tmp_path, logger=CSVLogger(tmp_path / "log"))
+    for step in (2, 6):
+        fresh.validate(Evaluated(), loader(2), ckpt_path=tmp_path / "kept" / f"step={step}", verbose=False)
+        assert (fresh.global_step, fresh.current_epoch) == (step, step // 2)
+    rows = [row for folder in sorted((tmp_path / "log").rglob("version_*")) for row in rows_of(folder, "val")]
+    assert rows == [(2.0, 2.0), (6.0, 6.0)]
+    trainer.validate(Evaluated(), loader(2), verbose=False)
+    assert trainer.global_step == 6  # without a checkpoint, the counters of the fit stay

@@ -402,7 +402,7 @@ class TestMetricObjects:
         expected = [{"mean": 2.0, "first": 1.0}]
         assert fit(tmp_path).validate(module, loader(5), verbose=False) == expected
 
-    def test_one_object_for_training_and_validation(self, tmp_path: Path) -> None:
+    def test_one_object_in_an_evaluation_and_in_a_fit(self, tmp_path: Path) -> None:
         """Validation left it with tensors that training could not accumulate into."""
 
         class Measuring(Tiny):
@@ -422,8 +422,74 @@ class TestMetricObjects:
         runner = fit(tmp_path, max_epochs=2, num_sanity_val_steps=1, check_val_every_n_epoch=2)
         module = Measuring()
         runner.validate(module, loader(3), verbose=False)
-        runner.fit(module, loader(5), loader(3))
+        runner.fit(module, loader(5))
         assert runner.global_step == 6
+        # S-06: within one run, it has one name in one stage
+        with pytest.raises(
+            ConfigurationError, match=r"'mean', which was logged as 'val' in another stage \('validate'"
+        ):
+            runner.fit(module, loader(5), loader(3))
+        assert runner.global_step == 0
+
+    @pytest.mark.parametrize("loaders", [1, 2])
+    def test_one_object_under_two_keys_or_for_two_loaders_is_refused(self, tmp_path: Path, loaders: int) -> None:
+        # S-06
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mean = torchmetrics.MeanMetric()
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.mean.update(batch[:, 0])
+                self.log("val", self.mean)
+                if loaders == 1:
+                    self.log("again", self.mean)
+
+        match = "'val', for another loader" if loaders == 1 else "'val/dataloader_idx_0', for another loader"
+        match = "which was logged as 'val'\\." if loaders == 1 else match
+        with pytest.raises(ConfigurationError, match=match):
+            fit(tmp_path).validate(Measuring(), [loader(3)] * loaders, verbose=False)
+
+    def test_step_values_and_the_epoch_value_may_have_keys_of_their_own(self, tmp_path: Path) -> None:
+        """As in torchmetrics' documentation of Lightning."""
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mean = torchmetrics.MeanMetric()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.mean(batch[:, 0])
+                self.log("by step", self.mean)
+                return super().training_step(batch, batch_idx)
+
+            def on_train_epoch_end(self) -> None:
+                self.log("by epoch", self.mean)
+
+        runner = fit(tmp_path)
+        runner.fit(Measuring(), loader(5))
+        assert {"by step": 4.0, "by epoch": 2.0}.items() <= {
+            k: float(v) for k, v in runner.callback_metrics.items()
+        }.items()
+
+    @pytest.mark.parametrize("count", [0, torch.tensor(0)])
+    def test_a_value_without_weight_does_not_enter_a_mean(self, tmp_path: Path, count: Any) -> None:
+        # S-06
+        class Counting(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                is_empty = batch_idx == 1
+                value = float("nan") if is_empty else 2.0 + batch_idx
+                size: Any = count if is_empty else 1 if isinstance(count, int) else torch.tensor(1)
+                self.log("host", value, on_step=False, on_epoch=True, batch_size=size)
+                self.log("device", torch.tensor(value), on_step=False, on_epoch=True, batch_size=size)
+                return super().training_step(batch, batch_idx)
+
+        runner = fit(tmp_path)
+        runner.fit(Counting(), loader(6))
+        assert {name: float(runner.callback_metrics[name]) for name in ("host", "device")} == {
+            "host": 3.0,
+            "device": 3.0,
+        }
 
     @pytest.mark.parametrize("dicts", [False, True])
     def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(self, tmp_path: Path, dicts: bool) -> None:

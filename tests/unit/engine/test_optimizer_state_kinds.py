@@ -312,3 +312,48 @@ def test_weights_of_a_subclass_are_refused_before_the_first_step(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"wide\.table.*Quantised"):
         fit(module, Checkpoint(tmp_path), steps)
     assert steps.seen == 0
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Wraps an optimizer whose groups it shares, until the optimizer loads a state, which replaces its groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.param_groups = inner, inner.defaults, inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class WrappingProperly(Wrapping):
+    param_groups = property(lambda self: self.inner.param_groups, lambda self, value: None)
+
+
+@pytest.mark.parametrize("kind", [Wrapping, WrappingProperly])
+def test_a_wrapper_that_keeps_its_groups_when_it_loads_is_refused(tmp_path: Path, kind: type[Wrapping]) -> None:
+    # Q-04: the schedule of a resumed run would not reach the optimizer within the wrapper
+    def configure(params: Any) -> Any:
+        optimizer = kind(torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    fit(Model(configure), Checkpoint(tmp_path, filename="{epoch}", save_top_k=-1))
+    whole, resumed = Model(configure), Model(configure)
+    fit(whole, max_epochs=3)
+    if kind is Wrapping:
+        with pytest.raises(CheckpointError, match=r"Wrapping\.load_state_dict leaves the learning rate at 0\.1"):
+            fit(resumed, max_epochs=3, ckpt_path=tmp_path / "epoch=1")
+    else:
+        fit(resumed, max_epochs=3, ckpt_path=tmp_path / "epoch=1")
+        assert torch.equal(whole.head.weight, resumed.head.weight)

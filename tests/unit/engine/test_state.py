@@ -429,9 +429,28 @@ class TestSwitches:
 
         runner, module = fit(tmp_path, inference_mode=inference_mode), Watching()
         runner.fit(module, loader(2), loader(2))
+        # S-18: validation within fit, the sanity check included, is never in inference mode
+        assert set(seen) == {(False, False)}
+        seen.clear()
         runner.validate(module, loader(2), verbose=False)
         runner.test(module, loader(2), verbose=False)
         assert set(seen) == {(inference_mode, False)}
+
+    def test_a_validation_within_fit_may_differentiate(self, tmp_path: Path) -> None:
+        # S-18
+        class Adapting(Tiny):
+            adapted: Any = None
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                torch.set_grad_enabled(True)
+                weight = torch.ones(2, requires_grad=True)
+                (weight * torch.tensor([3.0, 4.0])).sum().backward()
+                self.adapted = weight.grad
+                torch.set_grad_enabled(False)
+
+        module = Adapting()
+        fit(tmp_path).fit(module, loader(2), loader(2))
+        assert module.adapted.tolist() == [3.0, 4.0]
 
     def test_barebones_runs_only_the_loop(self, tmp_path: Path) -> None:
         runner = Fit(barebones=True, max_epochs=1, default_root_dir=tmp_path)
@@ -599,3 +618,15 @@ def test_a_frozen_module_evaluates_and_an_unfrozen_one_trains() -> None:
     module.unfreeze()
     assert module.training
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("profiler", [None, "simple", "advanced", "pytorch"])
+def test_a_fit_that_ran_can_be_pickled(tmp_path: Path, profiler: str | None) -> None:
+    # S-17
+    runner = fit(tmp_path, profiler=profiler)
+    runner.fit(Tiny(), loader(4))
+    copied = pickle.loads(pickle.dumps(runner))
+    assert (copied.state, copied.session, copied.max_epochs) == ("idle", None, runner.max_epochs)
+    module = Tiny()
+    copied.fit(module, loader(4))
+    assert len(module.seen) == 2

@@ -1,8 +1,11 @@
-"""``rank_zero_info`` and ``rank_zero_warn`` name the line that called them (Q-11)."""
+"""Functions of rank 0: ours name the line that called them, and those of lightning_utilities know the rank."""
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -17,3 +20,32 @@ def test_messages_name_the_line_that_called(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert (record.getMessage(), record.pathname) == ("trained for 3 epochs", __file__)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [({}, "told\n"), ({"RANK": "1"}, ""), ({"RANK": "0"}, "told\n"), ({"RANK": "1", "LOCAL_WORLD_SIZE": ""}, "told\n")],
+)
+def test_the_rank_of_lightning_utilities_is_set_by_the_import(variables: dict[str, str], told: str) -> None:
+    # S-18
+    script = """
+import drivetrain
+from lightning_utilities.core.rank_zero import rank_zero_only
+rank_zero_only(lambda: print("told"))()
+"""
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} if variables else {}
+    environment = {**os.environ, **world, **variables}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout) == (0, told), done.stderr
+
+
+def test_a_rank_that_was_set_before_is_kept() -> None:
+    # S-18
+    script = """
+from lightning_utilities.core.rank_zero import rank_zero_only
+rank_zero_only.rank = 3
+import drivetrain
+assert rank_zero_only.rank == 3
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -62,6 +62,12 @@ def test_what_it_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert folder == root / "digits" / "version_0"
     run = mlflow_run(root, folder)
     assert (run.info.run_id, run.info.run_name, run.info.status) == (logger.run_id, "mine", "FINISHED")
+    # S-17: reading what identifies the run does not continue it
+    assert logger.experiment_id == run.info.experiment_id
+    assert mlflow_run(root, folder).info.status == "FINISHED"
+    logger.log_text("said", "later", 6)
+    assert mlflow_run(root, folder).info.status == "RUNNING"
+    logger.finalize("success")
     assert run.data.tags["team"] == "a"
     assert run.data.params == {"lr": "0.1", "net/width": "3", "path": "None"}
     assert mlflow_curve(root, folder, "a-epoch") == [(3, 0.0)]

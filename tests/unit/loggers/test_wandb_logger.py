@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 from services import Drawing, offline, wandb_curve, wandb_records, wandb_rows
+from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Histogram, WandbLogger
 from drivetrain.loggers._row_journal import RowJournal
@@ -45,6 +48,7 @@ def test_what_it_writes(tmp_path: Path) -> None:
     logger.finalize("success")
     assert folder == tmp_path / "digits" / "version_0"
     assert json.loads((folder / "wandb.json").read_text()) == {"run_id": run_id}
+    assert (logger.run_id, logger.url) == (run_id, None)  # S-17: reading them does not continue the run
     (part,) = wandb_records(folder)
     (run,) = kinds(part, "run")
     assert (run.run_id, run.project, run.display_name, run.run_group, list(run.tags)) == (
@@ -226,8 +230,7 @@ def test_a_copy_for_another_process_has_no_connection(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"log_model": "all"}, "log_model"),
-        ({"checkpoint_name": "x"}, "checkpoint_name"),
+        ({"log_model": "every"}, "log_model"),
         ({"anonymous": True}, "anonymous"),
         ({"grup": "x"}, "Did you mean 'group'"),
         ({"add_file_policy": "immutable"}, "add_file_policy"),
@@ -283,3 +286,54 @@ def test_rows_that_a_full_disk_has_torn_are_kept_once(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     journal.save()
     assert journal.rewind(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
+
+
+class Falling(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", [3.0, 1.0, 2.0][self.current_epoch])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("log_model", "top_k", "uploaded"),
+    [
+        ("all", 1, [("epoch=0", 3.0, ["latest", "best"]), ("epoch=1", 1.0, ["latest", "best"])]),
+        (True, 1, [("epoch=1", 1.0, ["latest", "best"])]),
+        (
+            True,
+            -1,
+            [("epoch=0", 3.0, ["latest", "best"]), ("epoch=1", 1.0, ["latest", "best"]), ("epoch=2", 2.0, ["latest"])],
+        ),
+        (False, -1, []),
+    ],
+)
+def test_checkpoints_are_uploaded(tmp_path: Path, log_model: Any, top_k: int, uploaded: list[Any]) -> None:
+    # S-18
+    logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=log_model)
+    kept = Checkpoint(tmp_path / "kept", filename="{epoch}", monitor="val", save_top_k=top_k)
+    data = DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2)
+    Fit(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[kept],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    ).fit(Falling(), data, data)
+    (part,) = wandb_records(folder_of(logger))
+    artifacts = kinds(part, "artifact")
+    assert {(one.type, one.name) for one in artifacts} <= {("model", f"model-{logger.run_id}")}
+    found = [(json.loads(one.metadata), sorted(one.aliases, reverse=True)) for one in artifacts]
+    assert [(meta["original_filename"], meta["score"], aliases) for meta, aliases in found] == uploaded
+    for one in artifacts:
+        assert "manifest.json" in {entry.path for entry in one.manifest.contents}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain.checkpoint._compiled_names import plain_name
 from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
 from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
@@ -34,6 +36,8 @@ class Checkpoint:
         self.manifest = manifest
         self._folder = folder
         self._files: dict[str, CheckedFile] = {}
+        self.renames: Mapping[str, str] = {}
+        """New names of saved parameters, for the optimizers' states and groups."""
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -61,7 +65,8 @@ class Checkpoint:
         if not isinstance(other_values, dict) or not all(isinstance(name, str) for name in other_values):
             raise damage_error(self.path, f"{part.document} is not a dict of names")
         tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
-        return Weights({**tensors, **other_values}, self.manifest.aliases, self.readers)
+        values = {plain_name(name): value for name, value in {**tensors, **other_values}.items()}
+        return Weights(values, self.manifest.aliases, self.readers)
 
     def averages(self) -> Weights:
         """Return the weights of the module with the averages: `weights`, with averages in place of what was averaged.
@@ -137,17 +142,38 @@ class Checkpoint:
             raise damage_error(
                 self.path, f"{part.document or f'optimizer {index}'} is not an optimizer's state: {problem}"
             )
+        if document:
+            document["state"] = dict(zip(self.renamed(document["state"]), document["state"].values(), strict=True))
+            for group in document["param_groups"]:
+                group["params"] = self.renamed(group["params"])
         return document
+
+    def renamed(self, names: Iterable[str]) -> list[str]:
+        """Return the names under which the module of this run has the saved parameters."""
+        return [self.renames.get(plain_name(name), plain_name(name)) for name in names]
 
     def callback_tensors(self, key: str) -> Weights:
         """Return the tensors of the callback with this key by name; empty if the callback saved none."""
         part = self.manifest.callbacks.get(key)
-        return Weights({} if part is None else self._sources(part), {}, self.readers)
+        sources = {} if part is None else self._sources(part)
+        return Weights({plain_name(name): source for name, source in sources.items()}, {}, self.readers)
 
     def state(self) -> Any:
         """Return the run's state, which rank 0 saved; None if no state was saved."""
         part = self.manifest.state
-        return None if part is None or part.document is None else self._read_document(part, self._sources(part))
+        state = None if part is None or part.document is None else self._read_document(part, self._sources(part))
+        return self._with_renames(state) if isinstance(state, dict) else state
+
+    def _with_renames(self, state: dict[str, Any]) -> dict[str, Any]:
+        # The state was not checked yet, so that a malformed one must stay as it is.
+        for key in ("frozen", "trained"):
+            if isinstance(names := state.get(key), list) and all(isinstance(name, str) for name in names):
+                state[key] = self.renamed(names)
+        with suppress(TypeError, KeyError, AttributeError):
+            for groups in state["made_of"]["optimizer_groups"]:
+                for group in groups:
+                    group["params"] = self.renamed(group["params"])
+        return state
 
     def rank_state(self, rank: int) -> Any:
         """Return the state that the given rank saved; None if the rank saved none."""
@@ -236,7 +262,7 @@ class Weights(Mapping[str, Any]):
         self._readers = readers
 
     def __getitem__(self, name: str) -> Any:
-        value = self._stored(name)
+        value = self.stored(name)
         return value.read() if isinstance(value, TensorSource) else value
 
     def __iter__(self) -> Iterator[str]:
@@ -248,7 +274,7 @@ class Weights(Mapping[str, Any]):
 
     def sources(self) -> dict[str, TensorSource]:
         """Return a `TensorSource` (with shape and dtype) per tensor, including tied names; nothing is read."""
-        return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
+        return {name: source for name in self if isinstance(source := self.stored(name), TensorSource)}
 
     def with_values(self, others: Mapping[str, TensorSource]) -> Weights:
         """Return these weights with the values of ``others`` of equal name and shape, converted to the same dtypes."""
@@ -259,6 +285,13 @@ class Weights(Mapping[str, Any]):
             if isinstance(own, TensorSource) and own.shape == source.shape:
                 values[name] = source if source.dtype == own.dtype else CastSource(source.file, source.entry, own.dtype)
         return Weights(values, self._aliases, self._readers)
+
+    def with_hooked(self, values: Mapping[str, Any], replaced: Container[str]) -> Weights:
+        """Return these weights with ``values`` in place of those whose names are in ``replaced``."""
+        if not values:
+            return self
+        kept = {name: self.stored(name) for name in self if name not in replaced}
+        return Weights({**kept, **values}, {}, self._readers)
 
     def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Read all values, or only the given regions of some tensors. Tied names share one object.
@@ -273,7 +306,7 @@ class Weights(Mapping[str, Any]):
         wanted_regions = {} if regions is None else dict(regions)
 
         def read(name: str) -> Any:
-            value, region = self._stored(name), wanted_regions.get(name)
+            value, region = self.stored(name), wanted_regions.get(name)
             if not isinstance(value, TensorSource):
                 return value
             return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
@@ -284,7 +317,8 @@ class Weights(Mapping[str, Any]):
         loaded = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
         return {**loaded, **{tied: loaded[first] for tied, first in self._aliases.items()}}
 
-    def _stored(self, name: str) -> Any:
+    def stored(self, name: str) -> Any:
+        """Return a value as it is stored: a `TensorSource` for a tensor of a file, which is not read."""
         return self._values[self._aliases.get(name, name)]
 
 

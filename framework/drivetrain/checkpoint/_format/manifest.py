@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.checkpoint._compiled_names import plain_name
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
 from drivetrain.checkpoint._format.documents import decode, encode, parse_json
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum, has_valid_checksum
@@ -102,6 +103,8 @@ class CheckpointMetadata:
         data_hyper_parameters: arguments that the data module was built with, JSON-able.
         data_argument: like ``argument``, but for the data module.
         averages: which tensors are averages of the weights; None if there are no averages.
+        layer_versions: the versions of the submodules' states other than 1, by name, as torch keeps them in
+            ``state_dict()._metadata``; None if they were not recorded.
     """
 
     strategy: str = ""
@@ -120,6 +123,7 @@ class CheckpointMetadata:
     data_hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     data_argument: str = ""
     averages: AveragesRecord | None = None
+    layer_versions: Mapping[str, int] | None = None
 
     def descends_from(self, other: CheckpointMetadata) -> bool:
         """Return whether ``other`` is an ancestor of this checkpoint in the lineage."""
@@ -201,6 +205,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
         "callbacks": {key: _part_as_json(part) for key, part in manifest.callbacks.items()},
         "averages": None if metadata.averages is None else asdict(metadata.averages),
+        "layer_versions": None if metadata.layer_versions is None else dict(metadata.layer_versions),
         "state": None if manifest.state is None else _part_as_json(manifest.state),
         "ranks": [_part_as_json(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
@@ -313,7 +318,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             lineage=tuple(_ancestor(entry) for entry in _list(document.get("lineage", []), "lineage")),
             left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
-            base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
+            base={plain_name(name): _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
             pretrained=_pretrained(decode(document.get("pretrained", {}), _reject_tensor)),
             # Earlier versions of drivetrain did not write the following keys.
             argument=_text(document.get("argument", "")),
@@ -322,10 +327,13 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             ),
             data_argument=_text(document.get("data_argument", "")),
             averages=_averages(document.get("averages")),
+            layer_versions=_layer_versions(document.get("layer_versions")),
         ),
         files=files,
         weights=_part(document["weights"]),
-        aliases={tied: _text(first) for tied, first in _dict(document["aliases"], "aliases").items()},
+        aliases={
+            plain_name(tied): plain_name(_text(first)) for tied, first in _dict(document["aliases"], "aliases").items()
+        },
         optimizers=tuple(_part(entry) for entry in _list(document["optimizers"], "optimizers")),
         callbacks={key: _part(entry) for key, entry in _dict(document.get("callbacks", {}), "callbacks").items()},
         state=None if document["state"] is None else _part(document["state"]),
@@ -371,6 +379,12 @@ def _averages(document: Any) -> AveragesRecord | None:
     if type(fields["evaluated"]) is not bool:
         raise ValueError(f"{reprlib.repr(fields['evaluated'])} is not a boolean")
     return AveragesRecord(_text(fields["callback"]), fields["evaluated"])
+
+
+def _layer_versions(document: Any) -> dict[str, int] | None:
+    if document is None:
+        return None
+    return {name: _count(version) for name, version in _dict(document, "layer_versions").items()}
 
 
 def _pretrained(document: Any) -> dict[str, dict[str, Any]]:

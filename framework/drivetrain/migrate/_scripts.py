@@ -1,56 +1,26 @@
-"""``python -m drivetrain.migrate FILE...``: rename Lightning's names in a script to drivetrain's.
-
-The command changes only names and does not run the file. It lists on standard error, by line, the changes that remain
-to be made, and exits with 1 if there are any.
-"""
+"""Renames Lightning's names in a Python script, and lists the changes that remain to be made by hand."""
 
 from __future__ import annotations
 
-import argparse
 import ast
-import difflib
-import io
-import os
 import re
-import shutil
-import sys
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TypeAlias
 
 from drivetrain._config.lightning_names import strategy_attribute_error, trainer_attribute_error
 from drivetrain._config.old_names import find_replacement
+from drivetrain.migrate._names import PUBLIC_MODULES, RENAMED_CLASSES, module_by_name
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
 _LIGHTNING_STRING = re.compile(r"(lightning|pytorch_lightning)(\.\w+)+")  # for example an argument of mock.patch
-_RENAMED_CLASSES = {
-    "LightningModule": "TrainModule",
-    "LightningDataModule": "DataModule",
-    "Trainer": "Fit",
-    "ModelCheckpoint": "Checkpoint",
-    "TQDMProgressBar": "ProgressBar",
-    "RichModelSummary": "ModelSummary",
-}
 _TYPE_ALIASES = ("STEP_OUTPUT", "TRAIN_DATALOADERS", "EVAL_DATALOADERS", "OptimizerLRScheduler")
 """Lightning's aliases of types, which annotations use. They are imported as ``Any``."""
 _CHECKPOINT_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")
 _CHECKPOINT_NOTE = (
     "a drivetrain checkpoint is a folder: drivetrain.checkpoint.load(path) gives weights() and averages()"
 )
-_PUBLIC_MODULES = (
-    "drivetrain",
-    "drivetrain.callbacks",
-    "drivetrain.loggers",
-    "drivetrain.profilers",
-    "drivetrain.tuner",
-    "drivetrain.data",
-    "drivetrain.environments",
-)
-_STRATEGIES = ("DDPStrategy", "FSDPStrategy", "DeepSpeedStrategy")
 _ARGUMENT_NOTES = {
     "plugins": "plugins= has no counterpart: pass environment=, precision= or strategy=",
     "weights_only": "weights_only= is not needed: a checkpoint holds no pickle",
@@ -62,16 +32,6 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 Edits: TypeAlias = dict[tuple[int, int], tuple[tuple[int, int], str, str]]
 """Maps the start of an edit (line, column in bytes) to the end, the text to replace ("" for any) and the new text."""
-
-
-@cache
-def _module_by_name() -> dict[str, str]:
-    """Return a dictionary from each public name to the module from which to import the name."""
-    modules = dict.fromkeys(_STRATEGIES, "drivetrain_strategies")
-    for module in _PUBLIC_MODULES:
-        for name in import_module(module).__all__:
-            modules.setdefault(name, module)
-    return modules
 
 
 @dataclass(slots=True)
@@ -107,7 +67,7 @@ class _Names:
     def new_name_of(self, name: str) -> str:
         """Return the name that replaces ``name`` in the file; ``name`` itself if it does not change."""
         old = self.classes.get(name)
-        return name if old != name or name in self.aliased else _RENAMED_CLASSES.get(name, name)
+        return name if old != name or name in self.aliased else RENAMED_CLASSES.get(name, name)
 
     def lightning_path_of(self, node: ast.expr) -> list[str] | None:
         """Return the parts after ``pl`` of an expression such as ``pl.callbacks.Timer``; None for other expressions."""
@@ -199,7 +159,7 @@ def _collect_names(tree: ast.AST) -> _Names:
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     exported = _exported_names(tree)
     for name, old in names.classes.items():
-        new = _RENAMED_CLASSES.get(old, old)
+        new = RENAMED_CLASSES.get(old, old)
         new_is_taken = new != old and (new in bound or (new in used and new not in names.classes))
         if name in bound or new_is_taken or name in exported:
             names.aliased.add(name)
@@ -218,7 +178,7 @@ def _mentions_lightning(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    return f"drivetrain.{name}" in _PUBLIC_MODULES
+    return f"drivetrain.{name}" in PUBLIC_MODULES
 
 
 def _has_counterpart(module: str) -> bool:
@@ -310,11 +270,11 @@ def _edit_import(
     else:
         names_by_module: dict[str, list[str]] = {}
         for alias in node.names:
-            name = _RENAMED_CLASSES.get(alias.name, alias.name)
+            name = RENAMED_CLASSES.get(alias.name, alias.name)
             if not _strip_package([*str(node.module).split("."), alias.name]):
                 new.append(f"import drivetrain as {alias.asname or alias.name}")
                 continue
-            module_name = _module_by_name().get(name)
+            module_name = module_by_name().get(name)
             if name in _TYPE_ALIASES:
                 names_by_module.setdefault("typing", []).append(f"Any as {alias.asname or name}")
                 continue
@@ -371,8 +331,8 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
                 if separator:
                     remaining.append((node.lineno, f"{owner}.{node.attr}: {advice.rstrip('.')}"))
         return
-    name = _RENAMED_CLASSES.get(node.attr, node.attr)
-    module_name = _module_by_name().get(name)
+    name = RENAMED_CLASSES.get(node.attr, node.attr)
+    module_name = module_by_name().get(name)
     if not path:  # `lightning.pytorch`, or `L.pytorch`
         root = node.value
         assert isinstance(root, ast.Name)
@@ -393,9 +353,9 @@ def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining:
         text = f"{owner}.{node.attr} has no counterpart in drivetrain.{path[0]}{advice}"
         remaining.append((node.lineno, text))
     elif len(path) > 2:
-        if node.attr in _RENAMED_CLASSES:
+        if node.attr in RENAMED_CLASSES:
             remaining.append((node.lineno, f"{owner}.{node.attr}: write `from {module_name} import {name}`"))
-        elif _RENAMED_CLASSES.get(path[-2]) == "Fit" and not hasattr(import_module("drivetrain").Fit, node.attr):
+        elif RENAMED_CLASSES.get(path[-2]) == "Fit" and not hasattr(import_module("drivetrain").Fit, node.attr):
             remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
         return
     if name != node.attr and module_name is not None:
@@ -474,7 +434,7 @@ def _edit_annotation(
         new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", names.new_name_of(name), new)
     for package in names.packages:
         root = "drivetrain" if package in ("lightning", "pytorch_lightning") else package
-        for old, name in _RENAMED_CLASSES.items():
+        for old, name in RENAMED_CLASSES.items():
             new = re.sub(rf"(?<![\w.]){re.escape(package)}\.(?:pytorch\.)?{old}\b", f"{root}.{name}", new)
     if new == old_text:
         return
@@ -528,61 +488,3 @@ def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int
             continue
         text = text[:first] + new.encode() + text[last:]
     return text.decode()
-
-
-# Reading and writing files
-
-
-def _read(path: Path) -> tuple[str, str]:
-    """Return a file's text, with the original line endings, and its encoding."""
-    if path.suffix == ".ipynb":
-        raise ValueError("notebooks are not supported: convert the file to Python with jupyter nbconvert --to script")
-    content = path.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-    return content.decode(encoding), encoding
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file atomically, keeping the file's permissions."""
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _diff_lines(path: Path, before: str, after: str) -> Iterator[str]:
-    for line in difflib.unified_diff(_LINE.findall(before), _LINE.findall(after), str(path), str(path)):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Migrate the given files. Return 0, or 1 if changes remain to be made by hand, which standard error lists."""
-    parser = argparse.ArgumentParser(prog="python -m drivetrain.migrate", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Python files written for Lightning")
-    parser.add_argument("--write", action="store_true", help="change the files instead of printing a diff")
-    options = parser.parse_args(arguments)
-    failed = 0
-    for path in options.files:
-        try:
-            source, encoding = _read(path)
-            migrated = migrate(source)
-            if options.write and migrated.source != source:
-                _write(path, migrated.source.encode(encoding))
-        except (OSError, ValueError, SyntaxError, RecursionError) as error:
-            print(f"{path}: {error}", file=sys.stderr)
-            failed = 1
-            continue
-        if not options.write:
-            sys.stdout.writelines(_diff_lines(path, source, migrated.source))
-        for line, text in migrated.remaining:
-            print(f"{path}:{line}: {text}", file=sys.stderr)
-            failed = 1
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

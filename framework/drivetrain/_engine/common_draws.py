@@ -1,0 +1,88 @@
+"""Lets hooks between steps draw the same random numbers on all ranks, so that weights drawn there stay equal."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from drivetrain._loops.hooks import HookTable
+from drivetrain._runtime.seed import derive_seed, seed_generators
+
+_SALT = 0x686F6F6B  # separates these seeds from others that derive from the same seed
+
+_BETWEEN_STEPS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"),
+    *("on_train_end", "on_fit_end"),
+)
+
+
+def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
+    """Wrap the user's hooks between steps if several ranks hold the same weights; return ``table``.
+
+    Within steps and loaders, ranks draw different numbers, for dropout and augmentations. A hook that initializes a
+    layer again would therefore give each rank weights of its own, which DDP would keep apart for the rest of the run.
+
+    Args:
+        table: the hooks.
+        trainer: the `Fit`.
+    """
+    if trainer.world_size == 1 or trainer.strategy.shards_parameters:
+        return table
+    for event, name in enumerate(_BETWEEN_STEPS):
+        for calls in (table.early, table.late):
+            calls[name] = tuple(
+                _InCommon(call, trainer, event, number) if _is_users(call) else call
+                for number, call in enumerate(calls[name])
+            )
+    return table
+
+
+def _is_users(call: Callable[..., Any]) -> bool:
+    owner = getattr(getattr(call, "func", call), "__self__", None)
+    return not type(owner).__module__.startswith(("drivetrain.", "drivetrain_strategies."))
+
+
+class _InCommon:
+    """Calls a hook with generators that have the same state on all ranks, and restores this rank's afterwards.
+
+    The states depend only on the run's seed and the position in training, so a checkpoint need not contain them. If the
+    hook seeds torch, the generators stay as the hook leaves them.
+    """
+
+    def __init__(self, call: Callable[..., Any], trainer: Any, event: int, number: int) -> None:
+        self.func = call  # the name by which a profiler finds the hook's owner
+        self._trainer = trainer
+        self._key = event, number
+
+    def __call__(self, *arguments: Any) -> Any:
+        session = self._trainer.session
+        progress = session.core.progress
+        seed = derive_seed(_SALT, session.data.seed, progress.epoch, progress.micro_batches, *self._key)
+        restore = _generators_restorer(self._trainer.strategy.device)
+        seed_generators(seed)
+        result = self.func(*arguments)
+        if torch.initial_seed() == seed:
+            restore()
+        return result
+
+
+def _generators_restorer(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of Python, torch, ``device`` and NumPy."""
+    python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return restore

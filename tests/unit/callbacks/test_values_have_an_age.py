@@ -1,0 +1,116 @@
+"""A monitored value has an age: it scores only the weights it was computed with, and is not used twice (S-04)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint, EarlyStopping
+
+
+class Growing(TrainModule):
+    """Its weight grows by 1 in each step. Validation logs the weight, or ``values`` in turn."""
+
+    def __init__(self, values: tuple[float, ...] = (), scheduler: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.values = values
+        self.scheduler = scheduler
+        self.fed: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return -self.weight.sum() * batch[0].mean() / self.trainer.optimizers[0].param_groups[0]["lr"]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        epoch = self.trainer.current_epoch
+        self.log("val", self.values[epoch] if self.values else self.weight.detach().sum())
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.fed.append(metric)
+        scheduler.step(metric)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.scheduler is None:
+            return optimizer
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val", **self.scheduler}}
+
+
+def data(samples: int = 6) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(samples, 1)), batch_size=1)
+
+
+def run(module: Growing, callbacks: list[Callback], ckpt_path: Any = None, **options: Any) -> Fit:
+    off: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    off |= {"enable_checkpointing": False, "num_sanity_val_steps": 0, "accelerator": "cpu"}
+    trainer = Fit(callbacks=callbacks, **(off | options))
+    trainer.fit(module, data(), data(1), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("when", "options", "saved"),
+    [
+        ({"every_n_train_steps": 2}, {"val_check_interval": 2}, [2, 4, 6]),
+        ({"every_n_train_steps": 4}, {"val_check_interval": 2}, [4]),
+        ({"every_n_train_steps": 2}, {"val_check_interval": 3}, [3, 6]),  # at 2 and 4 they wait
+        ({"every_n_train_steps": 6}, {}, [6]),  # the validation at the end of the epoch
+        ({"every_n_train_steps": 12}, {"max_epochs": 2}, [12]),
+        ({"every_n_epochs": 1, "save_on_train_epoch_end": True}, {"val_check_interval": 4, "max_epochs": 2}, [10, 12]),
+    ],
+)
+def test_a_score_is_that_of_the_saved_weights(tmp_path: Path, when: Any, options: Any, saved: list[int]) -> None:
+    kept = Checkpoint(tmp_path, filename="{step}-{val:.0f}", monitor="val", save_top_k=-1, **when)
+    run(Growing(), [kept], **({"max_epochs": 1} | options))
+    scores = {Path(path).name: score for path, score in kept.best_k_models.items()}
+    if saved == [10, 12]:  # the end of the run has no value for its weights
+        assert scores == {"step=10-val=10": 10.0, "step=12-val=nan": None}
+    else:
+        assert scores == {f"step={step}-val={step}": float(step) for step in saved}
+
+
+def test_a_plateau_gets_no_value_twice(caplog: pytest.LogCaptureFixture) -> None:
+    module = Growing((9.0, 9.0, 5.0, 9.0, 9.0, 4.0, 9.0), {"strict": False})
+    with caplog.at_level(logging.WARNING):
+        run(module, [], max_epochs=7, check_val_every_n_epoch=3)
+    assert module.fed == [5.0, 4.0]
+    assert sum("was not logged again" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_error_of_a_plateau_advises_a_frequency() -> None:
+    with pytest.raises(Exception, match="'frequency': 2 with check_val_every_n_epoch=2"):
+        run(Growing((1.0, 1.0), {}), [], max_epochs=2, check_val_every_n_epoch=2)
+    module = Growing((1.0, 2.0), {"frequency": 2})
+    run(module, [], max_epochs=2, check_val_every_n_epoch=2)
+    assert module.fed == [2.0]
+
+
+@pytest.mark.parametrize("saved_in", ["on_validation_end", "on_train_epoch_end", "on_train_batch_end"])
+def test_what_was_used_is_known_after_a_resume(tmp_path: Path, saved_in: str) -> None:
+    def save(trainer: Any, module: Any, *arguments: Any) -> None:
+        if trainer.current_epoch == 2 and not (tmp_path / "saved").exists():
+            trainer.save_checkpoint(tmp_path / "saved")
+
+    saving = Callback()
+    setattr(saving, saved_in, save)
+    values = tuple(float(value) for value in range(9))
+    fed, stopped = [], []
+    for ckpt_path in (None, tmp_path / "saved"):
+        module, stop = (
+            Growing(values, {"strict": False}),
+            EarlyStopping("val", patience=2, check_on_train_epoch_end=True),
+        )
+        stop.strict = False
+        trainer = run(module, [saving, stop], ckpt_path, max_epochs=9, check_val_every_n_epoch=3, val_check_interval=4)
+        fed.append(module.fed)
+        stopped.append((trainer.current_epoch, stop.wait_count))
+    assert fed[0] == [2.0, 5.0, 8.0]
+    assert fed[1] == fed[0]
+    assert stopped == [(9, 2), (9, 2)]  # three checks, of which the first sets the best value

@@ -1,0 +1,289 @@
+"""Every entry point loads weights through the module's own loading hooks, as load_state_dict does: S-13."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import CheckpointError, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import convert, load
+from drivetrain.checkpoint._loading_hooks import HookedWeights
+from drivetrain.testing import requires_package
+from worlds import on_ranks
+
+BATCHES = [torch.ones(2, 4)] * 2
+
+
+def fit(steps: int, **options: Any) -> Fit:
+    return Fit(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_steps": steps, "seed": 0, "enable_checkpointing": False, **options},
+    )
+
+
+class Scale(nn.Module):
+    """A layer whose version 2 stores twice the value of version 1."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Old(nn.Module):
+    """A layer before its parameter was renamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(4))
+
+    @property
+    def factor(self) -> torch.Tensor:
+        return self.gamma
+
+
+class Renamed(nn.Module):
+    """The same layer afterwards, whose hook accepts the old name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        if prefix + "gamma" in state:
+            state[prefix + "weight"] = state.pop(prefix + "gamma")
+
+    @property
+    def factor(self) -> torch.Tensor:
+        return self.weight
+
+
+class Plain(Old):
+    """The layer with the new name and without a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.gamma
+        del self.gamma
+
+    @property
+    def factor(self) -> torch.Tensor:
+        return self.weight
+
+
+class Growing(nn.Module):
+    """A layer whose buffer gets its shape from the first batch, like the observers of quantization-aware training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.empty(0))
+
+    @property
+    def factor(self) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen = self.weight.detach() * 1 if self.seen.numel() == 0 else self.seen * 0.5 + 1
+        return self.weight
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.seen = torch.empty(state_dict[prefix + "seen"].shape) if prefix + "seen" in state_dict else self.seen
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Net(TrainModule):
+    """A linear layer over the layer of the given class."""
+
+    def __init__(self, layer: type[nn.Module] = Scale, compiled: bool = False) -> None:
+        super().__init__()
+        self.layer = layer()
+        self.head = nn.Linear(4, 1)
+        for parameter in self.head.parameters():
+            nn.init.constant_(parameter, 0.5)
+        self.compiled = compiled
+        if compiled:
+            self.head = torch.compile(self.head, backend="eager")  # type: ignore[assignment]
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        factor: Any = self.layer.weight if isinstance(self.layer, Scale) else self.layer.factor
+        return (self.head(batch * factor) - 1).square().mean()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.loss(batch)
+
+    def test_step(self, batch: torch.Tensor) -> None:
+        self.log("loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Lenient(Net):
+    """A module that skips weights whose names do not match."""
+
+    strict_loading = False
+
+
+def trained(path: Path, *args: Any, **options: Any) -> Any:
+    module, save = Net(*args), Checkpoint(path.parent, filename=path.name)
+    fit(2, enable_checkpointing=True, callbacks=[save], **options).fit(module, BATCHES)
+    return module
+
+
+def whole(*args: Any) -> dict[str, torch.Tensor]:
+    module = Net(*args)
+    fit(4, max_epochs=2).fit(module, BATCHES)
+    return dict(module.state_dict())
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "version": ((Scale,), (Scale,)),
+    "renamed": ((Old,), (Renamed,)),
+    "resized": ((Growing,), (Growing,)),
+    "compiled": ((Scale, True), (Scale, False)),
+    "to be compiled": ((Scale, False), (Scale, True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load_from_checkpoint_and_a_resumed_run_give_the_same_weights_as_load_state_dict(  # S-13
+    tmp_path: Path, case: str
+) -> None:
+    before, after = CASES[case]
+    saved = trained(tmp_path / "c", *before).state_dict()
+    names = dict(zip(saved, Net(*after).state_dict(), strict=True))
+    arguments: Any = dict(zip(("layer", "compiled"), after, strict=False))
+    loaded = Net.load_from_checkpoint(tmp_path / "c", **arguments)
+    for old, new in names.items():
+        assert torch.equal(loaded.state_dict()[new], saved[old]), new
+    resumed = Net(*after)
+    fit(4, max_epochs=2).fit(resumed, BATCHES, ckpt_path=tmp_path / "c")
+    expected = whole(*before)
+    for old, new in names.items():
+        assert torch.equal(resumed.state_dict()[new], expected[old]), new
+
+
+@pytest.mark.parametrize("kind", [Net, Lenient])
+def test_an_evaluation_uses_renamed_weights_also_without_strict_loading(tmp_path: Path, kind: type[Net]) -> None:
+    module = trained(tmp_path / "c", Old)
+    (expected,) = fit(1).test(module, BATCHES)
+    (loss,) = fit(1).test(kind(Renamed), BATCHES, ckpt_path=tmp_path / "c")  # S-13
+    assert loss == expected
+
+
+def test_the_state_of_an_optimizer_follows_a_renamed_parameter(tmp_path: Path) -> None:
+    trained(tmp_path / "c", Old)
+    run = fit(3, max_epochs=2)
+    run.fit(Net(Renamed), BATCHES, ckpt_path=tmp_path / "c")
+    run.save_checkpoint(tmp_path / "d")
+    assert load(tmp_path / "d").optimizer_state()["state"]["layer.weight"]["step"] == 3  # S-13
+
+
+def test_names_of_a_compiled_submodule_are_plain_in_checkpoints(tmp_path: Path) -> None:
+    trained(tmp_path / "c", Scale, True)
+    assert set(load(tmp_path / "c").weights()) == {"layer.weight", "head.weight", "head.bias"}  # S-13
+
+
+def test_a_checkpoint_without_versions_is_loaded_like_an_old_state_dict(tmp_path: Path) -> None:
+    module = trained(tmp_path / "c")
+    hooked = HookedWeights.of(Net(), load(tmp_path / "c").weights(), None, {})
+    plain: Any = Net()
+    plain.load_state_dict(dict(module.state_dict()))
+    assert torch.equal(hooked.values["layer.weight"], plain.layer.weight)  # S-13
+
+
+class OwnLoad(Net):
+    """A module that renames weights in its own load_state_dict."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state = {name.replace("layer.gamma", "layer.weight"): value for name, value in state_dict.items()}
+        return super().load_state_dict(state, strict, assign)
+
+
+def test_an_overridden_load_state_dict_is_used_by_every_entry_point(tmp_path: Path) -> None:
+    module = trained(tmp_path / "c", Old)
+    loaded: Any = OwnLoad.load_from_checkpoint(tmp_path / "c", layer=Plain)
+    assert torch.equal(loaded.layer.weight, module.layer.gamma)  # S-13
+    tested: Any = OwnLoad(Plain)
+    fit(1).test(tested, BATCHES, ckpt_path=tmp_path / "c")
+    assert torch.equal(tested.layer.weight, module.layer.gamma)
+
+
+class Lazy(TrainModule):
+    """A module with a layer whose shape is known after the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+
+
+def test_load_from_checkpoint_materializes_lazy_layers(tmp_path: Path) -> None:
+    module = Lazy()
+    module.layer(torch.ones(1, 4))
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    convert(tmp_path / "weights.pt", tmp_path / "c")
+    assert torch.equal(Lazy.load_from_checkpoint(tmp_path / "c").layer.weight, module.layer.weight)  # S-13
+
+
+class Refusing(Scale):
+    """A layer that refuses its weights."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        rest[-1].append("this layer cannot be converted")
+
+
+def test_the_error_of_a_hook_is_reported_and_nothing_is_loaded(tmp_path: Path) -> None:
+    trained(tmp_path / "c")
+    module = Net(Refusing)
+    before = module.head.weight.clone()
+    with pytest.raises(CheckpointError, match="this layer cannot be converted"):  # S-13
+        fit(4, max_epochs=2).fit(module, BATCHES, ckpt_path=tmp_path / "c", allow=("module",))
+    assert torch.equal(module.head.weight, before)
+
+
+@pytest.mark.parametrize(("before", "after"), [(Scale, Scale), (Old, Renamed), (Growing, Growing)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", pytest.param("deepspeed_stage_3", marks=requires_package("deepspeed"))]
+)
+def test_resumed_weights_are_the_same_under_every_strategy(
+    tmp_path: Path, strategy: str, before: type[nn.Module], after: type[nn.Module]
+) -> None:
+    for rank in on_ranks(_doors, 2, strategy, tmp_path, before, after):
+        for (loaded, tested, saved), (resumed, uninterrupted) in rank:
+            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)  # S-13
+            torch.testing.assert_close(tested, saved, rtol=0, atol=0)
+            torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
+
+
+def _doors(strategy: str, path: Path, before: Any, after: Any) -> list[Any]:
+    """Return each weight as load_from_checkpoint, test and fit load it, next to the values that it must have."""
+    options: dict[str, Any] = {"strategy": strategy, "devices": 2}
+    saved = trained(path / "c", before, **options).state_dict()
+    loaded = Net.load_from_checkpoint(path / "c", layer=after).state_dict()
+    uninterrupted, tested, resumed = Net(before), Net(after), Net(after)
+    fit(1, **options).test(tested, BATCHES, ckpt_path=path / "c")
+    fit(4, max_epochs=2, **options).fit(uninterrupted, BATCHES)
+    fit(4, max_epochs=2, **options).fit(resumed, BATCHES, ckpt_path=path / "c")
+    if after is Growing:  # the buffer has changed in the test
+        tested.layer.seen = saved["layer.seen"]
+    after_test, after_fit, whole_run = tested.state_dict(), resumed.state_dict(), uninterrupted.state_dict()
+    return [
+        ((loaded[new], after_test[new], saved[old]), (after_fit[new], whole_run[old]))
+        for old, new in zip(saved, loaded, strict=True)
+    ]

@@ -1,0 +1,273 @@
+"""A data set that grows or shrinks between epochs is read at its size of the epoch: S-03."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+
+from drivetrain import Callback, ConfigurationError
+from drivetrain.callbacks import Checkpoint, ProgressBar
+from drivetrain.data import CombinedLoader
+
+
+class Buffer(Dataset[Any]):
+    """Sample i is (i, 1); reading beyond the end is an error."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.size:
+            raise IndexError(index)
+        return torch.tensor([float(index), 1.0])
+
+
+class Backwards(Sampler[int]):
+    """A sampler of the user's."""
+
+    def __init__(self, data: Buffer) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self.data) - 1, -1, -1))
+
+
+class Resizes(Callback):
+    """Gives a data set the size of the epoch in a hook, and records the samples of each epoch."""
+
+    def __init__(self, data: Buffer, hook: str, sizes: tuple[int, ...]) -> None:
+        self.data, self.hook, self.sizes = data, hook, sizes
+        self.seen: dict[int, list[int]] = {}
+        self.lengths: list[int | float] = []
+
+    def _resize(self, hook: str, epoch: int) -> None:
+        if hook == self.hook and epoch < len(self.sizes):
+            self.data.size = self.sizes[epoch]
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._resize("on_fit_start", 0)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._resize("on_train_start", 0)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._resize("on_train_epoch_start", trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.lengths.append(trainer.num_training_batches)
+        first = batch[0] if isinstance(batch, list) else batch
+        self.seen.setdefault(trainer.current_epoch, []).extend(int(row[0]) for row in first)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._resize("on_train_epoch_end", trainer.current_epoch + 1)
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": lambda data: DataLoader(data, 2, shuffle=True),
+    "in order": lambda data: DataLoader(data, 2),
+    "workers": lambda data: DataLoader(data, 2, shuffle=True, num_workers=1, persistent_workers=True),
+    "sampler": lambda data: DataLoader(data, 2, sampler=Backwards(data)),
+    "batch sampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(Backwards(data), 2, False)),
+    "distributed": lambda data: DataLoader(data, 2, sampler=DistributedSampler(data, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("sizes", [(4, 8, 11), (11, 8, 4)])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_epoch_reads_the_data_set_at_its_size_of_that_epoch(
+    kind: str, hook: str, sizes: tuple[int, ...], tmp_path: Path
+) -> None:  # S-03
+    data = Buffer(sizes[0])
+    resizes = Resizes(data, hook, sizes)
+    trainer = fit(tmp_path, max_epochs=3, callbacks=resizes)
+    trainer.fit(Tiny(), LOADERS[kind](data))
+    assert {epoch: sorted(seen) for epoch, seen in resizes.seen.items()} == {
+        epoch: list(range(size)) for epoch, size in enumerate(sizes)
+    }
+    assert resizes.lengths == [-(-size // 2) for size in sizes]
+    assert trainer.global_step == sum(resizes.lengths)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_a_data_set_that_grows_before_training_is_read_in_full(hook: str, tmp_path: Path) -> None:  # S-03
+    data = Buffer(4)
+    resizes = Resizes(data, hook, (12,))
+    fit(tmp_path, callbacks=resizes).fit(Tiny(), DataLoader(data, 2, shuffle=True))
+    assert sorted(resizes.seen[0]) == list(range(12))
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "sequential"])
+def test_a_combination_reads_each_loader_at_its_size(mode: str, tmp_path: Path) -> None:  # S-03
+    data = Buffer(4)
+    resizes = Resizes(data, "on_train_epoch_start", (4, 8))
+    combined = CombinedLoader([DataLoader(data, 2, shuffle=True), loader(12, 2)], mode)
+    fit(tmp_path, max_epochs=2, callbacks=resizes).fit(FirstOfSeveral(), combined)
+    found = [sorted(set(resizes.seen[epoch])) for epoch in range(2)]
+    assert found == ([list(range(12))] * 2 if mode == "sequential" else [list(range(4)), list(range(8))])
+    assert resizes.lengths == {"min_size": [2, 4], "max_size_cycle": [6, 6], "sequential": [8, 10]}[mode]
+
+
+class FirstOfSeveral(Tiny):
+    """Takes the first batch of several."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0] if isinstance(batch, list) else batch, batch_idx)
+
+
+def test_a_list_of_batches_that_grows_is_read_in_full(tmp_path: Path) -> None:  # S-03
+    batches = [torch.tensor([[float(index), 1.0]]) for index in range(2)]
+
+    class Appends(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            batches.append(torch.tensor([[float(len(batches)), 1.0]]))
+
+    trainer = fit(tmp_path, max_epochs=2, callbacks=Appends())
+    trainer.fit(Tiny(), batches)
+    assert (trainer.global_step, trainer.num_training_batches) == (3 + 4, 4)
+
+
+def test_limits_intervals_and_estimates_follow_the_size(tmp_path: Path) -> None:  # S-03
+    data, module = Buffer(8), Tiny()
+    resizes, estimates, validated = Resizes(data, "on_train_epoch_start", (8, 16, 32)), [], []
+
+    class Notes(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            estimates.append(trainer.estimated_stepping_batches)
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            validated.append((trainer.current_epoch, trainer.batch_idx))
+
+    trainer = fit(
+        tmp_path,
+        max_epochs=3,
+        limit_train_batches=0.5,
+        val_check_interval=0.5,
+        num_sanity_val_steps=0,
+        callbacks=[resizes, Notes()],
+    )
+    trainer.fit(module, DataLoader(data, 2, shuffle=True), loader(2))
+    assert trainer.global_step == 2 + 4 + 8
+    assert list(dict.fromkeys(estimates)) == [2 * 3, 2 + 4 * 2, 2 + 4 + 8]
+    assert validated == [(0, 1), (0, 2), (1, 2), (1, 4), (2, 4), (2, 8)]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_reads_what_hooks_have_added(stage: str, tmp_path: Path) -> None:  # S-03
+    data, lengths = Buffer(4), []
+    name = "validation" if stage == "validate" else stage
+
+    class Grows(Callback):
+        pass
+
+    def grow(self: Any, trainer: Any, module: Any) -> None:
+        data.size = 12
+
+    def end(self: Any, trainer: Any, module: Any) -> None:
+        counts = {"validate": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
+        lengths.append(getattr(trainer, counts[stage]))
+
+    setattr(Grows, f"on_{name}_epoch_start", grow)
+    setattr(Grows, f"on_{name}_end", end)
+    measured = Measured()
+    outputs = getattr(fit(tmp_path, callbacks=Grows()), stage)(measured, DataLoader(data, 3))
+    assert measured.samples == list(range(12))
+    assert lengths == [[4]]
+    if stage == "predict":
+        assert torch.cat(outputs).tolist() == list(range(12))
+
+
+class Measured(Tiny):
+    """Records the samples that it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.samples.extend(int(row[0]) for row in batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.samples.extend(int(row[0]) for row in batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.samples.extend(int(row[0]) for row in batch)
+        return batch[:, 0]
+
+
+def test_a_validation_within_fit_reads_what_training_has_added(tmp_path: Path) -> None:  # S-03
+    data, module = Buffer(4), Measured()
+    resizes = Resizes(data, "on_train_epoch_end", (4, 6, 8))
+    fit(tmp_path, max_epochs=2, callbacks=resizes, num_sanity_val_steps=0).fit(module, loader(4), DataLoader(data, 2))
+    assert module.samples == [*range(4), *range(6)]
+
+
+def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -> None:  # S-03, J-07
+    def run(folder: str, size: int, hook: str = "on_train_epoch_start", start: Any = None) -> Any:
+        data = Buffer(size)
+        resizes = Resizes(data, hook, (4, 8, 12) if hook == "on_train_epoch_start" else (8,))
+        saver = Checkpoint(tmp_path / folder, every_n_train_steps=1, save_top_k=-1)
+        at_ends = Checkpoint(tmp_path / folder / "ends", save_top_k=-1)
+        fit(tmp_path, max_epochs=3, callbacks=[resizes, saver, at_ends]).fit(
+            Tiny(), DataLoader(data, 2, shuffle=True), ckpt_path=start
+        )
+        return resizes.seen
+
+    whole = run("whole", 4)
+    within, at_end = tmp_path / "whole" / "epoch=1-step=4", tmp_path / "whole" / "ends" / "epoch=1-step=6"
+    with pytest.raises(ConfigurationError, match="began with 8 training samples, and now has 4"):
+        run("a", 4, start=within)
+    with pytest.raises(ConfigurationError, match="5"):
+        run("b", 5, start=within)
+    for size, hook in ((8, "on_train_epoch_start"), (4, "on_fit_start")):
+        resumed = run(f"c{size}", size, hook, within)
+        assert resumed[1] == whole[1][4:]
+        assert sorted(resumed[2]) == list(range(12 if size == 8 else 8))
+    for size in (4, 8):
+        assert run(f"d{size}", size, start=at_end)[2] == whole[2]
+
+
+def test_a_data_set_that_became_empty_is_refused(tmp_path: Path) -> None:  # S-03
+    data = Buffer(4)
+    with pytest.raises(ConfigurationError, match="its size went from 4 to 0 samples"):
+        fit(tmp_path, max_epochs=2, callbacks=Resizes(data, "on_train_epoch_start", (4, 0))).fit(
+            Tiny(), DataLoader(data, 2)
+        )
+
+
+def test_a_sampler_with_its_own_number_of_samples_is_refused_once_the_data_set_differs(tmp_path: Path) -> None:  # S-03
+    data = Buffer(4)
+    fixed = DataLoader(data, 2, sampler=RandomSampler(data, num_samples=4))
+    with pytest.raises(ConfigurationError, match=r"RandomSampler\(num_samples=4\) of a data set that now has 8"):
+        fit(tmp_path, max_epochs=2, callbacks=Resizes(data, "on_train_epoch_start", (4, 8))).fit(Tiny(), fixed)
+
+
+def test_the_progress_bar_counts_up_to_the_size_of_the_epoch(tmp_path: Path) -> None:  # S-03
+    totals: list[int | None] = []
+
+    class Records(ProgressBar):
+        def is_terminal(self) -> bool:
+            return True
+
+        def draw(self, phase: Any, metrics: Any, now: float) -> None:
+            totals.append(phase.total)
+            self._next_refresh = 0.0
+
+    data = Buffer(4)
+    bar, resizes = Records(stream=io.StringIO()), Resizes(data, "on_train_epoch_start", (4, 8))
+    resizes.priority = -200  # after the bar, as a hook of the module is
+    fit(tmp_path, max_epochs=2, callbacks=[bar, resizes], enable_progress_bar=True).fit(Tiny(), DataLoader(data, 2))
+    assert set(totals) == {2, 4}
