@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import global_batches, loader, quiet, seeded
+from small_runs import Saver, about, assert_near, failing, global_batches, loader, quiet, seeded
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon, Optimizer

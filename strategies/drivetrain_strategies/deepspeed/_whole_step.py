@@ -122,7 +122,7 @@ class WholeStep(GatheredStep):
         return cut(value, fragment.span).to(fragment.flat.device)
 
     def _sharded(self, fragment: Fragment, value: Any) -> Any:
-        """Return a tensor of state as it is kept between steps: this rank's part, if it is shaped like the parameter."""
+        """Return a tensor of state as it is kept between steps: a shard, if it is shaped like the parameter."""
         if not fragment.shape or tuple(value.shape) != fragment.shape or hasattr(value, "__tensor_flatten__"):
             return value
         part = part_of(value, fragment.span).to(fragment.flat.device, copy=True)
