@@ -97,10 +97,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
     ({}, {}, lambda: _with(_two), "2 optimizers (AdamW, AdamW) under DeepSpeed"),
     ({}, {}, lambda: _with(_two, automatic_optimization=False), "that take turns (manual optimization)"),
     # B-16, B-17
-    ({}, {}, lambda: _with(lambda one: torch.optim.LBFGS(one.parameters())), "LBFGS under DeepSpeed"),
-    ({}, {}, lambda: _with(lambda one: torch.optim.Adafactor(one.parameters())), "Adafactor under DeepSpeed"),
-    ({}, {}, lambda: _with(lambda one: torch.optim.Adagrad(one.parameters())), "Adagrad under DeepSpeed"),
-    ({}, {}, lambda: _with(lambda one: Own(one.parameters())), "test_deepspeed_runs.Own under DeepSpeed"),
+    ({}, {}, lambda: _with(lambda one: torch.optim.SparseAdam(list(one.parameters()))), "SparseAdam under DeepSpeed"),
+    (
+        {"config": {"scheduler": WARM_UP}},
+        {},
+        lambda: _with(lambda one: Own(one.parameters())),
+        "scheduler='WarmupLR' with Own",
+    ),
     # E-02
     (
         {"config": {"optimizer": ADAMW}},

@@ -121,6 +121,7 @@ class StrategyLifecycle:
     settings: RunSettings
     module: torch.nn.Module | None
     optimizers: list[Optimizer]
+    elementwise_optimizers: Sequence[Optimizer]
 
     def setup_environment(self) -> None:
         """Join the other processes and select the CUDA device. The engine restores the previous device afterwards."""
