@@ -211,9 +211,12 @@ def _every_stage() -> list[Tensor]:
 
 
 def _on_whole_parameters() -> list[dict[str, Tensor]]:
-    strategies = ({"stage": 1}, {"stage": 2}, {"stage": 3, "stage3_param_persistence_threshold": 0})
     return [
-        {name: _trained(DeepSpeedStrategy(**options), PROGRAMS[name], 2) for name in WHOLE} for options in strategies
+        {
+            name: _trained(DeepSpeedStrategy(stage, stage3_param_persistence_threshold=0), PROGRAMS[name], 2)
+            for name in WHOLE
+        }
+        for stage in (1, 2, 3)
     ]
 
 

@@ -317,12 +317,14 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         run = self._active_run
+        if run.whole_step is None:
+            if closure is not None:
+                self._check_closure(optimizer)
+                closure()  # torch's element-wise optimizers evaluate it once, before anything else
+            max_norm, self._max_norm = self._max_norm, None
+            return run.step(max_norm)
         if closure is not None:
             self._check_closure(optimizer)
-            if run.whole_step is None:
-                closure()  # torch's element-wise optimizers evaluate it once, before anything else
-        if run.whole_step is None:
-            return self._step_engine()
         # The engine's step reduces and clips the gradients. In manual optimization, a closure may compute the first.
         if (closure is None or run.has_gradients) and not self._step_engine():
             return False
