@@ -120,4 +120,5 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
 
 def _in_layout_if_shaped_like(target: torch.Tensor, value: torch.Tensor | ParameterShard) -> Any:
     is_shaped_alike = len(value.shape) > 0 and tuple(value.shape) == tuple(target.shape)
-    return in_layout_of(value, target) if is_shaped_alike else value
+    can_be_cut = isinstance(value, ParameterShard | DTensor) or type(value) is torch.Tensor  # quantised state cannot
+    return in_layout_of(value, target) if is_shaped_alike and can_be_cut else value
