@@ -64,7 +64,6 @@ BY_ZERO = {
     "clipped by value": "gradient_clip_algorithm='value' under DeepSpeed",
     "several optimizers": "2 optimizers (Muon, AdamW) under DeepSpeed",
     "two optimizers, clipped": "2 optimizers (AdamW, SGD) under DeepSpeed",
-    "LBFGS": "LBFGS under DeepSpeed",
     "GAN": "2 optimizers (AdamW, AdamW) that take turns (manual optimization) under DeepSpeed",
 }
 PRECISIONS_BY_ZERO = {

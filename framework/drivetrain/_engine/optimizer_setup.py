@@ -14,6 +14,7 @@ from drivetrain._engine.run_parts import Optimization, RunCore
 from drivetrain._loops.configured_optimizers import (
     SchedulerConfig,
     check_optimizers,
+    declared_elementwise,
     needs_engine_closure,
     parse_optimizers,
 )
@@ -51,6 +52,7 @@ def set_up_optimizers(
         check_ranks_agree(strategy.control, optimizer_facts(optimizers, schedulers))
     automatic = module.automatic_optimization
     closure = needs_engine_closure(configured, optimizers, automatic)
+    strategy.elementwise_optimizers = declared_elementwise(configured)
     strategy.adopt_parameters(optimizers)
     components |= {
         "optimizers": class_names(optimizers),

@@ -22,13 +22,14 @@ from drivetrain.strategies.strategy import Strategy
 _INTERVALS = ("epoch", "step")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
-_DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure")
-_DICT_KEYS_TEXT = "its keys are 'optimizer', 'lr_scheduler', 'monitor' and 'closure'."
+_DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure", "elementwise")
+_DICT_KEYS_TEXT = "its keys are 'optimizer', 'lr_scheduler', 'monitor', 'closure' and 'elementwise'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
     "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
     "'reduce_on_plateau', 'name'}, and with "
-    "'closure': True for an optimizer that evaluates the loss again in its step; or None."
+    "'closure': True for an optimizer that evaluates the loss again in its step, or 'elementwise': True for one whose "
+    "update of an element depends on that element alone; or None."
 )
 
 
@@ -94,8 +95,7 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
     Raises:
         ConfigurationError: the value of ``"closure"`` is invalid.
     """
-    dicts = [configured] if isinstance(configured, Mapping) else configured if isinstance(configured, Sequence) else []
-    closure_settings = [part["closure"] for part in dicts if isinstance(part, Mapping) and "closure" in part]
+    closure_settings = [part["closure"] for part in _dicts(configured) if "closure" in part]
     closure_optimizers = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
     for value in closure_settings:
         if not isinstance(value, bool):
@@ -118,6 +118,29 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
                 "leave 'closure' out.",
             )
     return bool(closure_optimizers) or any(closure_settings)
+
+
+def declared_elementwise(configured: Any) -> list[Optimizer]:
+    """Return the optimizers that ``configure_optimizers`` returned with ``"elementwise": True``.
+
+    Raises:
+        ConfigurationError: the value of ``"elementwise"`` is not a boolean.
+    """
+    dicts = [part for part in _dicts(configured) if "elementwise" in part]
+    for part in dicts:
+        if not isinstance(part["elementwise"], bool):
+            raise ConfigurationError(
+                f"configure_optimizers: 'elementwise': {part['elementwise']!r}.",
+                "'elementwise' tells whether the update of an element depends on that element alone, so it is a "
+                "boolean.",
+                "use True or False.",
+            )
+    return [part["optimizer"] for part in dicts if part["elementwise"]]
+
+
+def _dicts(configured: Any) -> list[Mapping[str, Any]]:
+    parts = configured if isinstance(configured, Sequence) else [configured]
+    return [part for part in parts if isinstance(part, Mapping)]
 
 
 def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -331,13 +354,9 @@ def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: St
         "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
         "self.automatic_optimization = False and call optimizer.step(closure) in training_step."
     )
-    changes = []
-    if not strategy.takes_closures:
-        changes.append("use strategy='ddp' or 'fsdp', since the current strategy does not support closures")
     if strategy.precision.scales_loss:
-        changes.append("use precision='bf16-mixed' or '32-true', since closures do not support scaled gradients")
-    if changes:
-        fix = f"use another optimizer; or {' and '.join(changes)}, and {fix}"
+        change = "use precision='bf16-mixed' or '32-true', since closures do not support scaled gradients"
+        fix = f"use another optimizer; or {change}, and {fix}"
     raise ConfigurationError(
         f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{message}.",
         "the optimizer evaluates the loss again in its step, although the step's signature requires no closure.",

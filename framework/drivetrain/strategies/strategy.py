@@ -121,6 +121,7 @@ class StrategyLifecycle:
     settings: RunSettings
     module: torch.nn.Module | None
     optimizers: list[Optimizer]
+    elementwise_optimizers: Sequence[Optimizer]
 
     def setup_environment(self) -> None:
         """Join the other processes and select the CUDA device. The engine restores the previous device afterwards."""
@@ -169,6 +170,7 @@ class StrategyLifecycle:
         """
         self.module = None
         self.optimizers = []
+        self.elementwise_optimizers = ()
 
 
 class StrategyOptimization(StrategyPlacement):
@@ -407,9 +409,6 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
     accepts_none_loss: ClassVar[bool] = True
     """False if ``training_step`` may not return None even in a single process."""
 
-    takes_closures: ClassVar[bool] = True
-    """False if `optimizer_step` refuses a closure."""
-
     has_hook_contexts: ClassVar[bool] = False
     """True if hooks that user code defines run in a `hook_context`."""
 
@@ -428,6 +427,8 @@ class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, Str
         self.settings = RunSettings()
         self.module: torch.nn.Module | None = None
         self.optimizers: list[Optimizer] = []
+        self.elementwise_optimizers: Sequence[Optimizer] = ()
+        """The optimizers that ``configure_optimizers`` declared element-wise. Set before `adopt_parameters`."""
         self.schedulers: list[Any] = []
         """Learning-rate schedulers that the strategy built itself. Each scheduler steps once per optimizer step."""
 

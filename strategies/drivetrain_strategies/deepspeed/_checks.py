@@ -11,27 +11,15 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
+from drivetrain_strategies._gathered_step import check_fits, is_elementwise
 from drivetrain_strategies._missing_weights import holds_deepspeed_shards, refuse_missing_weights
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
-_TORCH_OPTIMIZERS = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
+_ELEMENTWISE_OF_DEEPSPEED = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})
+"""Class names of DeepSpeed's optimizers whose update is element-wise."""
 
-_ELEMENTWISE_OPTIMIZERS = {
-    *(f"torch.optim.{name}" for name in _TORCH_OPTIMIZERS),
-    *("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedLion", "deepspeed.DeepSpeedCPULion"),
-}
-"""Optimizers whose update is elementwise, each as its package and class name."""
-
-_REFUSAL_REASONS: dict[type, str] = {
-    torch.optim.LBFGS: "LBFGS re-evaluates the loss in each step, which DeepSpeed's engine does not support",
-    torch.optim.Adafactor: (
-        "Adafactor uses a parameter's rows and columns, but ZeRO flattens parameters, which makes its updates too small"
-    ),
-    torch.optim.Muon: "Muon uses a parameter as a matrix, but ZeRO flattens parameters",
-    torch.optim.SparseAdam: "ZeRO's gradients are dense",
-    torch.optim.Adagrad: "DeepSpeed replaces it by its own Adagrad, which ignores learning rate schedulers",
-}
-"""Why ZeRO cannot step an optimizer, by the optimizer's class."""
+_OWN_STEP = (torch.optim.Adagrad, torch.optim.ASGD)
+"""Element-wise optimizers whose step DeepSpeed replaces by its own, or whose state it cannot flatten."""
 
 
 def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bool) -> None:
@@ -131,7 +119,12 @@ def check_optimizers(
                 "both schedulers would set the learning rate.",
                 "keep only one scheduler.",
             )
-        _check_kind(optimizer, allowed=bool(config.get("zero_allow_untested_optimizer")))
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} under DeepSpeed.",
+                "ZeRO's gradients are dense.",
+                "use another optimizer (AdamW, SGD), or strategy='ddp'.",
+            )
         for number, group in enumerate(optimizer.param_groups):
             if not any(parameter.requires_grad for parameter in group["params"]):
                 members = [names.get(id(parameter), "?") for parameter in group["params"]]
@@ -197,29 +190,49 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
     )
 
 
-def is_own(optimizer: Optimizer) -> bool:
-    """Return whether the user, or a third party, wrote the optimizer, rather than torch or DeepSpeed."""
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether torch or DeepSpeed wrote the optimizer and DeepSpeed steps it on flat parameters correctly."""
     kind = type(optimizer)
-    package = kind.__module__.partition(".")[0]
-    path = f"torch.optim.{kind.__name__}" if package == "torch" else f"{package}.{kind.__name__}"
-    return path not in _ELEMENTWISE_OPTIMIZERS
+    if kind.__module__.partition(".")[0] == "deepspeed":
+        return kind.__name__ in _ELEMENTWISE_OF_DEEPSPEED
+    return is_elementwise(optimizer, ()) and kind not in _OWN_STEP
 
 
-def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
-    if not is_own(optimizer):
-        return
-    kind = type(optimizer)
-    for base in kind.__mro__:
-        reason = _REFUSAL_REASONS.get(base)
-        if reason is not None:
-            raise ConfigurationError(
-                f"{kind.__name__} under DeepSpeed.",
-                f"{reason}.",
-                "use another optimizer (AdamW, SGD), or strategy='fsdp' or 'ddp'.",
-            )
-    if not allowed:
+def needs_whole_step(optimizer: Optimizer, declared: Sequence[Optimizer]) -> bool:
+    """Return whether an optimizer may not step flat parameters, in which ZeRO keeps them.
+
+    Args:
+        optimizer: the optimizer.
+        declared: the optimizers that the user declared element-wise.
+    """
+    return not is_known(optimizer) and not any(other is optimizer for other in declared)
+
+
+def check_whole_step(optimizer: Optimizer, config: Mapping[str, Any], limit: int) -> None:
+    """Refuse an optimizer whose step cannot be given whole parameters.
+
+    Args:
+        optimizer: an optimizer for which `needs_whole_step` returns True.
+        config: the resolved config.
+        limit: the strategy's ``gather_limit``, in bytes.
+
+    Raises:
+        ConfigurationError: names the optimizer and the reason.
+    """
+    kind = type(optimizer).__name__
+    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    check_fits(optimizer, sum(4 * one.numel() for one in trained), limit, "DeepSpeedStrategy")
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device") == "nvme":
         raise ConfigurationError(
-            f"{kind.__module__}.{kind.__name__} under DeepSpeed.",
-            "ZeRO flattens parameters, so only elementwise optimizers step correctly.",
-            "if the optimizer is elementwise, set config={'zero_allow_untested_optimizer': True}.",
+            f"{kind} with offload_optimizer='nvme'.",
+            f"{kind} may not be element-wise, so it steps whole parameters, which DeepSpeed does not keep on a drive.",
+            "use offload_optimizer='cpu'; or, if the optimizer is element-wise, return {'optimizer': optimizer, "
+            "'elementwise': True} from configure_optimizers.",
+        )
+    if "scheduler" in config:
+        raise ConfigurationError(
+            f"config: scheduler={config['scheduler'].get('type')!r} with {kind}.",
+            f"{kind} may not be element-wise, so it steps whole parameters outside of DeepSpeed's engine.",
+            "return the scheduler from configure_optimizers.",
         )

@@ -14,6 +14,7 @@ from drivetrain.strategies import cut
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
 from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 from drivetrain_strategies.deepspeed._state import State, gather
+from drivetrain_strategies.deepspeed._whole_step import WholeStep
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -30,10 +31,14 @@ class UserHooks:
         zero: DeepSpeed's engine.
         state: the state of the module.
         gather_limit: size in bytes up to which gradients are gathered.
+        whole_step: the optimizer's step on whole parameters, if it has one.
     """
 
-    def __init__(self, module: nn.Module, zero: Zero, state: State, gather_limit: int) -> None:
+    def __init__(
+        self, module: nn.Module, zero: Zero, state: State, gather_limit: int, whole_step: WholeStep | None
+    ) -> None:
         self._zero = zero
+        self._whole_step = whole_step
         self._state = state
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._gather_limit = gather_limit
@@ -45,9 +50,12 @@ class UserHooks:
         """Return the context in which a hook of the user runs; see `Strategy.hook_context`."""
         self._may_have_written = True
         if name not in _GRADIENT_HOOKS:
-            return EmptyParameters(self._names, gathers=False) if self._zero.stage == 3 else nullcontext()
+            return self._empty_parameters() if self._zero.stage == 3 else nullcontext()
         withheld = self._why_withheld(name, window_is_complete)
         return self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
+
+    def _empty_parameters(self) -> EmptyParameters:
+        return EmptyParameters(self._names, self._whole_step, gathers=False)
 
     def keep_writes(self) -> None:
         """Copy weights that hooks may have written into the master weights. Does not communicate."""

@@ -32,6 +32,7 @@ from drivetrain_strategies._activation_checkpointing import (
     outermost_modules,
 )
 from drivetrain_strategies._device_restore import OriginalDevice
+from drivetrain_strategies._gathered_step import announce
 from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._materialize import RecordedBuild
 from drivetrain_strategies._missing_weights import GATHER_LIMIT, exceeds_limit
@@ -42,7 +43,10 @@ from drivetrain_strategies.deepspeed._checks import (
     check_module,
     check_optimizers,
     check_trainable,
+    check_whole_step,
     clip_by_value_error,
+    is_known,
+    needs_whole_step,
 )
 from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 from drivetrain_strategies.deepspeed._config import (
@@ -113,7 +117,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     name: ClassVar[str] = "deepspeed"
     accepts_none_loss: ClassVar[bool] = False
     has_hook_contexts: ClassVar[bool] = True
-    takes_closures: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -256,6 +259,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         assert isinstance(self.precision, DeepSpeedPrecision)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         check_optimizers(optimizers, self._config, names, self.settings, self.stage)
+        if self._config.get("zero_allow_untested_optimizer"):
+            self.elementwise_optimizers = optimizers
+        for optimizer in optimizers:
+            if needs_whole_step(optimizer, self.elementwise_optimizers):
+                check_whole_step(optimizer, config, self.gather_limit)
+                if self.rank == 0:
+                    announce(optimizer)
         self._run = DeepSpeedRun(
             self._deepspeed,
             module,
@@ -268,6 +278,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.gather_limit,
                 self.leaf_modules,
                 self.find_unused_parameters,
+                self.elementwise_optimizers,
             ),
         )
         self._run.start(optimizers, self._recorded_build.take())
@@ -309,15 +320,46 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._active_run.zero.norm()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        run = self._active_run
+        if run.whole_step is None:
+            if closure is not None:
+                self._check_closure(optimizer)
+                closure()  # torch's element-wise optimizers evaluate it once, before anything else
+            max_norm, self._max_norm = self._max_norm, None
+            return run.step(max_norm)
         if closure is not None:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} steps with a closure under DeepSpeed.",
-                "DeepSpeed's engine runs the backward and the step, and cannot evaluate a closure within the step.",
-                "use strategy='fsdp' or 'ddp'. If the optimizer evaluates the closure only once, at the start of the "
-                "step, you can also evaluate the closure yourself and call step() without it.",
-            )
+            self._check_closure(optimizer)
+        # The engine's step reduces and clips the gradients. In manual optimization, a closure may compute the first.
+        if (closure is None or run.has_gradients) and not self._step_engine():
+            return False
+        optimizer.step(closure and partial(self._evaluate, closure, run))
+        return True
+
+    def _step_engine(self) -> bool:
         max_norm, self._max_norm = self._max_norm, None
         return self._active_run.step(max_norm)
+
+    def _evaluate(self, closure: Callable[[], Any], run: DeepSpeedRun) -> Any:
+        loss = closure()
+        if run.has_gradients and not self._step_engine():
+            assert run.whole_step is not None
+            run.whole_step.mark_overflow()
+        return loss
+
+    def _check_closure(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer).__name__
+        if self._active_run.whole_step is None and not is_known(optimizer):
+            raise ConfigurationError(
+                f"{kind} was declared element-wise and steps with a closure under DeepSpeed.",
+                "DeepSpeed's engine steps such an optimizer, and cannot evaluate a closure within the step.",
+                "leave out 'elementwise' and zero_allow_untested_optimizer, or use strategy='fsdp' or 'ddp'.",
+            )
+        if self.precision.name == "16-mixed":
+            raise ConfigurationError(
+                f"{kind} steps with a closure, which precision='16-mixed' does not support.",
+                "the closure's gradients are scaled, and each evaluation may overflow.",
+                "use precision='bf16-mixed' or '32-true'.",
+            )
 
     def finish_step(self) -> None:
         """Do nothing, since DeepSpeed's step updates the loss scale."""

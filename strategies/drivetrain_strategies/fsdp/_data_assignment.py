@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,9 +16,8 @@ _SET_DATA = cast(Any, torch.Tensor.data).__set__
 class DataAssignment(TorchFunctionMode):
     """Makes ``shard.data = value`` write the value into the shard within this context.
 
-    For a DTensor, torch silently replaces the outer tensor and leaves the local tensor unchanged. SAM, which restores
-    weights this way, would continue from the perturbed weights. Intercepting every operation is slow, so the mode is
-    used only for hooks, and for steps with a closure.
+    For a DTensor, torch silently replaces the outer tensor and leaves the local tensor unchanged. Intercepting every
+    operation is slow, so the mode is used only for hooks.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,12 +28,3 @@ class DataAssignment(TorchFunctionMode):
                 shard.to_local().copy_(part.to_local())
             return None
         return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Disable the mode within this context, for the closure's forward and backward."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self.__enter__()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch, load_current, resized_buffers
+from drivetrain_strategies._gathered_step import map_tensors
 from drivetrain_strategies.fsdp._internals import local_region
 
 
@@ -112,22 +114,11 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
         target = parameters.get(name)
-        state[name] = values if target is None else _in_layout_of_parameter(values, target)
+        state[name] = values if target is None else map_tensors(values, partial(_in_layout_if_shaped_like, target))
     return {**saved, "state": state}
 
 
-def _in_layout_of_parameter(value: Any, target: torch.Tensor) -> Any:
-    """Return ``value`` with each tensor of the parameter's shape in its layout, also in dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return {key: _in_layout_of_parameter(part, target) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_in_layout_of_parameter(part, target) for part in value)
-    return in_layout_of(value, target) if _is_shaped_like(value, target) else value
-
-
-def _is_shaped_like(value: Any, target: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor | ParameterShard)
-        and len(value.shape) > 0
-        and tuple(value.shape) == tuple(target.shape)
-    )
+def _in_layout_if_shaped_like(target: torch.Tensor, value: torch.Tensor | ParameterShard) -> Any:
+    is_shaped_alike = len(value.shape) > 0 and tuple(value.shape) == tuple(target.shape)
+    can_be_cut = isinstance(value, ParameterShard | DTensor) or type(value) is torch.Tensor  # quantised state cannot
+    return in_layout_of(value, target) if is_shaped_alike and can_be_cut else value

@@ -28,11 +28,10 @@ from drivetrain.strategies import (
 )
 from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._gathered_step import announce, check_fits, is_elementwise
 from drivetrain_strategies._materialize import RecordedBuild
 from drivetrain_strategies._missing_weights import GATHER_LIMIT, check_gather_limit, exceeds_limit
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
-from drivetrain_strategies.fsdp import _full_parameter_step as full_parameter_step
-from drivetrain_strategies.fsdp import _sharded_lbfgs as lbfgs
 from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
 from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
 from drivetrain_strategies.fsdp._checks import (
@@ -44,8 +43,6 @@ from drivetrain_strategies.fsdp._checks import (
     check_reshard_size,
     check_torch,
 )
-from drivetrain_strategies.fsdp._closure_evaluation import step_with_closure
-from drivetrain_strategies.fsdp._custom_step import CustomStep
 from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
 from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
 from drivetrain_strategies.fsdp._gradients import Gradients
@@ -58,9 +55,9 @@ from drivetrain_strategies.fsdp._internals import (
 )
 from drivetrain_strategies.fsdp._leave_sharded import gather_left_shards, leave_shards, restore_whole_parameters
 from drivetrain_strategies.fsdp._meta_init import MetaModule
-from drivetrain_strategies.fsdp._mixed_optimizers import StepPerMesh, mixes_meshes
 from drivetrain_strategies.fsdp._optimizers import AdoptedOptimizers
 from drivetrain_strategies.fsdp._original_parameters import Original, original_parameters_of
+from drivetrain_strategies.fsdp._plain_step import PlainStep, mixes_meshes
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
@@ -186,7 +183,7 @@ class FSDPStrategy(DistributedStrategy):
         self._gradients: Gradients | None = None
         self._gather_order: GatherOrder | None = None
         self._adopted_optimizers: AdoptedOptimizers | None = None
-        self._custom_steps: list[CustomStep] = []
+        self._plain_steps: list[PlainStep] = []
         self._manual_optimization = False
         self._within_forward = False
 
@@ -336,18 +333,21 @@ class FSDPStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            lbfgs.enable(optimizer)
             self._customize_step(optimizer)
         return super().setup_optimizers(optimizers)
 
     def _customize_step(self, optimizer: Optimizer) -> None:
-        """Replace the step of an optimizer that cannot step shards itself. A second call has no effect."""
-        if any(step.optimizer is optimizer for step in self._custom_steps):
-            return
-        if isinstance(optimizer, full_parameter_step.OPTIMIZERS):
-            self._custom_steps.append(full_parameter_step.FullParameterStep(optimizer))
-        elif mixes_meshes(optimizer):
-            self._custom_steps.append(StepPerMesh(optimizer))
+        """Replace the step of an optimizer that cannot step DTensors itself. A later call checks the size again."""
+        step = next((step for step in self._plain_steps if step.optimizer is optimizer), None)
+        if step is None:
+            elementwise = is_elementwise(optimizer, self.elementwise_optimizers)
+            if is_elementwise(optimizer, ()) and not mixes_meshes(optimizer):
+                return
+            step = PlainStep(optimizer, whole=not elementwise)
+            self._plain_steps.append(step)
+            if step.gathers_all and self.rank == 0:
+                announce(optimizer)
+        check_fits(optimizer, step.nbytes(), self.gather_limit, "FSDPStrategy")
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         if self.module is None:
@@ -432,15 +432,20 @@ class FSDPStrategy(DistributedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         sharded = self._sharded
         assert sharded is not None
-        if closure is not None:
-            return step_with_closure(closure, partial(self.precision.step, optimizer), sharded, self._within_forward)
         if not self._within_forward:
-            return self.precision.step(optimizer)
-        # The optimizer updates the shards; the rest of the step needs the gathered parameters again.
+            return self.precision.step(optimizer, closure)
+        # The optimizer updates the shards. The closure, and the rest of the step, need the gathered parameters again.
         sharded.reshard()
-        stepped = self.precision.step(optimizer)
+        stepped = self.precision.step(optimizer, closure and partial(self._evaluate_gathered, closure))
         sharded.gather_root()
         return stepped
+
+    def _evaluate_gathered(self, closure: Callable[[], Any]) -> Any:
+        assert self._sharded is not None
+        self._sharded.gather_root()
+        loss = closure()
+        self._sharded.reshard()
+        return loss
 
     def _all_reduce_overflow(self, found_inf: torch.Tensor) -> None:
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
@@ -522,9 +527,7 @@ class FSDPStrategy(DistributedStrategy):
         read_local_scalars()
         if self.module is not None and self._originals:
             leave_shards(self.module, self._originals, self.gather_limit, warn=self.rank == 0)
-        for optimizer in self.optimizers:
-            lbfgs.disable(optimizer)
-        for step in self._custom_steps:
+        for step in self._plain_steps:
             step.undo()
         self.precision.found_inf_reducer = None
         if self._mesh is not None:

@@ -1,0 +1,203 @@
+"""Steps optimizers on plain tensors that stand in for sharded parameters: whole ones, or this rank's shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, Muon, Optimizer
+
+from drivetrain_strategies._gathered_step import GatheredStep, map_state
+from drivetrain_strategies.fsdp._state import in_layout_of
+
+_PER_PARAMETER = frozenset({Adafactor, Muon})
+"""Torch's optimizers that are not element-wise, but update each parameter by itself."""
+
+
+class _PlainParameter(torch.Tensor):
+    """A plain tensor that can take the place of a DTensor, which requires a class of the same memory layout."""
+
+    __slots__ = DTensor.__slots__
+    __torch_function__ = nn.Parameter.__torch_function__
+
+
+class PlainStep(GatheredStep):
+    """Replaces an optimizer's step by one during which its sharded parameters are plain tensors.
+
+    Each parameter stays the same object, so that whatever the optimizer keeps by parameter, or keeps of its parameters,
+    stays valid. Gradients and state are plain tensors too. Between steps, state of the parameter's shape is sharded,
+    and other state is the same on every rank.
+
+    Args:
+        optimizer: the optimizer.
+        whole: whether the tensors are whole. Otherwise they are this rank's shards, which suffice for an optimizer that
+            is element-wise and cannot handle DTensors, or DTensors of several meshes.
+    """
+
+    def __init__(self, optimizer: Optimizer, whole: bool) -> None:
+        super().__init__(optimizer)
+        self._whole = whole
+        self._steps_each = whole and type(optimizer) in _PER_PARAMETER
+        self._entered: list[_StandIn] = []
+        self._kept_gradients: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def gathers_all(self) -> bool:
+        """Whether all parameters are whole at the same time."""
+        return self._whole and not self._steps_each
+
+    def nbytes(self) -> int:
+        """Return the number of bytes of parameters that are gathered together."""
+        sizes = [one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups)] or [0]
+        return 0 if not self._whole else max(sizes) if self._steps_each else sum(sizes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self._steps_each:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _hooks_around(self.optimizer):
+            self._step_each()
+        return loss
+
+    def _step_each(self) -> None:
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        optimizer.param_groups = [{**group, "params": [parameter]}]
+                        super().step()
+        finally:
+            optimizer.param_groups = groups
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        state = self.optimizer.state
+        entered = [
+            _StandIn(shard, self._whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)
+        ]
+        for stand_in in entered:
+            map_state(state, stand_in.shard, stand_in.plain_of)
+        self._entered = entered
+        for stand_in in entered:
+            stand_in.swap()
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        entered, self._entered = self._entered, []
+        self._kept_gradients = {}
+        for stand_in in entered:
+            stand_in.swap()
+        for stand_in in entered:
+            stand_in.write()
+            map_state(self.optimizer.state, stand_in.shard, stand_in.sharded)
+            stand_in.note_gradient(self._kept_gradients)
+
+
+class _StandIn:
+    """The plain tensor that takes the place of a sharded parameter during a step.
+
+    Args:
+        shard: the sharded parameter.
+        whole: whether the plain tensor is the whole parameter; otherwise it is this rank's shard.
+        kept_gradients: weak references to a sharded gradient and its plain counterpart in the step before, by the
+            parameter's id. If both still exist, the plain one gets the new values: the optimizer keeps a gradient that
+            was cleared in place.
+    """
+
+    def __init__(self, shard: Any, whole: bool, kept_gradients: dict[int, tuple[Any, Any]]) -> None:
+        self.shard: Any = shard
+        self._whole = whole
+        self._plain: Any = self.plain_of(shard.detach()).as_subclass(_PlainParameter)
+        self._plain.requires_grad_(shard.requires_grad)
+        if shard.grad is not None:
+            gradient = self.plain_of(shard.grad)
+            kept_shard, kept = (reference() for reference in kept_gradients.get(id(shard), (_nothing, _nothing)))
+            self._plain.grad = gradient if kept is None or kept_shard is not shard.grad else kept.copy_(gradient)
+
+    def plain_of(self, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        return value.full_tensor() if self._whole else value.to_local()
+
+    def swap(self) -> None:
+        """Exchange what the two parameter objects are. Attributes that the user set stay with the parameter."""
+        torch.utils.swap_tensors(self.shard, self._plain)  # type: ignore[no-untyped-call]
+        self.shard.__dict__, self._plain.__dict__ = self._plain.__dict__, self.shard.__dict__
+
+    def write(self) -> None:
+        """Write the values of the plain parameter and of its gradient into the shards."""
+        shard, gradient = self.shard, self._plain.grad
+        _copy_local(shard, self._part_of(self._plain.detach()))
+        if gradient is None:
+            shard.grad = None
+        elif shard.grad is None:
+            shard.grad = self.sharded(gradient)
+        else:
+            _copy_local(shard.grad, self._part_of(gradient))
+
+    def sharded(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of state as it is kept between steps: sharded, if it is shaped like the parameter."""
+        shard = self.shard
+        shape = shard.shape if self._whole else shard.to_local().shape
+        # Quantised state of a whole parameter stays whole, since its blocks cannot be cut.
+        if not value.dim() or value.shape != shape or (self._whole and type(value) is not torch.Tensor):
+            return value
+        local = self._part_of(value)
+        if self._whole:
+            local = local.clone()  # a part of the whole tensor would keep all of its memory
+        mesh, placements = shard.device_mesh, shard.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shard.shape, stride=shard.stride())
+
+    def _part_of(self, value: torch.Tensor) -> torch.Tensor:
+        return in_layout_of(value, self.shard).to_local() if self._whole else value  # type: ignore[attr-defined]
+
+    def note_gradient(self, kept_gradients: dict[int, tuple[Any, Any]]) -> None:
+        if self.shard.grad is not None:
+            kept_gradients[id(self.shard)] = weakref.ref(self.shard.grad), weakref.ref(self._plain.grad)
+
+
+def mixes_meshes(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer would put parameters of several meshes into one list, which torch refuses."""
+    parameters = [parameter for group in optimizer.param_groups if "foreach" in group for parameter in group["params"]]
+    meshes = {getattr(one, "device_mesh", None) for one in parameters if one.dim() or isinstance(one, DTensor)}
+    return len(meshes) > 1
+
+
+def _sharded(groups: Any) -> list[Any]:
+    """Return the sharded parameters that a step may update."""
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return [one for one in parameters if isinstance(one, DTensor) and (one.requires_grad or one.grad is not None)]
+
+
+def _copy_local(target: Any, source: torch.Tensor) -> None:
+    local = target.to_local()
+    if local.data_ptr() != source.data_ptr() or local.numel() == 0:
+        local.copy_(source)
+
+
+def _nothing() -> None:
+    return None
+
+
+@contextmanager
+def _hooks_around(optimizer: Any) -> Iterator[None]:
+    """Call the optimizer's step hooks once, before and after this context, and disable the hooks within the context."""
+    pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in pre_hooks.values():
+        hook(optimizer, (optimizer,), {})
+    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = {}
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre_hooks, post_hooks
+    for hook in post_hooks.values():
+        hook(optimizer, (optimizer,), {})
