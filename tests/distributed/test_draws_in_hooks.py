@@ -29,6 +29,7 @@ class Draws(Callback):
                 torch.manual_seed(100 + trainer.global_rank)
             if module.layer is not None:
                 torch.nn.init.normal_(module.layer.weight)
+                self.initial = module.layer.weight.detach().clone()
             self.drawn.append((random.random(), float(numpy.random.rand())))
 
         setattr(self, hook, draw)
@@ -58,6 +59,7 @@ def _run(strategy: str, hook: str, seeds: bool = False) -> dict[str, Any]:
     changed = not torch.equal(before, module.layer.weight.detach())
     return {
         "weights": module.layer.weight.detach(),
+        "initial": getattr(other, "initial", None),
         "drawn": draws.drawn,
         "other": other.drawn,
         "noise": module.noise,
@@ -73,6 +75,17 @@ def test_a_layer_that_a_hook_initializes_is_the_same_on_all_ranks(hook: str) -> 
     assert len(set(first["drawn"])) == len(first["drawn"])  # of every call others
     assert not set(first["drawn"]) & set(first["other"])  # and of every callback
     assert not set(first["noise"]) & set(second["noise"])
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_layer_that_a_hook_initializes_before_the_first_batch_is_that_of_one_process(hook: str) -> None:
+    def first(run: dict[str, Any]) -> tuple[Any, Any]:
+        return run["drawn"][0], run["other"][0]
+
+    (one,) = on_ranks(_run, 1, "single_device", hook)
+    assert [first(each) for each in on_ranks(_run, 2, "ddp", hook)] == [first(one)] * 2
+    if hook != "on_train_epoch_start":  # later epochs draw other numbers
+        assert torch.equal(one["initial"], on_ranks(_run, 2, "ddp", hook)[1]["initial"])
 
 
 def test_steps_draw_as_without_hooks() -> None:

@@ -139,7 +139,7 @@ class Whole(Callback):
             for name, value in module.named_parameters()
         }
 
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
         self.mask = float(torch.rand(()))
 
 

@@ -48,11 +48,37 @@ def is_users_hook(call: Callable[..., Any]) -> bool:
     return not type(owner).__module__.startswith(("drivetrain.", "drivetrain_strategies."))
 
 
+class EarlyDraws:
+    """The random numbers of a seeded run's hooks before the first batch: those that a single process would draw.
+
+    Create it on every rank where the generators still have the same states on all ranks.
+
+    Args:
+        device: the device whose generator is included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._restore = _generators_restorer(device)
+
+    def call(self, hook: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the hook with these random numbers. If it seeds torch, the generators stay as the hook leaves them."""
+        restore_own = _generators_restorer(self._device)
+        self._restore()
+        seed = torch.initial_seed()
+        result = hook(*arguments)
+        self._restore = _generators_restorer(self._device)
+        if torch.initial_seed() == seed:
+            restore_own()
+        return result
+
+
 class _InCommon:
     """Calls a hook with generators that have the same state on all ranks, and restores this rank's afterwards.
 
-    The states depend only on the run's seed and the position in training, so a checkpoint need not contain them. If the
-    hook seeds torch, the generators stay as the hook leaves them.
+    The states depend only on the run's seed and the position in training, so a checkpoint need not contain them. Before
+    the first batch they are those of `EarlyDraws`. If the hook seeds torch, the generators stay as the hook leaves
+    them.
     """
 
     def __init__(self, call: Callable[..., Any], trainer: Any, event: int, number: int) -> None:
@@ -62,7 +88,9 @@ class _InCommon:
 
     def __call__(self, *arguments: Any) -> Any:
         session = self._trainer.session
-        progress = session.core.progress
+        progress, early_draws = session.core.progress, session.core.callbacks.early_draws
+        if early_draws is not None and not progress.micro_batches:
+            return early_draws.call(self.func, *arguments)
         seed = derive_seed(_SALT, session.data.seed, progress.epoch, progress.micro_batches, *self._key)
         restore = _generators_restorer(self._trainer.strategy.device)
         seed_generators(seed)

@@ -14,6 +14,7 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
 
 if TYPE_CHECKING:
+    from drivetrain._engine.common_draws import EarlyDraws
     from drivetrain._loops.progress_reports import ProgressReporter
 
 
@@ -35,6 +36,8 @@ class RunCallbacks:
         self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
         self.from_module: list[Callback] = []
         """The callbacks that ``configure_callbacks`` returned."""
+        self.early_draws: EarlyDraws | None = None
+        """The random numbers of the user's hooks before the first batch, if they are those of a single process."""
         self._all: list[Callback] = []
         self._hooks: HookTable | None = None
 

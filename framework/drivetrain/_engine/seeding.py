@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from drivetrain._runtime.seed import derive_seed, generator_was_used, is_unseede
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
+
+if TYPE_CHECKING:
+    from drivetrain._engine.common_draws import EarlyDraws
 
 _reported_unseeded = False
 
@@ -36,8 +40,10 @@ def seed_rank(seed: int, data_rank: int) -> None:
     seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))
 
 
-def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> None:
+def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> EarlyDraws | None:
     """Seed this rank after the module was initialized, so that data ranks draw other dropout masks than each other.
+
+    Return what hooks draw before the first batch if they draw the same numbers as in a single process, else None.
 
     Args:
         seed: ``Fit(seed=)``. Without it, ranks are seeded only if several ranks read the same data, as with tensor
@@ -45,10 +51,16 @@ def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> None:
         order: the seed for the order of samples, which is equal on all ranks.
         strategy: the strategy, which knows the ranks.
     """
+    early_draws = None
+    if seed is not None and strategy.world_size > 1:
+        from drivetrain._engine.common_draws import EarlyDraws  # only runs on several ranks need it
+
+        early_draws = EarlyDraws(strategy.device)
     if seed is not None and strategy.data_rank > 0:
         seed_rank(seed, strategy.data_rank)
     elif seed is None and strategy.data_world_size < strategy.world_size:
         seed_rank(order, strategy.data_rank)
+    return early_draws
 
 
 def built_unseeded(module: nn.Module) -> bool:
