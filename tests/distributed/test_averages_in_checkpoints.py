@@ -47,7 +47,7 @@ CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
 class Noisy(TrainModule):
     """Trained with a large learning rate on random targets, so that its weights differ much from their average."""
 
-    seen: Tensor
+    running_seen: Tensor
 
     def __init__(self, normed: bool = False) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Noisy(TrainModule):
             self.inner, self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
         self.tied.weight = self.inner.weight
         self.norm: nn.Module = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("running_seen", torch.zeros(()))
         self.validated: list[float] = []
         self.fails_at = -1
 
@@ -71,7 +71,7 @@ class Noisy(TrainModule):
         return nn.functional.mse_loss(self(batch[0]), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1
+        self.running_seen += 1
         return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -108,7 +108,7 @@ def by_hand(decay: float = 0.9) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     averaged: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
     for _ in range(EPOCHS):
         for batch in DataLoader(rows(), batch_size=BATCH):
-            model.seen += 1
+            model.running_seen += 1
             optimizer.zero_grad()
             model.loss(batch).backward()
             optimizer.step()
@@ -174,7 +174,7 @@ TRAINED, AVERAGE = by_hand()
 
 def without_seen(state: Any) -> dict[str, Tensor]:
     """Leave out the counter of micro-batches, which is smaller on two ranks."""
-    return {name: value for name, value in state.items() if name != "seen"}
+    return {name: value for name, value in state.items() if name != "running_seen"}
 
 
 def test_the_case_tells_averages_from_trained_weights() -> None:
@@ -368,7 +368,7 @@ def test_what_loads_a_checkpoint_gets_the_averages(strategy: str, world: int, tm
     assert_near(without_seen(checkpoint.weights()), without_seen(TRAINED), rtol=1e-4)
     assert_near(without_seen(checkpoint.averages()), without_seen(AVERAGE), rtol=1e-4)
     assert checkpoint.averages().keys() == checkpoint.weights().keys() == AVERAGE.keys()
-    stored = AVERAGE.keys() - {"tied.weight", "seen"}
+    stored = AVERAGE.keys() - {"tied.weight", "running_seen"}
     for averaged, wanted in ((None, AVERAGE), (True, AVERAGE), (False, TRAINED)):
         file = load_file(consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True))
         assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)

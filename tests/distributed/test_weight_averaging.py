@@ -38,7 +38,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 class Net(TrainModule):
     """Has a frozen layer, two tied ones, and a buffer that training changes; validation records its weights."""
 
-    seen: Tensor
+    running_seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(TrainModule):
             self.head = nn.Linear(4, 1)
         self.tied.weight = self.inner.weight
         self.frozen.requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("running_seen", torch.zeros(()))
         self.validated: list[float] = []
         self.trained: list[float] = []
 
@@ -61,7 +61,7 @@ class Net(TrainModule):
         return nn.functional.mse_loss(self(batch[0]).float(), batch[1].float())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1
+        self.running_seen += 1
         loss = self.loss(batch)
         self.trained.append(float(loss))
         return loss
@@ -90,7 +90,7 @@ def by_hand(epochs: int, average: Callable[[], Any], starts: int = 0, every: int
     for _ in range(epochs):
         for batch in DataLoader(rows(), batch_size=BATCH):
             loss = model.loss(batch)
-            model.seen += 1
+            model.running_seen += 1
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -273,10 +273,12 @@ def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: 
     checkpoint = load(newest)
     averages = dict(checkpoint.callback_tensors("EMAWeightAveraging"))
     wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
-    assert averages.keys() == {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "seen"}
+    assert averages.keys() == {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "running_seen"}
     assert {one.dtype for one in averages.values()} == {torch.float32}
     assert_near(averages, {name: wanted["average"][name] for name in averages})
-    weights = {name: value for name, value in checkpoint.weights().items() if name != "seen"}  # this rank's part
+    weights = {
+        name: value for name, value in checkpoint.weights().items() if name != "running_seen"
+    }  # this rank's part
     assert_near(weights, {name: wanted["weights"][name] for name in weights})
 
 
@@ -304,8 +306,8 @@ def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None: 
     checkpoint, ended = load(tmp_path / "end"), by_hand(1, lambda: get_ema_multi_avg_fn(0.8))
     for found, wanted in ((checkpoint.weights(), ended["weights"]), (checkpoint.averages(), ended["average"])):
         assert_near(
-            {name: value for name, value in found.items() if name != "seen"},
-            {name: value for name, value in wanted.items() if name != "seen"},
+            {name: value for name, value in found.items() if name != "running_seen"},
+            {name: value for name, value in wanted.items() if name != "running_seen"},
         )
 
 
@@ -392,7 +394,7 @@ def _unfreezing_by_hand() -> dict[str, Tensor]:
         for batch in DataLoader(rows(), batch_size=BATCH):
             optimizer.zero_grad()
             model.loss(batch).backward()
-            model.seen += 1
+            model.running_seen += 1
             optimizer.step()
             averaged.update_parameters(model)
     return averaged.module.state_dict()
@@ -493,14 +495,14 @@ class Assigning(Net):
         return super().loss(batch) * self.wave.abs()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen = self.seen * 0.5 + float(batch[0].mean())
+        self.running_seen = self.running_seen * 0.5 + float(batch[0].mean())
         return super().training_step(batch, batch_idx)
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.head.bias.data = self.head.bias.data.clamp(-0.05, 0.05)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after.append({name: self.state_dict()[name].clone() for name in ("seen", "head.bias", "wave")})
+        self.after.append({name: self.state_dict()[name].clone() for name in ("running_seen", "head.bias", "wave")})
 
 
 @pytest.mark.parametrize("validated", [False, True])
@@ -551,7 +553,7 @@ class Growing(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 3:
-            self.seen = torch.ones(2)
+            self.running_seen = torch.ones(2)
         return super().training_step(batch, batch_idx)
 
 
@@ -560,7 +562,7 @@ def test_a_buffer_that_grows_is_averaged_from_then_on() -> None:  # L-01
     loader = DataLoader(rows(), batch_size=BATCH)
     quiet(max_epochs=1, callbacks=[ema()]).fit(module, loader, loader)
     # It is 2 after the step that creates it, where its average starts, and increases by one in each step.
-    torch.testing.assert_close(module.seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
+    torch.testing.assert_close(module.running_seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
 
 
 def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drivetrain._loops.hooks import HOOKS
+from drivetrain._loops.hooks import is_built_in
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
@@ -95,7 +95,7 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
                 "the engine calls the hooks of drivetrain.Callback.",
                 "pass an instance of a drivetrain.Callback subclass.",
             )
-        if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
+        if not is_built_in(callback):
             from drivetrain._engine.misnamed_hooks import check_hooks
 
             check_hooks(callback)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from inspect import unwrap
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -280,5 +281,5 @@ class _ProfiledSaves(SaveRequests):
 
 def _owner(hook: Any) -> str:
     """Return the name of the class that a hook belongs to."""
-    bound_method = getattr(hook, "func", hook)
+    bound_method = unwrap(getattr(hook, "func", hook))
     return type(bound_method.__self__).__name__ if hasattr(bound_method, "__self__") else "module"

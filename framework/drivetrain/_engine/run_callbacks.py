@@ -60,7 +60,8 @@ class RunCallbacks:
         """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
-        self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all))
+        several_ranks = self._trainer.strategy.world_size > 1
+        self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all, draw_alike=several_ranks))
         for callback in self._all:
             bind_logging(callback, self._module)
 

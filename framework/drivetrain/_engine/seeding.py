@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._runtime.generators import begin_hook_stream, reseed_hook_stream
 from drivetrain._runtime.seed import derive_seed, generator_was_used, is_unseeded, last_seed, seed_generators
 from drivetrain.strategies.strategy import Strategy
 
@@ -31,20 +32,28 @@ def order_seed(seed: int | None, control: ControlPlane) -> int:
 def seed_rank(seed: int, data_rank: int) -> None:
     """Seed Python, NumPy and torch: data rank 0 with ``seed``, the other ranks with seeds derived from ``seed``.
 
-    With equal seeds, all ranks would draw the same dropout masks.
+    With equal seeds, all ranks would draw the same dropout masks. Hooks draw the same numbers on all ranks.
     """
-    seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))
+    seed_generators(seed)
+    reseed_hook_stream()
+    if data_rank:
+        seed_generators(derive_seed(seed, data_rank))
 
 
-def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> None:
+def seed_data_rank(seed: int | None, order: int, strategy: Strategy, trains: bool) -> None:
     """Seed this rank after the module was initialized, so that data ranks draw other dropout masks than each other.
+
+    Hooks of training draw the same numbers on all ranks, beginning with rank 0's. Collective if ``trains``.
 
     Args:
         seed: ``Fit(seed=)``. Without it, ranks are seeded only if several ranks read the same data, as with tensor
             parallelism: they have to draw the same dropout masks.
         order: the seed for the order of samples, which is equal on all ranks.
         strategy: the strategy, which knows the ranks.
+        trains: whether the run trains.
     """
+    if trains and strategy.world_size > 1:
+        begin_hook_stream(strategy.device, strategy.control.from_rank_0)
     if seed is not None and strategy.data_rank > 0:
         seed_rank(seed, strategy.data_rank)
     elif seed is None and strategy.data_world_size < strategy.world_size:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._runtime.generators import drawing_alike
 from drivetrain.callback import Callback
 from drivetrain.module._module_hooks import ModuleHooks
 
@@ -17,6 +18,13 @@ Call = Callable[..., Any]
 HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
 )
+
+_DRAW_ALIKE = frozenset(
+    name
+    for name in HOOKS
+    if name.startswith(("on_fit_", "on_train_", "on_sanity_", "on_before_", "on_after_", "on_validation_"))
+)
+"""The hooks in which users may change weights that are trained."""
 
 
 def is_overridden(name: str, owner: object, base: type) -> bool:
@@ -31,6 +39,11 @@ def is_overridden(name: str, owner: object, base: type) -> bool:
     return method is not None and method is not getattr(base, name, None)
 
 
+def is_built_in(callback: object) -> bool:
+    """Return whether all hooks of ``callback`` are drivetrain's own, without functions that users set as hooks."""
+    return type(callback).__module__.startswith("drivetrain.") and not getattr(callback, "__dict__", {}).keys() & HOOKS
+
+
 class HookTable:
     """The calls of each hook in order: callbacks by descending priority, the module, callbacks of negative priority.
 
@@ -38,15 +51,29 @@ class HookTable:
     ``(trainer, module)``, so that all entries of a hook take the same arguments.
 
     ``table.early[name]`` ends with the module's hook, and ``table.late[name]`` holds the calls after that hook.
+
+    Args:
+        trainer: passed to the hooks of callbacks.
+        module: the user's module.
+        callbacks: the callbacks of the run.
+        draw_alike: whether the users' hooks of training draw the same random numbers on all ranks.
     """
 
-    def __init__(self, trainer: RunContext, module: Any, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, trainer: RunContext, module: Any, callbacks: Sequence[Callback], draw_alike: bool = False
+    ) -> None:
         ordered = sorted(callbacks, key=lambda callback: -callback.priority)
         self.early: dict[str, tuple[Call, ...]] = {}
         self.late: dict[str, tuple[Call, ...]] = {}
+
+        def method(owner: Any, name: str) -> Call:
+            call: Call = getattr(owner, name)
+            alike = draw_alike and name in _DRAW_ALIKE and not is_built_in(owner)
+            return drawing_alike(call) if alike else call
+
         for name in HOOKS:
             calls = {
-                id(callback): partial(getattr(callback, name), trainer, module)
+                id(callback): partial(method(callback, name), trainer, module)
                 for callback in ordered
                 if is_overridden(name, callback, Callback)
             }
@@ -57,7 +84,7 @@ class HookTable:
                 calls[id(callback)] for callback in ordered if callback.priority < 0 and id(callback) in calls
             ]
             if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
-                early_calls.append(getattr(module, name))
+                early_calls.append(method(module, name))
             self.early[name] = tuple(early_calls)
             self.late[name] = tuple(late_calls)
 

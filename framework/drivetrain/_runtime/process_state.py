@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import torch
 
+from drivetrain._runtime.generators import set_hook_stream_aside
+
 _INDUCTOR_CONFIG = "torch._inductor.config"
 
 # Flags that are restored, in this order. A parent comes before the flags that inherit its value, because restoring the
@@ -46,6 +48,7 @@ class ProcessState:
     - signal handlers, in the main thread only, because no other thread may set them,
     - the current CUDA device,
     - ``sys.excepthook`` and ``threading.excepthook``, which every call of ``init_process_group`` wraps again,
+    - the `HookStream` of a run in whose hook this run begins; on entry there is none,
     - optionally the random generators.
 
     Args:
@@ -80,6 +83,7 @@ class ProcessState:
             _save_autograd(),
             _save_exception_hooks(),
             _save_device(),
+            set_hook_stream_aside(),
         ]
         if threading.current_thread() is threading.main_thread():
             self._restore.append(_save_signal_handlers())

@@ -17,7 +17,7 @@ Average = Callable[[list[Tensor], list[Tensor], int], None]
 
 
 class Averages:
-    """Averages of a module's trainable parameters and, optionally, of its floating-point buffers.
+    """Averages of a module's trainable parameters and, optionally, of its running statistics.
 
     Averages have at least float32 precision and live on the device of their weights. Each rank averages only its own
     part of the weights, such as its shard of a sharded weight or its partition of ZeRO's float32 master weights. Frozen
@@ -26,7 +26,8 @@ class Averages:
     Args:
         strategy: the strategy that has set up the module.
         module: the module to average.
-        buffers: whether to also average persistent buffers. If False, the module's buffers are used as they are.
+        buffers: whether to also average persistent buffers whose names begin with "running_". Other buffers are used as
+            they are.
     """
 
     def __init__(self, strategy: Strategy, module: nn.Module, buffers: bool) -> None:
@@ -139,9 +140,10 @@ class Averages:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned in a run with any strategy."""
         training = {}
-        not_averaged = set() if self._buffers else self._buffer_values().keys()
+        buffers = self._buffer_values()
         for name, value in state.items():
-            if name in not_averaged:
+            # Earlier versions averaged all floating-point buffers.
+            if name in buffers and not (self._buffers and _is_running_statistic(name)):
                 continue
             # Earlier versions saved the trained weights here while the averages were in the module.
             if name.startswith(_TRAINED_PREFIX):
@@ -177,11 +179,10 @@ class Averages:
             if value.requires_grad or name in self.averages
         }
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        averaged_buffers = {name for name, _ in self._module.named_buffers()} if self._buffers else set()
         values = {}
         state: Mapping[str, Any] = self._strategy.model_state()
         for name, value in state.items():
-            wanted = name in trainable if name in parameters else name in averaged_buffers
+            wanted = name in trainable if name in parameters else self._buffers and _is_running_statistic(name)
             if wanted and isinstance(value, Tensor | ParameterShard) and _is_averageable(value.dtype):
                 values[name] = self._strategy.shard_of(value)
         return values
@@ -217,6 +218,14 @@ def average_regions(strategy: Strategy) -> dict[str, Region]:
     """Return the regions of the tensors that `Averages.load` needs on this rank."""
     regions = strategy.model_regions()
     return {**regions, **{f"{_TRAINED_PREFIX}{name}": region for name, region in regions.items()}}
+
+
+def _is_running_statistic(name: str) -> bool:
+    """Return whether the buffer ``name`` is an average already, such as ``running_mean`` of a BatchNorm.
+
+    Averages of other buffers may be wrong: spectral normalization requires unit vectors, and a mask has zeros and ones.
+    """
+    return name.rpartition(".")[2].startswith("running_")
 
 
 def _is_averageable(dtype: torch.dtype) -> bool:

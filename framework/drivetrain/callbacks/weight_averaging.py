@@ -45,7 +45,8 @@ class WeightAveraging(Callback):
         avg_fn: a function that returns the new average from ``(average, weight, updates so far)``, where the average
             and the weight are tensors of the same shape. None computes the mean over all updates. The first update
             copies the weights.
-        use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
+        use_buffers: whether to average running statistics too, which are the floating-point buffers whose names begin
+            with ``running_``. All other buffers are used as they are.
         evaluate: whether validation within `fit` uses the averages.
     """
 
@@ -269,7 +270,8 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: update the averages after every n-th step, starting with step 0.
         update_starting_at_step: the first step, counted from 0, after which to update the averages.
         update_starting_at_epoch: the first epoch, counted from 0, in which to update the averages.
-        use_buffers: whether to average floating-point buffers too; otherwise the module's buffers are used as they are.
+        use_buffers: whether to average running statistics too, which are the floating-point buffers whose names begin
+            with ``running_``. All other buffers are used as they are.
         evaluate: whether validation within `fit` uses the averages.
 
     Raises:
