@@ -187,7 +187,7 @@ _stream: HookStream | None = None
 
 
 def set_hook_stream_aside() -> Callable[[], None]:
-    """Let hooks draw from the generators as they are, and return a function that restores the stream of an outer run."""
+    """Let hooks draw as steps do, and return a function that restores the stream of an outer run."""
     global _stream
     outer, _stream = _stream, None
 
