@@ -143,7 +143,7 @@ def _local_parts(sharding: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             nn.init.normal_(module.body.weight)
 
-    reset = LambdaCallback(**{name: draw})
+    reset = LambdaCallback(**{name: draw})  # type: ignore[arg-type]
     fit = quiet(
         strategy=FSDPStrategy(sharding=sharding, replicate_size=2), devices=4, seed=0, callbacks=[reset, Kept()]
     )

@@ -143,8 +143,9 @@ class Tabular(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.GRU(4, 4)
-        self.by_name = {"a.b": [torch.full((4,), 2.0), (1, "text")]}
+        self.by_name: dict[str, Any] = {"a.b": [torch.full((4,), 2.0), (1, "text")]}
         self.tables = Tables()
+        self.frequencies: torch.Tensor
         self.register_buffer("frequencies", torch.arange(4.0))
         self.first_frequencies = self.frequencies
         self.itself = [self]
@@ -201,7 +202,7 @@ class LateTabular(Regression):
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.scales = [torch.linspace(1, 2, 4), {"offset": torch.full((4,), 0.5)}]
+            self.scales: list[Any] = [torch.linspace(1, 2, 4), {"offset": torch.full((4,), 0.5)}]
             self.net = nn.Linear(4, 1)
             with torch.no_grad():
                 self.net.weight.copy_(torch.linalg.svd(torch.randn(4, 4))[2][:1])
@@ -211,7 +212,7 @@ class LateTabular(Regression):
         return super().loss((x * self.scales[0] + self.scales[1]["offset"], y))
 
 
-def _late_tables(strategy: str) -> dict[str, torch.Tensor]:
+def _late_tables(strategy: str) -> Any:
     module = LateTabular()
     quiet(strategy=strategy, devices=2, seed=5).fit(module, loader(16, 2))
     return weights(module)

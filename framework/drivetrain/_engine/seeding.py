@@ -40,20 +40,20 @@ def seed_rank(seed: int, data_rank: int) -> None:
         seed_generators(derive_seed(seed, data_rank))
 
 
-def seed_data_rank(seed: int | None, order: int, strategy: Strategy, trains: bool) -> None:
+def seed_data_rank(seed: int | None, order: int, strategy: Strategy, hooks_draw: bool | None) -> None:
     """Seed this rank after the module was initialized, so that data ranks draw other dropout masks than each other.
 
-    Hooks of training draw the same numbers on all ranks, beginning with rank 0's. Collective if ``trains``.
+    Hooks of training draw the same numbers on all ranks, beginning with rank 0's. Collective in a fit.
 
     Args:
         seed: ``Fit(seed=)``. Without it, ranks are seeded only if several ranks read the same data, as with tensor
             parallelism: they have to draw the same dropout masks.
         order: the seed for the order of samples, which is equal on all ranks.
         strategy: the strategy, which knows the ranks.
-        trains: whether the run trains.
+        hooks_draw: whether this rank has hooks that draw the same numbers on all ranks; None in runs that do not train.
     """
-    if trains and strategy.world_size > 1:
-        begin_hook_stream(strategy.device, strategy.control.from_rank_0)
+    if hooks_draw is not None and strategy.world_size > 1:
+        begin_hook_stream(strategy.device, strategy.control.from_rank_0, hooks_draw)
     if seed is not None and strategy.data_rank > 0:
         seed_rank(seed, strategy.data_rank)
     elif seed is None and strategy.data_world_size < strategy.world_size:

@@ -272,7 +272,8 @@ class Session:
         checkpoints.check_module_and_data()
         with profiling.span("setup_module"):
             runner = profiling.call("forward", self._set_up_module(stage_data))
-        seed_data_rank(trainer.seed, data.seed, strategy, trains=core.stage == "fit")
+        hooks_draw = core.hooks.draws_alike if core.stage == "fit" else None
+        seed_data_rank(trainer.seed, data.seed, strategy, hooks_draw)
         return _Prepared(runner, profiling.mover(build_batch_mover(core.module, core.datamodule, strategy)), reloading)
 
     def _fit(self, prepared: _Prepared) -> None:

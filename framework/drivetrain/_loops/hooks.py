@@ -66,13 +66,18 @@ class HookTable:
         self.early: dict[str, tuple[Call, ...]] = {}
         self.late: dict[str, tuple[Call, ...]] = {}
 
+        self.draws_alike = False
+        """Whether there is a hook that draws the same random numbers on all ranks."""
+
         def method(owner: Any, name: str) -> Call:
             call: Call = getattr(owner, name)
-            alike = draw_alike and name in _DRAW_ALIKE and not is_built_in(owner)
-            return drawing_alike(call) if alike else call
+            if not draw_alike or name not in _DRAW_ALIKE or is_built_in(owner):
+                return call
+            self.draws_alike = True
+            return drawing_alike(call)
 
         for name in HOOKS:
-            calls = {
+            calls: dict[int, Call] = {
                 id(callback): partial(method(callback, name), trainer, module)
                 for callback in ordered
                 if is_overridden(name, callback, Callback)

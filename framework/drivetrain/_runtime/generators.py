@@ -198,21 +198,25 @@ def set_hook_stream_aside() -> Callable[[], None]:
     return restore
 
 
-def begin_hook_stream(device: torch.device, from_rank_0: Callable[[Any], Any]) -> None:
-    """Let hooks draw the same numbers on all ranks from now on, beginning with the states of rank 0. Collective."""
+def begin_hook_stream(device: torch.device, from_rank_0: Callable[[Any], Any], hooks_draw: bool) -> None:
+    """Let hooks draw the same numbers on all ranks from now on, beginning with the states of rank 0. Collective.
+
+    Args:
+        device: the device whose generator is included.
+        from_rank_0: returns rank 0's value on every rank, for numbers, strings, lists and tuples.
+        hooks_draw: whether this rank has hooks that draw. If not, it only takes part in the exchange.
+    """
     global _stream
     python, host, arrays, device_state = _read(device)
-    plain = from_rank_0(
-        (
-            python,
-            host.tolist(),
-            arrays and (*arrays[:1], arrays[1].tolist(), *arrays[2:]),
-            None if device_state is None else device_state.tolist(),
+    if arrays is not None:
+        arrays = (*arrays[:1], arrays[1].tolist(), *arrays[2:])
+    states = from_rank_0((python, host.tolist(), arrays, None if device_state is None else device_state.tolist()))
+    if hooks_draw:
+        python, host_bytes, arrays, device_bytes = states
+        _stream = HookStream(device)
+        _stream.set_waiting(
+            (python, _as_bytes(host_bytes), arrays, None if device_bytes is None else _as_bytes(device_bytes))
         )
-    )
-    python, host, arrays, device_state = plain
-    _stream = HookStream(device)
-    _stream.set_waiting((python, _bytes(host), arrays, None if device_state is None else _bytes(device_state)))
 
 
 def reseed_hook_stream() -> None:
@@ -232,7 +236,7 @@ def drawing_alike(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _bytes(values: list[int]) -> torch.Tensor:
+def _as_bytes(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8)
 
 

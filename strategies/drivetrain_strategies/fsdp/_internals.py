@@ -66,7 +66,8 @@ class ShardDraws:
     @classmethod
     def uninstall(cls) -> None:
         """Undo `install`."""
-        if isinstance(_random._rng_tracker, cls):
+        tracker: Any = _random._rng_tracker
+        if isinstance(tracker, cls):
             _random._rng_tracker = None
 
     @contextmanager
