@@ -274,6 +274,10 @@ def replay(
                 storages.pop(key, None)
             elif overwritten[remaining[0]] == key:
                 storages.pop(key, None)
+    for key in by_storage.keys() - later_calls.keys():  # tensors that are left uninitialised, as by torch.empty
+        for tensor in by_storage[key]:
+            on_final(tensor, materialized(tensor))
+        storages.pop(key, None)
     restore_generator(recording.final_origin)
 
 
@@ -296,8 +300,12 @@ def _run(
         leaf for leaf in tree_flatten(call.operation(*arguments, **options))[0] if isinstance(leaf, torch.Tensor)
     ]
     for meta, result in zip(call.outputs, results, strict=True):
-        if meta.is_meta and _storage_key(meta) not in inputs:
+        if not meta.is_meta or _storage_key(meta) in inputs:
+            continue
+        if result.stride() == meta.stride() and result.storage_offset() == meta.storage_offset():
             storages[_storage_key(meta)] = result.untyped_storage()
+        else:  # as with torch.linalg.svd: later calls view the storage in the layout of the meta tensor
+            materialized(meta).copy_(result)
 
 
 def _touched_storages(call: _Call) -> list[int]:
@@ -345,28 +353,75 @@ class MetaTensor:
     Attributes:
         name: qualified name of the tensor in the module.
         tensor: the meta tensor.
-        assign: stores a value under the tensor's name; None for a parameter.
+        slots: the dicts and lists that hold the tensor, each with its key there; empty for a parameter.
     """
 
     name: str
     tensor: torch.Tensor
-    assign: Callable[[torch.Tensor], None] | None
+    slots: list[tuple[Any, Any]]
+
+    def assign(self, value: torch.Tensor, device: torch.device) -> None:
+        """Store ``value`` in all slots, on ``device`` and in the dtype of the tensor that is there now."""
+        by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        for store, key in self.slots:
+            dtype = store[key].dtype
+            store[key] = by_dtype.setdefault(dtype, value.to(device, dtype))
 
 
 def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[MetaTensor]:
-    """Return the meta tensors of ``module``: parameters, buffers, and tensors stored as attributes.
+    """Return the meta tensors of ``module``: parameters, buffers, and tensors in attributes.
+
+    Tensors are found in lists, dicts and objects too, at any depth.
 
     Raises:
-        ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown.
+        ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown, or it is in a
+            place that cannot be changed, such as a tuple.
     """
-    meta_tensors: list[MetaTensor] = []
+    parameters: list[MetaTensor] = []
+    others: dict[int, MetaTensor] = {}
+    fixed_names: list[str] = []
+    seen = set(map(id, module.modules()))
+    registered = set(map(id, module.parameters()))
+
+    def search(name: str, value: Any, store: Any, key: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta or id(value) in registered:
+                return
+            if isinstance(store, tuple) or isinstance(value, nn.Parameter):
+                fixed_names.append(name)
+            else:
+                others.setdefault(id(value), MetaTensor(name, value, [])).slots.append((store, key))
+        elif id(value) not in seen and _may_hold_tensors(value):
+            seen.add(id(value))
+            if isinstance(value, dict | list | tuple):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for inner, item in list(items):
+                    search(f"{name}[{inner!r}]", item, value, inner)
+            else:
+                for inner, item in list(vars(value).items()):
+                    search(f"{name}.{inner}", item, vars(value), inner)
+
     for prefix, child in module.named_modules():
-        for store_name, store in (("parameter", child._parameters), ("buffer", child._buffers), ("", child.__dict__)):
-            for key, value in store.items():
-                if not _is_meta(value):
-                    continue
-                assign = None if store_name == "parameter" else _assigner(store, key)
-                meta_tensors.append(MetaTensor(f"{prefix}.{key}" if prefix else key, value, assign))
+        prefix = f"{prefix}." if prefix else ""
+        seen.update(map(id, (child._parameters, child._buffers, child._modules)))
+        for key, parameter in child._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                parameters.append(MetaTensor(f"{prefix}{key}", parameter, []))
+        for store in (child._buffers, vars(child)):
+            for key, value in list(store.items()):
+                # Only what was recorded can be below attributes. Without a recording, a long search is of no use.
+                if recording is not None or isinstance(value, torch.Tensor):
+                    search(f"{prefix}{key}", value, store, key)
+    if fixed_names:
+        raise ConfigurationError(
+            f"{len(fixed_names)} tensor(s) that configure_model built have no storage and cannot be initialised: "
+            f"{', '.join(fixed_names[:10])}.",
+            "to save memory, configure_model runs on the meta device, and its tensors are replaced by tensors with "
+            "values afterwards. In a tuple, or as a parameter that no module has registered, they cannot be replaced.",
+            "register these tensors as buffers or parameters, or put them in a list, or pass meta=False to the "
+            "strategy.",
+        )
+    meta_tensors = [*parameters, *others.values()]
     known_keys = set() if recording is None or not meta_tensors else recording.storages()
     unknown_names = [
         meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known_keys
@@ -381,8 +436,10 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
     return meta_tensors
 
 
-def _assigner(store: dict[str, Any], key: str) -> Callable[[torch.Tensor], None]:
-    def assign(value: torch.Tensor) -> None:
-        store[key] = value
-
-    return assign
+def _may_hold_tensors(value: Any) -> bool:
+    """Return whether to search ``value``: a container, or an object of the user's that has attributes."""
+    if isinstance(value, dict | list | tuple):
+        return True
+    defined_in = type(value).__module__.partition(".")[0]
+    own = isinstance(value, nn.Module) or defined_in not in ("builtins", "torch", "drivetrain", "drivetrain_strategies")
+    return own and hasattr(value, "__dict__")

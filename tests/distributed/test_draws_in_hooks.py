@@ -12,6 +12,7 @@ import torch
 from small_runs import Regression, loader, quiet
 
 from drivetrain import Callback
+from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 HOOKS = ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"]
@@ -120,3 +121,33 @@ def _resume(path: str) -> list[torch.Tensor]:
 def test_draws_in_hooks_are_the_same_after_a_resume(tmp_path: Path) -> None:
     for whole, resumed in on_ranks(_resume, 2, str(tmp_path / "saved")):
         assert torch.equal(whole, resumed)
+
+
+def _local_parts(strategy: str, hook: str) -> tuple[torch.Tensor, torch.Tensor]:
+    parts: list[torch.Tensor] = []
+
+    class Keeps(Callback):
+        priority = -1
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            weight: Any = module.layer.weight
+            parts.extend((weight.to_local().detach().clone(), weight.full_tensor().detach()))
+
+    options: dict[str, Any] = {"replicate_size": 2} if strategy == "hsdp" else {}
+    quiet(
+        strategy=FSDPStrategy(sharding="hybrid" if options else "full", **options),
+        callbacks=[Draws(hook), Keeps()],
+        seed=3,
+    ).fit(Noisy(), loader(16, 1))
+    return parts[0], parts[1]
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_shards_are_drawn_apart_and_their_replicas_alike(strategy: str, ranks: int, hook: str) -> None:
+    # S-10
+    parts = on_ranks(_local_parts, ranks, strategy, hook)
+    whole = parts[0][1]
+    assert all(torch.equal(other, whole) for _, other in parts)
+    assert len({tuple(row) for row in whole.tolist()}) == len(whole)
+    assert len({tuple(local.flatten().tolist()) for local, _ in parts}) == 2

@@ -67,7 +67,7 @@ def test_every_value_is_what_building_gives() -> None:
     torch.set_rng_state(recording.generator)
     replay(recording, [one.tensor for one in bare], lambda tensor, value: values.update({id(tensor): value.clone()}))
     assert torch.equal(torch.rand(3), after)
-    expected = {
+    expected: dict[str, torch.Tensor] = {
         **dict(whole.named_parameters(remove_duplicate=False)),
         **dict(whole.named_buffers()),
         "table": whole.table,
@@ -91,6 +91,141 @@ def test_values_are_kept_where_a_precision_casts_what_was_built() -> None:
     replay(recording, list(built.values()), lambda tensor, value: values.__setitem__(id(tensor), value.clone()))
     for name, expected in whole.state_dict().items():
         assert torch.equal(values[id(built[name])], expected)
+
+
+def _parts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return results whose strides differ between the meta device and the CPU, and views of them."""
+    linalg = torch.linalg
+    _, _, vh = linalg.svd(matrix)
+    left, _ = linalg.qr(matrix)
+    return {
+        "svd": vh,
+        "a view of svd": vh[:2].repeat(2, 1),
+        "torch_svd": torch.svd(matrix)[2][:, :2].repeat(1, 2),
+        "svd_lowrank": torch.svd_lowrank(matrix, q=2)[2].repeat(1, 2),
+        "qr": left[:2].repeat(2, 1),
+        "eigh": linalg.eigh(matrix @ matrix.T)[1][:2].repeat(2, 1),
+        "inv": linalg.inv(matrix)[:2].repeat(2, 1),
+        "pinv": linalg.pinv(matrix)[:2].repeat(2, 1),
+        "solve": linalg.solve(matrix, torch.eye(4))[:2].repeat(2, 1),
+    }
+
+
+class Factorised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict(_parts(torch.randn(4, 4)))
+
+
+def test_parts_of_factorisations_have_the_values_of_an_ordinary_build() -> None:  # S-11
+    torch.manual_seed(3)
+    whole = Factorised()
+    torch.manual_seed(3)
+    with record_on_meta() as recording:
+        module = Factorised()
+    values: dict[int, torch.Tensor] = {}
+    replay(recording, list(module.parameters()), lambda tensor, value: values.update({id(tensor): value.clone()}))
+    for name, parameter in module.weights.items():
+        assert torch.equal(values[id(parameter)], whole.weights[name]), name
+
+
+class Tables:
+    """An object of the user's that holds tensors."""
+
+    def __init__(self) -> None:
+        self.cosine = torch.linspace(0, 1, 4).cos()
+        self.empty = torch.empty(4)
+
+
+class Tabular(nn.Module):
+    """Holds tensors that are neither parameters nor buffers, in places where Python code keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.GRU(4, 4)
+        self.by_name: dict[str, Any] = {"a.b": [torch.full((4,), 2.0), (1, "text")]}
+        self.tables = Tables()
+        self.frequencies: torch.Tensor
+        self.register_buffer("frequencies", torch.arange(4.0))
+        self.first_frequencies = self.frequencies
+        self.itself = [self]
+
+
+def test_tensors_in_lists_dicts_and_objects_have_the_values_of_an_ordinary_build() -> None:  # S-11
+    whole = Tabular()
+    with record_on_meta() as recording:
+        module = Tabular()
+    found = {one.name: one for one in find_meta_tensors(module, recording) if one.slots}
+    assert found.keys() == {"by_name['a.b'][0]", "tables.cosine", "tables.empty", "frequencies"}
+    by_id = {id(one.tensor): one for one in found.values()}
+    replay(
+        recording,
+        [one.tensor for one in found.values()],
+        lambda tensor, value: by_id[id(tensor)].assign(value.clone(), torch.device("cpu")),
+    )
+    assert torch.equal(module.by_name["a.b"][0], whole.by_name["a.b"][0])
+    assert torch.equal(module.tables.cosine, whole.tables.cosine)
+    assert not module.tables.empty.is_meta
+    assert module.first_frequencies is module.frequencies
+    assert torch.equal(module.frequencies, whole.frequencies)
+
+
+class InATuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = (torch.ones(2), torch.zeros(2))
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [(InATuple, r"pair\[0\], pair\[1\]"), (Unregistered, r"layers\[0\]\._parameters\['weight'\], ")],
+)
+def test_tensors_that_cannot_be_initialised_are_refused_by_name(build: Any, names: str) -> None:  # S-11
+    with record_on_meta() as recording:
+        module = build()
+    with pytest.raises(ConfigurationError, match=f"(?s){names}.*meta=False"):
+        find_meta_tensors(module, recording)
+
+
+class LateTabular(Regression):
+    """Builds in `configure_model` tables that its steps need."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05)
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.scales: list[Any] = [torch.linspace(1, 2, 4), {"offset": torch.full((4,), 0.5)}]
+            self.net = nn.Linear(4, 1)
+            with torch.no_grad():
+                self.net.weight.copy_(torch.linalg.svd(torch.randn(4, 4))[2][:1])
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return super().loss((x * self.scales[0] + self.scales[1]["offset"], y))
+
+
+def _late_tables(strategy: str) -> Any:
+    module = LateTabular()
+    quiet(strategy=strategy, devices=2, seed=5).fit(module, loader(16, 2))
+    return weights(module)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+def test_a_run_with_tables_and_factorised_weights_equals_ddp(strategy: str) -> None:  # S-11
+    for found, wanted in zip(
+        on_ranks(_late_tables, 2, strategy, process_group=None),
+        on_ranks(_late_tables, 2, "ddp", process_group=None),
+        strict=True,
+    ):
+        assert_close_states(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ _BETWEEN_STEPS = (
 
 
 def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
-    """Wrap the user's hooks between steps if several ranks hold the same weights; return ``table``.
+    """Wrap the user's hooks between steps; return ``table``. With a single rank, there is nothing to wrap.
 
     Within steps and loaders, ranks draw different numbers, for dropout and augmentations. A hook that initializes a
     layer again would therefore give each rank weights of its own, which DDP would keep apart for the rest of the run.
@@ -31,8 +31,6 @@ def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
         table: the hooks.
         trainer: the `Fit`.
     """
-    if trainer.world_size == 1 or trainer.strategy.shards_parameters:
-        return table
     for event, name in enumerate(_BETWEEN_STEPS):
         for calls in (table.early, table.late):
             calls[name] = tuple(

@@ -85,8 +85,8 @@ def materialize(
 
     def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
         meta_tensor = meta_tensors[id(tensor)]
-        if meta_tensor.assign is not None:
-            meta_tensor.assign(value.to(device, tensor.dtype))
+        if meta_tensor.slots:
+            meta_tensor.assign(value, device)
             return
         assert isinstance(tensor, nn.Parameter)
         materialized = nn.Parameter(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -49,6 +49,39 @@ WeightCastsFactory = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts 
 
 _get_requires_grad = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 _VERSION = attrgetter("_version")
+
+
+class ShardDraws:
+    """Draws other random numbers for each shard of a DTensor on the CPU, and the same for the replicas of a shard.
+
+    torch does so on accelerators alone. On the CPU, ranks whose generators have equal states, as in hooks, would draw
+    the same numbers for all shards.
+    """
+
+    distribute_region_enabled = True  # torch reads it
+
+    @classmethod
+    def install(cls) -> None:
+        """Draw in this way from now on, unless torch has an object that draws."""
+        _random._rng_tracker = _random._rng_tracker or cls()  # type: ignore[assignment]
+
+    @classmethod
+    def uninstall(cls) -> None:
+        """Undo `install`."""
+        tracker: Any = _random._rng_tracker
+        if isinstance(tracker, cls):
+            _random._rng_tracker = None
+
+    @contextmanager
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        shard = 0
+        for dimension, placement in enumerate(spec.placements):
+            if placement.is_shard():
+                shard = shard * spec.mesh.size(dimension) + spec.mesh.get_local_rank(dimension)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed((seed + shard) % 2**63)
+            yield
 
 
 class _WatchedGroup(FSDPParamGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,9 @@ class MetaModule:
         self._recording = recording
         # Detached aliases keep the tensors as they were built, since a precision may change the parameters' dtype.
         self._built = [
-            MetaTensor(meta_tensor.name, meta_tensor.tensor.detach(), meta_tensor.assign)
+            MetaTensor(meta_tensor.name, meta_tensor.tensor.detach(), meta_tensor.slots)
             for meta_tensor in find_meta_tensors(module, recording)
         ]
-        self._module = module
 
     def initialise(
         self,
@@ -60,8 +60,8 @@ class MetaModule:
                     plan.replicated[replicated[id(original.parameter)]] = materialized
         writers: dict[int, Callable[[torch.Tensor], None]] = {}
         for meta_tensor in self._built:
-            if meta_tensor.assign is not None:
-                writers[id(meta_tensor.tensor)] = _assigner(meta_tensor, self._module, device)
+            if meta_tensor.slots:
+                writers[id(meta_tensor.tensor)] = partial(meta_tensor.assign, device=device)
             elif meta_tensor.name in targets:  # of tied names, only the first has a target
                 writers[id(meta_tensor.tensor)] = _writer(targets[meta_tensor.name])
         state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
@@ -83,16 +83,3 @@ def _writer(original: Original) -> Callable[[torch.Tensor], None]:
             current.data.copy_(part)
 
     return write
-
-
-def _assigner(meta_tensor: MetaTensor, module: nn.Module, device: torch.device) -> Callable[[torch.Tensor], None]:
-    prefix, _, key = meta_tensor.name.rpartition(".")
-    child = module.get_submodule(prefix)
-    assign = meta_tensor.assign
-    assert assign is not None
-
-    def put(value: torch.Tensor) -> None:
-        existing = child._buffers.get(key, child.__dict__.get(key))
-        assign(value.to(device, value.dtype if existing is None else existing.dtype))
-
-    return put

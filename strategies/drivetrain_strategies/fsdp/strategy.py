@@ -47,6 +47,7 @@ from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, 
 from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
+    ShardDraws,
     Sharded,
     WeightCastsFactory,
     forget_meshes,
@@ -260,6 +261,8 @@ class FSDPStrategy(DistributedStrategy):
             self.param_dtype is not None,
         )
         self._save_no_frozen_casts()
+        if self.device.type == "cpu":
+            ShardDraws.install()
         broadcast_from_rank_0(plan.replicated.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
@@ -523,6 +526,7 @@ class FSDPStrategy(DistributedStrategy):
         self._forward_swap = self._root = self._sharded = self._hooks = None
 
     def teardown(self) -> None:
+        ShardDraws.uninstall()
         self._undo()
         read_local_scalars()
         if self.module is not None and self._originals:
