@@ -679,6 +679,9 @@ class Records(Protocol):
     def reduced_at(self, name: str) -> int | None:
         """Return the global step at which a logged value was reduced; None for the value of a step. Collective."""
 
+    def logged_at(self, name: str) -> int | None:
+        """Return the global step at which a value was logged or reduced; None if it is not known. Collective."""
+
     def restore(self, values: dict[str, float]) -> None:
         """Add values to `RunContext.callback_metrics`, the same on every rank, without logging them."""
 

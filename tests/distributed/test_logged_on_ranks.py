@@ -187,3 +187,32 @@ def test_a_list_of_states_that_one_rank_never_updated_is_refused_by_name() -> No
         assert found["type"] == "ConfigurationError"
         assert "state 'values' of the Apart 'apart'" in found["text"]
         assert "2, 0" in found["text"]
+
+
+class WithoutTargets(Regression):
+    """The second rank has no targets, so its mean is NaN."""
+
+    def __init__(self, as_tensor: bool) -> None:
+        super().__init__()
+        self.as_tensor = as_tensor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value, count = (3.0, 2) if self.global_rank == 0 else (float("nan"), 0)
+        weight: Any = torch.tensor(count) if self.as_tensor else count
+        self.log("value", torch.tensor(value), on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
+        return super().training_step(batch, batch_idx)
+
+
+def _train_without_targets() -> list[dict[str, float]]:
+    found = []
+    for as_tensor in (False, True):
+        runner = quiet(strategy="ddp", max_epochs=1, log_every_n_steps=1)
+        runner.fit(WithoutTargets(as_tensor), loader(8, 2))
+        found.append({name: float(value) for name, value in runner.callback_metrics.items() if "value" in name})
+    return found
+
+
+def test_a_rank_without_weight_does_not_enter_step_values_nor_epoch_values() -> None:
+    # S-06
+    expected = {"value_step": 3.0, "value_epoch": 3.0, "value": 3.0}
+    assert on_ranks(_train_without_targets, 2) == [[expected] * 2] * 2

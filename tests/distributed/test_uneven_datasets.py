@@ -242,21 +242,23 @@ class Measured(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.error = torchmetrics.MeanSquaredError()
+        self.other_error = torchmetrics.MeanSquaredError()
         self.batches = 0
 
-    def measure(self, batch: Any) -> None:
+    def measure(self, batch: Any, dataloader_idx: int = 0) -> None:
         x, y = batch
         self.batches += 1
         predicted = self.net(x)
-        self.error.update(predicted, y)
+        error = self.other_error if dataloader_idx else self.error
+        error.update(predicted, y)
         self.log("mse", nn.functional.mse_loss(predicted, y))
-        self.log("error", self.error)
+        self.log("error", error)
         self.log("count", len(x), reduce_fx="sum")
         self.log("least", predicted.min(), reduce_fx="min")
         self.log("own", float(len(x)), sync_dist=False, reduce_fx="sum")
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.measure(batch)
+        self.measure(batch, dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.measure(batch)

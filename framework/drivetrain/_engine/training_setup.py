@@ -277,7 +277,7 @@ def _build_schedulers(parts: TrainingInputs) -> Schedulers:
         override,
         metrics.agreed,
         lambda: list(metrics.callback_metrics()),
-        metrics.reduced_at,
+        metrics.logged_at,
         estimate,
         warns=core.strategy.rank == 0,
     )

@@ -39,7 +39,7 @@ class Schedulers:
         step: the module's ``lr_scheduler_step``; None if the module does not override it.
         monitored: returns a logged value by name, the same on every rank, or None if it was not logged.
         logged_names: returns the names of the logged values, for errors.
-        reduced_at: returns the global step at which a value was reduced; None for a value without an age.
+        logged_at: returns the global step at which a value was logged; None for a value without an age.
         estimate: the estimated length of the run.
         warns: whether this rank logs warnings.
     """
@@ -50,7 +50,7 @@ class Schedulers:
         step: StepScheduler | None,
         monitored: Callable[[str], float | None],
         logged_names: Callable[[], Sequence[str]],
-        reduced_at: Callable[[str], int | None] = lambda name: None,
+        logged_at: Callable[[str], int | None] = lambda name: None,
         estimate: StepEstimate | None = None,
         warns: bool = True,
     ) -> None:
@@ -62,7 +62,7 @@ class Schedulers:
         self._step = step
         self._monitored = monitored
         self._logged_names = logged_names
-        self._reduced_at = reduced_at
+        self._logged_at = logged_at
         self._configs = list(configs)
         self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
         self.has_step_schedulers = bool(self._by_step)
@@ -121,12 +121,12 @@ class Schedulers:
             if value is None:
                 self._handle_missing(config, config.monitor)
                 return
-            index, reduced_at = self._configs.index(config), self._reduced_at(config.monitor)
-            if reduced_at is not None:
-                if self._used_at.get(index) == reduced_at:
+            index, logged_at = self._configs.index(config), self._logged_at(config.monitor)
+            if logged_at is not None:
+                if self._used_at.get(index) == logged_at:
                     self._say_stale(config)
                     return
-                self._used_at[index] = reduced_at
+                self._used_at[index] = logged_at
         if self._step is not None:
             self._step(config.scheduler, value)
         elif value is None:

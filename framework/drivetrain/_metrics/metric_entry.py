@@ -28,6 +28,7 @@ _OPERATIONS: dict[Any, str] = {
 
 _OPTION_FIELDS = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
 _VALUE_FIELDS = ("last", "result", "fresh", "total", "weight")
+_AGES = ("reduced_at", "logged_at")
 
 _FOLD_AT = 64  # the number of pending values at which they are reduced to one value
 
@@ -56,6 +57,7 @@ class Entry:
         "last",
         "loader",
         "loader_idx",
+        "logged_at",
         "logger",
         "merged",
         "metric",
@@ -72,6 +74,7 @@ class Entry:
         "sync_dist",
         "total",
         "waiting",
+        "weighed",
         "weight",
         "weights",
     )
@@ -110,6 +113,9 @@ class Entry:
         self.merged: tuple[torch.Tensor | float | None, int] = (None, 1)
         self.result: torch.Tensor | None = None
         self.reduced_at: int | None = None  # the global step at which `result` was reduced
+        self.logged_at: int | None = None  # the global step at which `last` was logged; None if `result` is newer
+        # A value of `last` whose weight is a tensor, and whether this weight is not 0.
+        self.weighed: tuple[torch.Tensor | float | None, torch.Tensor | float] = (None, 1.0)
         self.fresh = False
         self.resumed = False
         self.reset()
@@ -125,6 +131,20 @@ class Entry:
     def _suffixed(self, kind: str) -> str:
         return f"{self.name.removesuffix(self.loader)}_{kind}{self.loader}"
 
+    def named_values(self) -> dict[str, tuple[torch.Tensor | float, int | None, int | None]]:
+        """Return the values by each of the key's names, with the global steps at which they were reduced and logged.
+
+        If there are step values and epoch values, `name` is the newer of the two.
+        """
+        values: dict[str, tuple[torch.Tensor | float, int | None, int | None]] = {}
+        if self.result is not None:
+            values[self.epoch_name] = values[self.name] = self.result, self.reduced_at, None
+        if self.on_step and self.last is not None:
+            values[self.step_name] = self.last, None, self.logged_at
+            if self.result is None or self.logged_at is not None:
+                values[self.name] = values[self.step_name]
+        return values
+
     def reset(self) -> None:
         """Clear the epoch's values."""
         self.total: torch.Tensor | float | None = None
@@ -139,6 +159,18 @@ class Entry:
         Ranks that did not exist when the checkpoint was saved do not know such a key.
         """
         return self.resumed and self.total is None and not self.waiting
+
+    def last_with_weight(self, value: torch.Tensor | float, weight: torch.Tensor) -> torch.Tensor | float:
+        """Return ``value``, or the latest value if ``weight`` is 0. The weight is not read by the host."""
+        has_weight = weight.detach() != 0
+        value = value if self.last is None else torch.where(has_weight, value, self.last)
+        self.weighed = value, has_weight
+        return value
+
+    @property
+    def has_weight(self) -> torch.Tensor | float:
+        """Whether `last` was logged with a weight other than 0."""
+        return self.weighed[1] if self.last is self.weighed[0] else 1.0
 
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
         """Add one value to the epoch. Every operation sums the weights, but only a mean uses them as factors."""
@@ -208,7 +240,12 @@ class Entry:
         state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
         forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
         is_reduced = self.last is not None and self.last is self.reduced
-        return {**state, "forced": list(forced), "is_reduced": is_reduced, "reduced_at": self.reduced_at}
+        return {
+            **state,
+            "forced": list(forced),
+            "is_reduced": is_reduced,
+            **{name: getattr(self, name) for name in _AGES},
+        }
 
     @classmethod
     def of_state(cls, name: str, state: Mapping[str, Any], device: torch.device) -> Self:
@@ -235,8 +272,8 @@ class Entry:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
         entry.reduced = entry.last if state["is_reduced"] else None
-        reduced_at = state.get("reduced_at")  # older checkpoints lack it
-        entry.reduced_at = None if reduced_at is None else int(reduced_at)
+        for key in _AGES:  # older checkpoints lack them
+            setattr(entry, key, None if state.get(key) is None else int(state[key]))
         entry.resumed = True
         return entry
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
-        self.progress: Any = None
+        self.progress: Any = SimpleNamespace(global_step=0)
         """The counters of the run, of which ``global_step`` is read."""
         self.contributes = True
         """Whether the values of this rank count. If several ranks read the same data, only one of them has True."""
@@ -75,7 +76,7 @@ class MetricStore:
         prog_bar: bool,
         logger: bool,
         reduce_fx: Any,
-        batch_size: int | None,
+        batch_size: Any,
         sync_dist: bool | None,
         add_dataloader_idx: bool,
         metric_attribute: str | None,
@@ -102,17 +103,17 @@ class MetricStore:
             if is_metric(value):
                 raise_kind_mismatch(entry, value)
             value = number(name, value)
-        if entry.on_step and not (batch_size == 0 and type(batch_size) is int and entry.operation == "mean"):
-            entry.last = value
+        if entry.operation != "mean":
+            batch_size = 1
+        elif batch_size is not None and not (type(batch_size) is int and batch_size >= 0):
+            batch_size = weight(name, batch_size)
+        has_tensor = isinstance(batch_size, Tensor)
+        if entry.on_step and (batch_size is None or has_tensor or batch_size):
+            entry.last = entry.last_with_weight(value, batch_size) if has_tensor else value
             entry.fresh = True
+            entry.logged_at = self.progress.global_step
         if entry.on_epoch:
-            if entry.operation != "mean":
-                entry.accumulate(value, 1)
-            elif batch_size is None:
-                entry.accumulate(value, self._weight())
-            else:
-                is_valid_int = type(batch_size) is int and batch_size >= 0
-                entry.accumulate(value, batch_size if is_valid_int else weight(name, batch_size))
+            entry.accumulate(value, self._weight() if batch_size is None else batch_size)
 
     def _weight(self) -> float:
         if self.batch is None:
@@ -130,6 +131,7 @@ class MetricStore:
         if entry.on_step:
             entry.last = forward_value(entry.name, metric)
             entry.fresh = True
+            entry.logged_at = self.progress.global_step
         if entry.on_epoch:
             self.objects.note_logged(entry.epoch_name, metric)
 
@@ -270,7 +272,7 @@ class MetricStore:
         for entry in self.entries.values():
             if entry.epoch_name in logged and entry.on_epoch:
                 entry.result = logged[entry.epoch_name]
-                entry.reduced_at = None if self.progress is None else self.progress.global_step
+                entry.reduced_at, entry.logged_at = self.progress.global_step, None
         self._values.update(logged)
         return logged
 
@@ -305,15 +307,19 @@ class MetricStore:
             return
         is_new = [entry.last is not entry.reduced for entry in synced]
         values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
-        numbers = zip(to_host(values), is_new, strict=True)  # type: ignore[arg-type]
+        host_values = to_host([*values, *(entry.has_weight for entry in synced)])  # type: ignore[list-item]
+        numbers = [
+            (number, new and has_weight > 0)
+            for number, new, has_weight in zip(host_values, is_new, host_values[len(synced) :], strict=False)
+        ]
         keys = [_key(entry.name, entry) for entry in synced]
         keys, table = gather_packed(
             self.control,
             keys,
             [
                 part
-                for entry, (number, new) in zip(synced, numbers, strict=True)
-                for part in _weighted(entry, number, new and self.contributes)
+                for entry, (number, counts) in zip(synced, numbers, strict=True)
+                for part in _weighted(entry, number, counts and self.contributes)
             ],
             self._part(keys),
         )
@@ -335,12 +341,7 @@ class MetricStore:
         """Return all logged values under each of their names. Epoch values are included once they are reduced."""
         values: dict[str, Tensor | float] = dict(self._values)
         for entry in self._all_entries():
-            if entry.on_step and entry.last is not None:
-                values[entry.step_name] = entry.last
-                if entry.result is None:
-                    values[entry.name] = entry.last
-            if entry.result is not None:
-                values[entry.name] = entry.result
+            values |= {name: value for name, (value, _, _) in entry.named_values().items()}
         return {name: copy_as_tensor(value) for name, value in values.items()}
 
     def known_names(self) -> set[str]:
@@ -378,10 +379,20 @@ class MetricStore:
 
         None means that the value has no age: it is a step's value, or it was not logged.
         """
-        found = [entry.reduced_at for entry in self._all_entries() if name == entry.epoch_name and entry.on_epoch]
-        found += [entry.reduced_at for entry in self._all_entries() if name == entry.name != entry.epoch_name]
-        step = next((each for each in found if each is not None), None)
-        return cast("int | None", self.control.from_rank_0(step))
+        return self._age(name)[0]
+
+    def logged_at(self, name: str) -> int | None:
+        """Return the global step at which a value was reduced, or logged by a step; the same on all ranks. Collective.
+
+        None means that it is not known, or that no step was made yet.
+        """
+        reduced_at, logged_at = self._age(name)
+        return logged_at or reduced_at or None
+
+    def _age(self, name: str) -> tuple[int | None, int | None]:
+        """Return the global steps at which the value that `callback_metrics` returns was reduced and logged."""
+        found = [values[name][1:] for entry in self._all_entries() if name in (values := entry.named_values())]
+        return tuple(self.control.from_rank_0(list(found[-1] if found else (None, None))))
 
     def agreed(self, name: str) -> float | None:
         """Return a logged value, the same on all ranks (see `agreed_value`); None if no rank logged it. Collective."""

@@ -198,10 +198,10 @@ class EarlyStopping(Callback):
         if value is None:
             self._handle_missing_value(trainer)
             return
-        reduced_at = trainer.metrics.reduced_at(self.monitor)
-        if reduced_at is not None and reduced_at == self._checked_at:
-            return  # there was no validation since the last check
-        self._checked_at = reduced_at
+        logged_at = trainer.metrics.logged_at(self.monitor)
+        if logged_at is not None and logged_at == self._checked_at:
+            return  # the value was not logged since the last check
+        self._checked_at = logged_at
         reason = self._evaluate(value)
         # Before min_epochs and min_steps are reached, a later check may withdraw the request.
         trainer.stop_unless_withdrawn(self, None if reason is None else f"EarlyStopping: {reason}")

@@ -65,7 +65,7 @@ class FakeRun:
     @property
     def metrics(self) -> Any:
         """A store in which values have no age."""
-        return SimpleNamespace(reduced_at=lambda name: None, restore=lambda values: None)
+        return SimpleNamespace(reduced_at=lambda name: None, logged_at=lambda name: None, restore=lambda values: None)
 
     @property
     def is_global_zero(self) -> bool:

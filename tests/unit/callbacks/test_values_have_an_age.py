@@ -114,3 +114,66 @@ def test_what_was_used_is_known_after_a_resume(tmp_path: Path, saved_in: str) ->
     assert fed[0] == [2.0, 5.0, 8.0]
     assert fed[1] == fed[0]
     assert stopped == [(9, 2), (9, 2)]  # three checks, of which the first sets the best value
+
+
+class Sparse(Growing):
+    """Logs its weight in every fourth training step, or in every step also as an epoch value, before the step."""
+
+    def __init__(self, both: bool = False, scheduler: dict[str, Any] | None = None) -> None:
+        super().__init__(scheduler=scheduler)
+        self.both = both
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.both:
+            self.log("train", self.weight.detach().sum(), on_step=True, on_epoch=True)
+        elif batch_idx % 4 == 1:
+            self.log("train", self.weight.detach().sum())
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_plateau_and_early_stopping_use_no_step_value_twice() -> None:
+    scheduled: dict[str, Any] = {"monitor": "train", "interval": "step", "strict": False}
+    module = Sparse(scheduler=scheduled)
+    run(module, [], max_epochs=1)
+    assert module.fed == [1.0, 5.0]
+
+    class Once(Sparse):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch == 0:
+                self.log("train", 1.0)
+            return Growing.training_step(self, batch, batch_idx)
+
+    stop = EarlyStopping("train", patience=1, check_on_train_epoch_end=True)
+    assert run(Once(), [stop], max_epochs=3).current_epoch == 3
+
+
+def test_a_key_with_step_and_epoch_values_has_the_newer_one(tmp_path: Path) -> None:
+    kept = Checkpoint(tmp_path, filename="{step}", monitor="train", save_top_k=-1, every_n_train_steps=4)
+    run(Sparse(both=True), [kept], max_epochs=2)
+    scores = {Path(path).name: score for path, score in kept.best_k_models.items()}
+    # Step 8 is within the second epoch, and step 12 is its last.
+    assert scores == {"step=4": 3.0, "step=8": 7.0, "step=12": 11.0}
+
+
+def test_the_age_is_that_of_the_value_if_two_stages_log_the_same_key() -> None:
+    class Twice(Growing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val", 0.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    module = Twice((0.0, 0.0, 5.0, 0.0, 0.0, 4.0, 0.0), {"strict": False})
+    run(module, [], max_epochs=7, check_val_every_n_epoch=3)
+    assert module.fed[2:] == [5.0, 4.0]
+
+
+def test_early_stopping_counts_checks_of_a_run_that_makes_no_step() -> None:
+    class Fixed(Growing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    stop = EarlyStopping("val", patience=2)
+    assert run(Fixed((1.0,) * 8), [stop], max_epochs=8).global_step == 0
+    assert stop.stopped_epoch == 2

@@ -491,6 +491,20 @@ class TestMetricObjects:
             "device": 3.0,
         }
 
+    @pytest.mark.parametrize("count", [0, np.int64(0), 0.0, torch.tensor(0)])
+    def test_a_value_without_weight_is_no_step_value(self, tmp_path: Path, count: Any) -> None:
+        # S-06
+        class Counting(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                is_empty = batch_idx == 2
+                value = float("nan") if is_empty else 2.0 + batch_idx
+                self.log("value", value, on_step=True, batch_size=count if is_empty else 1)
+                return super().training_step(batch, batch_idx)
+
+        runner = fit(tmp_path)
+        runner.fit(Counting(), loader(6))
+        assert float(runner.callback_metrics["value"]) == 3.0
+
     @pytest.mark.parametrize("dicts", [False, True])
     def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(self, tmp_path: Path, dicts: bool) -> None:
         class Pair(torchmetrics.MeanMetric):
