@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Net(TrainModule):
             if self.left == 0:
                 self.act(self.trainer)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         if self.training:
             batch = [batch[0] + torch.rand(())]
             self.at("transfer")
@@ -95,7 +95,7 @@ class Counts(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"calls": dict(self.calls)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.calls.update(state["calls"])
 
 
@@ -179,7 +179,7 @@ def test_a_save_between_two_changes_of_the_state_resumes_exactly(
 
 def test_a_save_of_a_run_whose_batches_are_none_resumes_exactly(tmp_path: Path) -> None:
     class Drawing(Net):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
             return None
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -204,7 +204,7 @@ def fail(trainer: Any) -> None:
 def test_a_failure_after_a_validation_is_saved_with_what_the_validation_changed_or_before_it(
     tmp_path: Path, moment: str, nth: int, interval: float, window: int
 ) -> None:
-    settings = {"val_check_interval": interval, "accumulate_grad_batches": window}
+    settings: dict[str, Any] = {"val_check_interval": interval, "accumulate_grad_batches": window}
     expected = run(Net(), **settings)["state"]
     with pytest.raises(LookupError, match="as planned"):
         run(Net(moment, nth, fail), Checkpoint(tmp_path, save_on_exception=True, save_top_k=0), **settings)
