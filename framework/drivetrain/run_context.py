@@ -389,9 +389,10 @@ class RunContext(Protocol):
     ) -> None:
         """Write a checkpoint. Collective: call this method on every rank.
 
-        A checkpoint holds the state of a whole step, and no gradients. Within a step or an accumulation window, the
-        checkpoint is therefore written at its end, after this method has returned. In ``on_exception`` the state before
-        the step that failed is written, if `Checkpoint(save_on_exception=True)` keeps it.
+        A checkpoint holds a state from which a run resumes exactly. Within an epoch, from its first batch to
+        ``on_train_epoch_end``, it is therefore written after this method has returned: when the accumulation window has
+        ended and all hooks of the current event have run. In ``on_exception`` the state before the step that failed is
+        written, if `Checkpoint(save_on_exception=True)` keeps it. Elsewhere the checkpoint is written at once.
 
         Args:
             path: a path or an fsspec URL.

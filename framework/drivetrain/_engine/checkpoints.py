@@ -426,10 +426,11 @@ class RunCheckpoints:
             rehearsal.repeat_after_first_step()
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
-        """Write a checkpoint, now or at the end of the current step or window. Collective.
+        """Write a checkpoint, now or at the next point of the current epoch at which a run can be resumed. Collective.
 
         Raises:
-            ConfigurationError: the run has ended, and this process does not have the whole state to resume from.
+            ConfigurationError: the run has ended, and this process does not have the whole state to resume from; or it
+                has failed within a step.
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
         core = self._core
@@ -438,6 +439,10 @@ class RunCheckpoints:
 
             check_state_is_whole(core, self._collect_parts)
         if self.run_failed:
+            if core.strategy.module is None:
+                from drivetrain._engine.state_after_run import refuse_half_step
+
+                refuse_half_step(core, self._collect_parts())
             self.write_after_failure(path, None, trainable_only, weights_only=weights_only)
             return
         with core.profiling.span("checkpoint"):
@@ -453,7 +458,7 @@ class RunCheckpoints:
         digest: str | None = None,
         trainable_only: bool = False,
     ) -> None:
-        """Write a checkpoint now, or if a step or window is under way, at its end. Collective.
+        """Write a checkpoint now, or within an epoch, at the next point at which a run can be resumed. Collective.
 
         Args:
             path: a path or an fsspec URL.
@@ -468,7 +473,7 @@ class RunCheckpoints:
             CheckpointError: this checkpoint or an earlier background save could not be written. The error is raised on
                 every rank.
         """
-        if not self.run_failed and self._is_within_step():
+        if self.requests.in_epoch and not self.run_failed:
             arguments = (path, weights_only, background, on_complete, identifier, digest, trainable_only)
             self.requests.ask(partial(self.write, *arguments))
             return
@@ -510,12 +515,6 @@ class RunCheckpoints:
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, record_completion)
 
-    def _is_within_step(self) -> bool:
-        """Return whether buffers and generators are those of half a step: in a micro-batch, or an unfinished window."""
-        metrics, position, progress = self._core.metrics, self._core.position, self._core.progress
-        in_micro_batch = metrics.batch is not None and position.batch_idx == progress.batch_idx
-        return progress.within_window or (in_micro_batch and position.loop == "training")
-
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
         parent, self._parent_checkpoint_id = self._parent_checkpoint_id, identifier
@@ -537,19 +536,13 @@ class RunCheckpoints:
         weights_only: bool = False,
     ) -> None:
         """Save the state that a failed run had after its last whole step; log a warning if this state is lost."""
-        from drivetrain._engine.state_after_run import has_state_before_step
+        from drivetrain._engine.state_after_run import go_back_to_whole_step
 
-        core, strategy = self._core, self._core.strategy
-        if strategy.world_size > 1 or strategy.module is None:
+        if self._core.strategy.world_size > 1:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
-        snapshot = self._collect_parts().stopping.snapshot
-        is_half_step = self._is_within_step()
-        if snapshot is not None:
-            snapshot.go_back()
-        if is_half_step and not has_state_before_step(snapshot):
+        if not go_back_to_whole_step(self._core, self._collect_parts()):
             return
-        core.progress.reset_to_window_start()
         self.abandon()  # an earlier save that ended later would be named as the newest
         self.write(path, weights_only, False, then, identifier, digest, trainable_only)
 
@@ -561,7 +554,8 @@ class RunCheckpoints:
         """
         self.finish()
         core = self._core
-        saved = [callback.save_before_leaving(core.trainer, core.module) for callback in core.callbacks]
+        with self.requests.at_resumable_point():
+            saved = [callback.save_before_leaving(core.trainer, core.module) for callback in core.callbacks]
         self.requests.run()
         self.finish()
         if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:
@@ -584,6 +578,11 @@ class RunCheckpoints:
 
     def abandon(self) -> None:
         """Wait for the checkpoint that is being written in the background. Its errors are ignored: the run failed."""
+        for request in self.requests.waiting:
+            if isinstance(request, partial) and request.func == self.write:
+                text = "The checkpoint %r is not written: the run failed before the end of the step or event."
+                logger.warning(text, request.args[0])
+        self.requests.waiting.clear()
         if self._background is not None:
             self._background.abandon()
 

@@ -10,7 +10,6 @@ from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import CheckpointParts, RunCore
-    from drivetrain._engine.window_snapshot import WindowSnapshot
 
 logger = logging.getLogger("drivetrain")
 
@@ -42,11 +41,37 @@ def check_state_is_whole(core: RunCore, collect_parts: Callable[[], CheckpointPa
         )
 
 
-def has_state_before_step(snapshot: WindowSnapshot | None) -> bool:
-    """Return whether the state before the step that failed was kept, and log a warning if it was not."""
-    if snapshot is not None and snapshot.is_whole:
-        return True
-    is_kept = snapshot is not None and snapshot.is_active
-    why = "is lost, since weights had changed" if is_kept else "was not kept by Checkpoint(save_on_exception=True)"
-    logger.warning("Nothing is saved after the failure: the state before the step that failed %s.", why)
-    return False
+def is_within_step(core: RunCore, parts: CheckpointParts) -> bool:
+    """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
+    position, progress = core.position, core.progress
+    in_micro_batch = position.loop == "training" and position.batch_idx == progress.batch_idx
+    return in_micro_batch or progress.within_window or (parts.loop is not None and parts.loop.steps_scheduler)
+
+
+def go_back_to_whole_step(core: RunCore, parts: CheckpointParts) -> bool:
+    """Make checkpoints store the state after the last whole step; return False with a warning if it is lost."""
+    snapshot, is_half_step = parts.stopping.snapshot, is_within_step(core, parts)
+    # The snapshot of the last window is outdated once the epoch's end, such as its validation, has begun.
+    if snapshot is not None and (is_half_step or core.position.loop == "training"):
+        snapshot.go_back()
+    if is_half_step and (snapshot is None or not snapshot.is_whole):
+        kept = snapshot is not None and snapshot.every_step
+        why = "is lost, since weights had changed" if kept else "was not kept by Checkpoint(save_on_exception=True)"
+        logger.warning("Nothing is saved after the failure: the state before the step that failed %s.", why)
+        return False
+    core.progress.reset_to_window_start()
+    return True
+
+
+def refuse_half_step(core: RunCore, parts: CheckpointParts) -> None:
+    """Check that a run that has failed and ended did not fail within a step.
+
+    Raises:
+        ConfigurationError: it did, so that buffers and perhaps weights are those of half a step.
+    """
+    if is_within_step(core, parts):
+        raise ConfigurationError(
+            "save_checkpoint after a run that failed within a step.",
+            "the buffers, and perhaps the weights, are those of half a step.",
+            "Checkpoint(save_on_exception=True) saves the state before the step that failed.",
+        )

@@ -62,7 +62,7 @@ class WindowSnapshot:
         self._metrics = metrics
         self._progress = progress
         self._size = size
-        self._every_step = every_step
+        self.every_step = every_step
         self._weights: list[Tensor] = []
         self._versions: list[int] = []
         self._snapshot: _Snapshot | None = None
@@ -81,9 +81,9 @@ class WindowSnapshot:
         Buffers and metric objects are collected again, since hooks at the start of an epoch may change them.
         """
         self._snapshot = None
-        if self._size() == 1 and not self._every_step:
+        if self._size() == 1 and not self.every_step:
             return False
-        if self._every_step:
+        if self.every_step:
             self._weights = list(self._module.parameters())
         layers = dict(self._module.named_modules(remove_duplicate=False)).items()
         self._buffer_owners = [
@@ -106,7 +106,7 @@ class WindowSnapshot:
         )
         if self._buffer_owners:
             self._copy_buffers()
-        if self._every_step:
+        if self.every_step:
             self._versions = [weight._version for weight in self._weights]
 
     @torch.no_grad()

@@ -190,8 +190,6 @@ class EvaluateLoop:
                 if not self._evaluate(index, source, limit):
                     return []
                 had_data.append(metrics.had_data)
-            if early_exit is not None:
-                early_exit.end()
             metrics.had_data = all(had_data)
             metrics.dataloader_idx = None
             results = self._reduce()
@@ -207,6 +205,8 @@ class EvaluateLoop:
             metrics.enter(None)  # refuses values logged from here on, which no logger would receive
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
+            if early_exit is not None:
+                early_exit.end()
         return _by_loader(numbers, len(self._sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class SaveRequests:
@@ -17,6 +18,9 @@ class SaveRequests:
         """The requests in the order in which they were made. The loop checks whether there are any requests."""
         self.rollback: Callable[[], None] | None = None
         """Loads an earlier checkpoint. The loop calls the function after leaving the epoch. None without a request."""
+        self.in_epoch = False
+        """Whether an epoch's batches are read, or its end is processed: a save then has to wait, because some hooks of
+        the current event, or parts of the current step, have run and others have not."""
 
     def ask(self, save: Callable[[], None]) -> None:
         """Request that ``save`` is called at the next point at which a run can be resumed."""
@@ -33,5 +37,15 @@ class SaveRequests:
         self.waiting.clear()
         if self.rollback is not None:
             return
-        for save in waiting:
-            save()
+        with self.at_resumable_point():
+            for save in waiting:
+                save()
+
+    @contextmanager
+    def at_resumable_point(self) -> Iterator[None]:
+        """Let saves be written at once within the block, because a run can be resumed from the current state."""
+        in_epoch, self.in_epoch = self.in_epoch, False
+        try:
+            yield
+        finally:
+            self.in_epoch = in_epoch

@@ -66,6 +66,8 @@ class Schedulers:
         self._configs = list(configs)
         self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
         self.has_step_schedulers = bool(self._by_step)
+        self.is_stepping = False
+        """Whether a scheduler is stepping. True after a step that failed, because the schedulers then disagree."""
 
     def state_dict(self) -> dict[str, int]:
         """Return the global step of the value with which each plateau scheduler last stepped, by its index."""
@@ -127,12 +129,14 @@ class Schedulers:
                     self._say_stale(config)
                     return
                 self._used_at[index] = logged_at
+        self.is_stepping = True
         if self._step is not None:
             self._step(config.scheduler, value)
         elif value is None:
             config.scheduler.step()
         else:
             config.scheduler.step(value)
+        self.is_stepping = False
 
     def _say_stale(self, config: SchedulerConfig) -> None:
         if f"stale {config.monitor}" not in self._warned_names and self._warns:

@@ -234,6 +234,11 @@ class TrainLoop:
         """Make `run` resume at the position that `state_dict` returned."""
         self._resumed = state
 
+    @property
+    def steps_scheduler(self) -> bool:
+        """Whether a learning rate scheduler is stepping, or has failed to step."""
+        return self._schedule.schedulers.is_stepping
+
     def release(self) -> None:
         """Drop the last loss, after training ended or failed."""
         self._step.release()
@@ -259,9 +264,11 @@ class TrainLoop:
             if snapshot is not None and not snapshot.begin_epoch():
                 snapshot = None
             previous = self._position.enter("training")
+            self._requests.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
             self._position.leave(previous)
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
+            self._requests.in_epoch = False
             if self._requests.rollback is not None and not self._stop.leaving:
                 resumed = self._roll_back(self._requests.rollback)
             elif run_ends:
