@@ -29,6 +29,8 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.remote_result import Outcome
+    from drivetrain._engine.run_folder import RunFolder
+    from drivetrain._loops.progress import Progress
 
 logger = logging.getLogger("drivetrain")
 
@@ -39,6 +41,11 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
+    if trainer.session is not None:  # None in a process that was started for this run
+        preceding = trainer.session.core
+        # An evaluation keeps the counters of the preceding fit, or takes those of the checkpoint that it loads.
+        counters = None if request.stage == "fit" else copy(preceding.progress)
+        request = replace(request, counters=counters, previous_folder=preceding.folder)
     environment = resolve_environment(trainer.environment)
     launcher_or_name = _launcher_setting(trainer)
     launcher = named_launcher(launcher_or_name)
@@ -85,10 +92,7 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
-    previous_folder = None if trainer.session is None else trainer.session.core.folder
-    # An evaluation keeps the counters of the preceding fit, or takes those of the checkpoint whose weights it loads.
-    progress = None if stage == "fit" else copy(trainer.progress)
-    session = Session(request, strategy, topology, previous_folder, progress)
+    session = Session(request, strategy, topology)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
@@ -253,6 +257,8 @@ def _worker(
     allow: tuple[str, ...],
     trial: bool,
     averaged: bool | None,
+    counters: Progress | None,
+    previous_folder: RunFolder | None,
 ) -> Outcome:
     """Run one rank in a process that was started for the rank.
 
@@ -264,7 +270,8 @@ def _worker(
     before = InitialLayers.of(module)
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
-    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial, averaged))
+    options = (return_predictions, allow, trial, averaged, counters, previous_folder)
+    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, *options))
     if not trial:
         _refuse_shards(trainer, module)  # checked again, because configure_model may have added parameters
     return Outcome.of(trainer, module, result, before, with_module=not trial)

@@ -68,6 +68,8 @@ class RunRequest(Generic[Trainer]):
         trial: whether the run is a trial, whose weights are discarded. A trial has no schedulers and does not call
             `configure_callbacks`.
         averaged: whether to evaluate the averages in the checkpoint; None for the weights that its run evaluated with.
+        counters: the counters of the preceding run, for an evaluation; None for new counters.
+        previous_folder: the folder of the preceding run; None if there was none.
     """
 
     trainer: Trainer
@@ -79,6 +81,8 @@ class RunRequest(Generic[Trainer]):
     allow: tuple[str, ...] = ()
     trial: bool = False
     averaged: bool | None = None
+    counters: Progress | None = None
+    previous_folder: RunFolder | None = None
 
 
 class NoProfiling:

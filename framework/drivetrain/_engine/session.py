@@ -107,20 +107,11 @@ class Session:
         request: the entry point that was called, with its arguments.
         strategy: runs the module, and is bound to this process already.
         topology: this process's place among all processes.
-        previous: the folder of the last run of the same `Fit`.
-        progress: the counters of the last run, for an evaluation; None for new counters.
     """
 
-    def __init__(
-        self,
-        request: RunRequest[RunContext],
-        strategy: Strategy,
-        topology: Topology,
-        previous: RunFolder | None = None,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
-        folder = RunFolder(previous)
+        folder = RunFolder(request.previous_folder)
         profiling = NoProfiling()
         if trainer.profiles:
             from drivetrain._engine.profiling import Profiling  # only runs with a profiler need it
@@ -130,7 +121,7 @@ class Session:
             request,
             strategy,
             MetricStore(module),
-            progress or Progress(),
+            request.counters or Progress(),
             Position(),
             EvaluationWithinFit(EvaluationBuffers(module, strategy)),
             RunCallbacks(trainer, module, profiling.hooks),
