@@ -7,6 +7,7 @@ every parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -394,16 +395,16 @@ class Zero:
         return part[fragment.span.start : fragment.span.stop] if self._bf16 else part
 
     def gradients_changed(self, fragments: Sequence[Fragment]) -> None:
-        """Drop norms that were computed before the tensors of `gradient` were changed."""
+        """Drop norms that were computed before this rank's parts of ``fragments`` were changed."""
         self._norm = None
-        if not self.offloads:
+        if not self.offloads or not fragments:
             return
-        optimizer, finite = self.optimizer, True
+        optimizer = self.optimizer
+        norms = optimizer.norm_for_param_grads
         for fragment in fragments:
             norm = torch.linalg.vector_norm(self.gradient(fragment), dtype=torch.float32)
-            optimizer.norm_for_param_grads[optimizer.get_param_id(fragment.parameter)] = norm
-            finite = finite and bool(norm.isfinite())
-        optimizer.local_overflow = not finite
+            norms[optimizer.get_param_id(fragment.parameter)] = norm
+        optimizer.local_overflow = not all(math.isfinite(norm) for norm in norms.values())
 
     def step(self, max_norm: float | None) -> bool:
         """Clip gradients, step, and start a new window. Return False if DeepSpeed skipped the step. Collective.

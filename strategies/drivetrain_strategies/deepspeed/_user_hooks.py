@@ -94,15 +94,19 @@ class UserHooks:
                 gradients[id(fragment.parameter)] = whole.div_(scale).to(fragment.parameter.device)
         with zero.params_in_groups(self._params), _gradient_property(fragments, *_access_to(gradients)):
             yield
+        changed = []
         with torch.no_grad():
             for fragment in fragments:
                 gradient = gradients[id(fragment.parameter)]
                 part = zero.gradient(fragment)
-                if gradient is None:
-                    part.zero_()  # as that of a parameter that the loss does not use
+                if gradient is None:  # as that of a parameter that the loss does not use
+                    new = torch.zeros_like(part)
                 else:
-                    part.copy_(cut(gradient, fragment.span) * scale)
-        zero.gradients_changed(fragments)
+                    new = (cut(gradient, fragment.span) * scale).to(part)
+                if not torch.equal(part, new):
+                    part.copy_(new)
+                    changed.append(fragment)
+        zero.gradients_changed(changed)
 
     @contextmanager
     def _withheld_gradients(self, why: str, fix: str) -> Iterator[None]:

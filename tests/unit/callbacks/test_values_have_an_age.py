@@ -112,7 +112,8 @@ def test_what_was_used_is_known_after_a_resume(tmp_path: Path, saved_in: str) ->
         fed.append(module.fed)
         stopped.append((trainer.current_epoch, stop.wait_count))
     assert fed[0] == [2.0, 5.0, 8.0]
-    assert fed[1] == fed[0]
+    # The schedulers step before on_train_epoch_end, so a save in that hook includes their first step.
+    assert fed[1] == (fed[0][1:] if saved_in == "on_train_epoch_end" else fed[0])
     assert stopped == [(9, 2), (9, 2)]  # three checks, of which the first sets the best value
 
 

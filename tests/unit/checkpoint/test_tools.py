@@ -45,7 +45,7 @@ class TestConsolidate:
             str(tmp_path / "c"), Contents(state, aliases={"last.weight": "first.weight"}), LOCAL, sizes=Sizes(large=50)
         )
         assert len(load(tmp_path / "c").manifest.weights.tensors) > 2
-        for out in (tmp_path / "new" / "one.safetensors", tmp_path / "folder", "memory://out"):
+        for out in (tmp_path / "new" / "one.safetensors", tmp_path / "folder", f"memory://{tmp_path.name}"):
             path = consolidate(tmp_path / "c", out)
             assert path.endswith("one.safetensors" if str(out).endswith("s") else "model.safetensors")
         assert equal(
