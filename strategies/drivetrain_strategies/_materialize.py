@@ -421,6 +421,15 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             "register these tensors as buffers or parameters, or put them in a list, or pass meta=False to the "
             "strategy.",
         )
+    of_parameters = {_storage_key(parameter.tensor): parameter.name for parameter in parameters}
+    for other in others.values():
+        parameter_name = of_parameters.get(_storage_key(other.tensor))
+        if parameter_name is not None:
+            raise ConfigurationError(
+                f"{other.name!r}, which configure_model built, shares the memory of the parameter {parameter_name!r}.",
+                "the strategy shards the parameter, so this tensor would keep the parameter's first values.",
+                "compute it from the parameter where it is used, for example in a property.",
+            )
     meta_tensors = [*parameters, *others.values()]
     known_keys = set() if recording is None or not meta_tensors else recording.storages()
     unknown_names = [

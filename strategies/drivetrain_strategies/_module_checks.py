@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,3 +105,32 @@ def refuse_accumulate_hook(name: str, parameter: Tensor) -> None:
             "use register_hook for a function of the gradient, or do the work in on_after_backward or "
             "on_before_optimizer_step.",
         )
+
+
+def refuse_gradients_through(outputs: Tensor | Sequence[Tensor], names: Mapping[int, str], strategy: str) -> None:
+    """Refuse ``torch.autograd.grad`` of values that depend on sharded parameters.
+
+    Args:
+        outputs: the values to differentiate.
+        names: names of the sharded parameters, by the ``id`` of the tensor that the step computes with.
+        strategy: the strategy's name in the error.
+
+    Raises:
+        ConfigurationError: names a parameter on which ``outputs`` depend.
+    """
+    values = [outputs] if isinstance(outputs, Tensor) else outputs
+    pending = [value.grad_fn for value in values]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise ConfigurationError(
+                f"torch.autograd.grad was called under {strategy} on values that depend on {name!r}.",
+                "the parameter is sharded, and it is gathered for one backward only, that of the returned loss.",
+                "use strategy='ddp' or strategy='deepspeed_stage_2', under which every rank has whole parameters.",
+            )
+        pending += [following for following, _ in node.next_functions]

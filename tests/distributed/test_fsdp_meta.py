@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from typing import Any
 
 import pytest
@@ -193,6 +194,20 @@ def test_tensors_that_cannot_be_initialised_are_refused_by_name(build: Any, name
         find_meta_tensors(module, recording)
 
 
+class Viewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.turned = self.layer.weight.t()
+
+
+def test_a_view_of_a_parameter_is_refused_by_name() -> None:  # S-07: it kept the first values
+    with record_on_meta() as recording:
+        module = Viewing()
+    with pytest.raises(ConfigurationError, match=r"'turned'.*'layer\.weight'"):
+        find_meta_tensors(module, recording)
+
+
 class LateTabular(Regression):
     """Builds in `configure_model` tables that its steps need."""
 
@@ -206,6 +221,9 @@ class LateTabular(Regression):
             self.net = nn.Linear(4, 1)
             with torch.no_grad():
                 self.net.weight.copy_(torch.linalg.svd(torch.randn(4, 4))[2][:1])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch has a newer weight_norm
+                self.net = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), self.net)
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from small_runs import Regression, failing, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import Regression, about, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import nn
 
 from drivetrain import Callback
+from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 STRATEGIES = ["ddp", "fsdp", "fsdp_grad_op"]
@@ -258,36 +260,113 @@ def test_weights_that_a_hook_assigns_take_effect(how: str) -> None:
         torch.testing.assert_close(on_ranks(_clamp, 2, strategy, how)[0], expected, atol=1e-6, rtol=0)
 
 
-class Penalized(nn.Module):
-    def __init__(self) -> None:
+PENALTIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "squares": lambda module, x: sum(one.square().sum() for one in module.parameters()),
+    "norms": lambda module, x: sum(one.norm() for one in module.parameters()),
+    "stacked means": lambda module, x: torch.stack([one.abs().mean() for one in module.parameters()]).mean(),
+    "a weight used again": lambda module, x: nn.functional.linear(x, module.net[0].weight).square().mean(),
+    "orthogonality": lambda module, x: (module.net[0].weight.T @ module.net[0].weight - torch.eye(4)).square().sum(),
+    "a layer that is not called": lambda module, x: module.spare.weight.square().sum(),
+}
+
+
+class Penalized(Regression):
+    """Adds a penalty to the loss. Its head is smaller than the number of ranks, and one of its layers is not called."""
+
+    def __init__(self, penalty: str) -> None:
         super().__init__()
-        self.block = nn.Linear(4, 4)
+        self.spare = seeded(lambda: nn.Linear(4, 4))
+        self.penalty = penalty
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x)
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + 0.5 * PENALTIES[self.penalty](self, batch[0])
 
 
-class Penalty(Regression):
-    def __init__(self) -> None:
+def _penalize(wraps: bool, penalty: str, window: int) -> torch.Tensor:
+    module = Penalized(penalty)
+    strategy = FSDPStrategy(wrap=[nn.Linear] if wraps else None)
+    quiet(strategy=strategy, accumulate_grad_batches=window).fit(module, loader(32, 4 // window))
+    return weights(module)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_steps_combine_shards_with_whole_tensors(wraps: bool) -> None:
+    # S-07: torch refused to combine them
+    cases = [(wraps, penalty, window) for penalty in PENALTIES for window in (1, 2)]
+    found = on_ranks(each, 2, _penalize, *cases)
+    for number, (_, penalty, window) in enumerate(cases):
+        by_hand = Penalized(penalty)
+        train_by_hand(by_hand, global_batches(32, 8 // window), window)
+        for rank in range(2):
+            torch.testing.assert_close(
+                found[rank][number], weights(by_hand), atol=1e-6, rtol=0, msg=about((penalty, window, rank))
+            )
+
+
+class Bare(Penalized):
+    """Its loss is a penalty alone."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return sum(one.square().sum() for one in self.net.parameters())
+
+
+def _train_bare() -> torch.Tensor:
+    module = Bare("squares")
+    quiet(strategy="fsdp").fit(module, loader(32, 4))
+    return weights(module)
+
+
+def test_a_loss_of_shards_alone_is_that_of_the_whole() -> None:
+    # S-07: hung
+    by_hand = train_by_hand(Bare("squares"), global_batches(32, 8))
+    for found in on_ranks(_train_bare, 2):
+        torch.testing.assert_close(found, weights(by_hand), atol=1e-6, rtol=0)
+
+
+class Teaching(Regression):
+    """Moves a teacher within the step, or writes a weight of its own there."""
+
+    def __init__(self, writes: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Penalized(), Penalized()])
+        self.teacher = seeded(lambda: nn.Linear(4, 8)).requires_grad_(False)
+        self.writes = writes
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0]
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean() + sum(parameter.square().sum() for parameter in self.parameters())
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch) + (self.net[0](batch[0]) - self.teacher(batch[0])).square().mean()
+        for mine, its in zip(self.net[0].parameters(), self.teacher.parameters(), strict=True):
+            its.data = 0.9 * its.data + 0.1 * mine.data + 0.01
+            if self.writes == "own":
+                mine.data = mine.data.clamp(-0.1, 0.1)
+        return loss
 
 
-def _penalize() -> list[str]:
+def _teach(wraps: bool, writes: str) -> Any:
+    module = Teaching(writes)
+    with failing() as caught:
+        quiet(strategy=FSDPStrategy(wrap=[nn.Linear] if wraps else None)).fit(module, loader(32, 4))
+        return weights(module)
+    return caught["text"]
+
+
+def test_data_assigned_in_a_step_is_kept_or_refused_by_name() -> None:
+    # S-09: 0.3 off. Units are sharded again after their forward; the root unit's parameters stay gathered in the step
+    kept, named = on_ranks(each, 2, _teach, (True, "teacher"), (False, "teacher"))[0]
+    by_hand = train_by_hand(Teaching("teacher"), global_batches(32, 8))
+    torch.testing.assert_close(kept, weights(by_hand), atol=1e-6, rtol=0)
+    assert "'teacher.weight'" in named
+    assert "on_train_batch_end" in named
+
+
+def _compile() -> list[str]:
     try:
-        quiet(strategy="fsdp").fit(Penalty(), loader(32, 4))
+        module = Penalized("a weight used again")
+        quiet(strategy=FSDPStrategy(wrap=[nn.Linear]), compile={"backend": "eager"}).fit(module, loader(32, 4))
     except Exception as error:
         return [str(error), *getattr(error, "__notes__", [])]
     return []
 
 
-def test_mixing_shards_with_whole_tensors_names_the_way_out() -> None:
+def test_mixing_shards_with_whole_tensors_in_a_compiled_step_names_the_way_out() -> None:
     # S-12
-    for lines in on_ranks(_penalize, 2):
+    for lines in on_ranks(_compile, 2):
         assert "parameter.full_tensor()" in "\n".join(lines), lines

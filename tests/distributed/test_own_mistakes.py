@@ -115,3 +115,60 @@ def test_a_mistake_on_one_rank_is_the_error_of_all_ranks(name: str) -> None:
         assert raised[1].startswith(message), where
         assert told[0] == "RankFailedError", (where, told)
         assert message in told[1], where
+
+
+class Empty(Regression):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.none.sum()
+
+
+class Slope(Regression):
+    """Adds the slope of its output to the loss, or takes an inner step."""
+
+    def __init__(self, inner: bool) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if not self.inner:
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return self.loss(batch) + slope.square().mean()
+        names, weights = zip(*self.net.named_parameters(), strict=True)
+        slopes = torch.autograd.grad(self.loss(batch), weights, create_graph=True)
+        moved = {name: one - 0.1 * slope for name, one, slope in zip(names, weights, slopes, strict=True)}
+        return nn.functional.mse_loss(torch.func.functional_call(self.net, moved, (x,)), y)
+
+
+def _refusal(name: str, kind: str) -> str:
+    module: Regression = Empty() if kind == "empty" else Slope(kind == "inner step")
+    strategy: Any = DeepSpeedStrategy(**STRATEGIES[name]) if STRATEGIES[name] else name
+    try:
+        quiet(strategy=strategy).fit(module, DataLoader(data(16), batch_size=4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:
+    # S-12: raw errors of torch, as "mat2 must be a matrix" at stage 3
+    for kind, refusing, parameter in (
+        ("empty", ("ZeRO 1", "ZeRO 2", "ZeRO 3"), "'none'"),
+        ("slope", ("fsdp", "ZeRO 3"), "'net."),
+        ("inner step", ("fsdp", "ZeRO 3"), "'net."),
+    ):
+        for text in on_ranks(_refusal, 2, name, kind):
+            if name in refusing:
+                assert text.startswith("ConfigurationError"), (kind, text)
+                assert parameter in text, kind
+                assert "use strategy='ddp'" in text, kind
+            else:
+                assert text == "", kind

@@ -31,6 +31,7 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
     refuse_device_map(module)
     if not holds_deepspeed_shards(module):
         refuse_missing_weights(module)
+        _refuse_parameters_without_elements(module)
     refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
     dtypes: dict[torch.dtype, str] = {}
@@ -49,6 +50,17 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         )
     if run.gradient_clip_val and run.gradient_clip_algorithm != "norm":
         raise clip_by_value_error()
+
+
+def _refuse_parameters_without_elements(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "ds_numel", parameter.numel()) == 0:
+            raise ConfigurationError(
+                f"{name!r} has no elements: its shape is {tuple(getattr(parameter, 'ds_shape', parameter.shape))}.",
+                "ZeRO divides the elements of each parameter among the ranks, and fails on a parameter without any.",
+                "leave the parameter out, for example with register_parameter(name, None), or use strategy='ddp' or "
+                "'fsdp'.",
+            )
 
 
 def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
+from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
 from drivetrain_strategies.deepspeed._whole_step import WholeStep
 
@@ -53,6 +55,9 @@ class EmptyParameters(TorchFunctionMode):
             handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            outputs = args[0] if args else (kwargs or {})["outputs"]
+            refuse_gradients_through(outputs, self._names, "DeepSpeedStrategy(stage=3)")
         arguments = (*args, *(kwargs or {}).values())
         concerned = any(
             any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)

@@ -78,6 +78,9 @@ def materialize(
     built = [(meta_tensor, meta_tensor.tensor) for meta_tensor in find_meta_tensors(module, recording)]
     if not built or recording is None:
         return
+    for _, tensor in built:
+        if tensor.grad_fn is not None:
+            tensor.detach_()  # swap_tensors refuses parameters to which an autograd graph refers
     meta_tensors = {id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)}  # keeps the first tied name
     state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
     state_before = torch.get_rng_state()

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain_strategies.fsdp._state import in_layout_of
 
-_SET_DATA = cast(Any, torch.Tensor.data).__set__
+SET_DATA = cast(Any, torch.Tensor.data).__set__
 
 
 class DataAssignment(TorchFunctionMode):
@@ -21,10 +21,14 @@ class DataAssignment(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA and isinstance(args[0], DTensor):
-            shard, value = args
-            part = cast(DTensor, value if isinstance(value, DTensor) else in_layout_of(value, cast(Any, shard)))
-            with torch.no_grad():
-                shard.to_local().copy_(part.to_local())
+        if func == SET_DATA and isinstance(args[0], DTensor):
+            assign_data(*args)
             return None
         return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def assign_data(shard: Any, value: Any) -> None:
+    """Write ``value``, which is whole or a DTensor, into ``shard``."""
+    part = cast(DTensor, value if isinstance(value, DTensor) else in_layout_of(value, shard))
+    shard.to_local().copy_(part.to_local())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -133,6 +134,10 @@ class _WatchedParam(FSDPParam):
         if first:
             self.watcher._on_first_gather(self)
 
+    def to_accumulated_grad_if_needed(self) -> None:
+        if hasattr(self, "_unsharded_param"):  # torch fails on a parameter that was never gathered
+            super().to_accumulated_grad_if_needed()
+
 
 class Sharded:
     """A module sharded by `fully_shard`.
@@ -152,6 +157,7 @@ class Sharded:
         """All sharded parameters, in the same order on every rank."""
         self._filled_with_zeros: dict[int, _WatchedParam] = {}
         self._had_gradient: set[int] = set()
+        self._direct_gradients_allowed = False
         self._zero_hooks: list[Any] | None = None
         self._shards: list[Any] = []
         self._gathered: list[Any] = []
@@ -235,6 +241,20 @@ class Sharded:
             elif gathered.requires_grad:
                 self._filled_with_zeros[id(fsdp_param)] = fsdp_param
                 gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
+
+    def allow_direct_gradients(self) -> None:
+        """From now on, accept gradients that flow to a shard itself rather than to the gathered tensor."""
+        if self._direct_gradients_allowed:
+            return
+        self._direct_gradients_allowed = True
+        for parameter in self.parameters:
+            add_gradient_hooks(parameter.sharded_param, [partial(self._on_direct_gradient, parameter)])
+
+    def _on_direct_gradient(self, parameter: _WatchedParam, gradient: torch.Tensor) -> torch.Tensor:
+        self._had_gradient.add(id(parameter))
+        # The exchange adds to the gradient's local part, so the gradient has to be sharded as its parameter is.
+        shard: Any = parameter.sharded_param
+        return gradient.redistribute(placements=shard.placements) if isinstance(gradient, DTensor) else gradient
 
     def take_unused(self) -> list[_WatchedParam]:
         """Return the parameters without a gradient in the last synchronized backward, and clear these records."""

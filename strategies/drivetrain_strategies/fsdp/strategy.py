@@ -66,6 +66,7 @@ from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, re
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._user_hooks import UserHooks
+from drivetrain_strategies.fsdp._user_steps import UserSteps
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 from drivetrain_strategies.fsdp._whole_scalars import read_local_scalars, read_whole_scalars
 
@@ -372,15 +373,17 @@ class FSDPStrategy(DistributedStrategy):
     def _runner(self, root: Callable[..., Any]) -> StepRunner:
         sharded = self._sharded
         assert sharded is not None
+        assert self.module is not None
+        call = UserSteps(self.module, sharded).run
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             gather_order = self._gather_order
             if gather_order is not None:
                 self._gather_order = None  # the ranks compare their orders only in the first step
                 with gather_order.compared():
-                    output = root(step, *args)
+                    output = call(root, step, *args)
             else:
-                output = root(step, *args)
+                output = call(root, step, *args)
             if not torch.is_grad_enabled():
                 # Without a backward, nothing else reshards the parameters, and hooks must find the trainable shards.
                 sharded.reshard()
