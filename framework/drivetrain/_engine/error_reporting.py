@@ -59,10 +59,10 @@ def note_known_fixes(error: BaseException) -> None:
     """Add a note with a fix to torch's errors about tensors from an evaluation, and about sharded parameters."""
     if isinstance(error, RuntimeError) and _MIXED_TENSORS_MESSAGE in str(error):
         error.add_note(
-            "Fix: in hooks, and in a compiled step outside of the forward of the unit that owns it, a sharded parameter "
-            "is a DTensor. Compute with parameter.full_tensor(), on every rank. In a step that is not compiled, "
-            "sharded parameters and plain tensors may be combined. A teacher is moved in on_train_batch_end, where all "
-            "weights are DTensors (docs/averaging.md)."
+            "Fix: in hooks and in compiled steps, a sharded parameter is a DTensor outside of the forward of its unit. "
+            "Compute with parameter.full_tensor(), on every rank. In a step that is not compiled, sharded parameters "
+            "and plain tensors may be combined. A teacher is moved in on_train_batch_end, where all weights are "
+            "DTensors (docs/averaging.md)."
         )
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
         error.add_note(

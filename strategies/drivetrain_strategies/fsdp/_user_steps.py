@@ -38,7 +38,7 @@ class UserSteps:
 
     def run(self, call: Callable[..., Any], step: Callable[..., Any], *args: Any) -> Any:
         """Return ``call(step, *args)``. Collective if ``step`` combines sharded parameters with plain tensors."""
-        name = step.__name__
+        name = getattr(step, "__name__", "")
         if name in self._without or hasattr(step, "_torchdynamo_orig_callable"):  # a compiled step is not intercepted
             return call(step, *args)
         self._mode.found = False
