@@ -357,6 +357,31 @@ def test_data_assigned_in_a_step_is_kept_or_refused_by_name() -> None:
     assert "on_train_batch_end" in named
 
 
+class ByHand(Penalized):
+    def __init__(self, penalty: str) -> None:
+        super().__init__(penalty)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def _by_hand(strategy: str, precision: Any) -> torch.Tensor:
+    module = ByHand("orthogonality")
+    quiet(strategy=strategy, precision=precision).fit(module, loader(16, 4))
+    return weights(module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_steps_in_manual_optimization_combine_them_too(precision: str) -> None:
+    # S-07: the scaler, which runs within the step, combines shards with plain tensors itself
+    expected = on_ranks(_by_hand, 2, "ddp_find_unused_parameters_true", precision)[0]
+    torch.testing.assert_close(on_ranks(_by_hand, 2, "fsdp", precision)[0], expected, atol=1e-4, rtol=0)
+
+
 def _compile() -> list[str]:
     try:
         module = Penalized("a weight used again")

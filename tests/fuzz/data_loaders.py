@@ -170,16 +170,16 @@ class MeasuredShards(Sharded):
 
 
 class Stateful:
-    """A loader of the user's own, which continues where its state says."""
+    """A loader of the user's own, whose next iteration continues where the loaded state says."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.position = 0
+        self.position = self.first = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        first, self.position = self.position, 0
+        self.position, self.first = self.first, 0
         for at, batch in enumerate(self.stream):
-            if at >= first:
+            if at >= self.position:
                 self.position = at + 1
                 yield batch
         self.position = 0
@@ -188,7 +188,7 @@ class Stateful:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.position = self.first = state["position"]
 
 
 class MeasuredStateful(Stateful):

@@ -193,7 +193,7 @@ class Loop:
     def train_epoch(self) -> None:
         """Train on an epoch's windows; a run that is resumed continues on other ranks."""
         program = self.program
-        for rank in range(self.world):
+        for rank in range(self.world) if program.data.kind != "stateful" else ():
             with self.playing(rank):
                 torch.empty((), dtype=torch.int64).random_()  # a DataLoader's iterator draws a seed for its workers
         left = epoch_of(program.data, program.seed, self.epoch)

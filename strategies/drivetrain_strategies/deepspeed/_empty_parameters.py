@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
+from drivetrain_strategies._callers import is_called_by_library
 from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
 from drivetrain_strategies.deepspeed._whole_step import WholeStep
@@ -24,9 +24,6 @@ _METHODS_WITHOUT_VALUES = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "get_device"),
     *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage"),
 }
-
-
-_LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.")
 
 
 class EmptyParameters(TorchFunctionMode):
@@ -63,7 +60,7 @@ class EmptyParameters(TorchFunctionMode):
             any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)
             for one in arguments
         )
-        if concerned and not _is_called_by(_LIBRARIES):
+        if concerned and not is_called_by_library():
             return self._use(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -114,11 +111,3 @@ class EmptyParameters(TorchFunctionMode):
             "outside of its layer's forward, a partitioned parameter is an empty tensor.",
             "use it within 'with self.trainer.strategy.gathered(parameters):' on every rank, which keeps changes.",
         )
-
-
-def _is_called_by(packages: tuple[str, ...]) -> bool:
-    """Return whether the code that called torch is in one of the packages."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(packages)

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import ConfigurationError
+from drivetrain_strategies._callers import is_called_by_library
 from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.fsdp._data_assignment import SET_DATA, assign_data
 from drivetrain_strategies.fsdp._internals import Sharded
@@ -70,7 +71,7 @@ class _WholeOperands(TorchFunctionMode):
         if func is torch.autograd.grad:
             refuse_gradients_through(args[0] if args else kwargs["outputs"], self._step_names(), "FSDPStrategy")
         kinds = {isinstance(one, DTensor) for one in _tensors((*args, *kwargs.values()))}
-        if len(kinds) < 2:
+        if len(kinds) < 2 or is_called_by_library():  # as in manual optimization
             return func(*args, **kwargs)
         written = kwargs.get("out", args[0]) if _is_in_place(func) or "out" in kwargs else ()
         for tensor in _tensors((written,)):

@@ -1,0 +1,20 @@
+"""Distinguishes calls of torch's functions by user code from those by the strategies and the engine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.")
+
+
+def is_called_by_library() -> bool:
+    """Return whether drivetrain or DeepSpeed called the function that a `TorchFunctionMode` intercepts.
+
+    Call it in ``__torch_function__``. Frames of torch itself are skipped, so a step of torch's optimizers counts as a
+    call of the engine that steps them.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES)
