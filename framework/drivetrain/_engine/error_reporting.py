@@ -61,8 +61,9 @@ def note_known_fixes(error: BaseException) -> None:
         error.add_note(
             "Fix: in hooks and in compiled steps, a sharded parameter is a DTensor outside of the forward of its unit. "
             "Compute with parameter.full_tensor(), on every rank. In a step that is not compiled, sharded parameters "
-            "and plain tensors may be combined. A teacher is moved in on_train_batch_end, where all weights are "
-            "DTensors (docs/averaging.md)."
+            "and plain tensors may be combined, if its first call combines some: add a penalty that begins later with "
+            "a factor of 0. A teacher is moved in on_train_batch_end, where all weights are DTensors "
+            "(docs/averaging.md)."
         )
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
         error.add_note(
