@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fsdp_nets import DeepRegression, Tied
-from small_runs import Regression, failing, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import Regression, Saver, failing, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -244,6 +245,37 @@ def test_a_run_with_tables_and_factorised_weights_equals_ddp(strategy: str) -> N
         strict=True,
     ):
         assert_close_states(found, wanted)
+
+
+class LateNormed(Regression):
+    """Builds in `configure_model` a layer that loads its state by a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def _resume_late_normed(strategy: str, path: str) -> Any:
+    states = []
+    for ckpt_path in (None, path):
+        module = LateNormed()
+        quiet(strategy=strategy, max_epochs=2, seed=5, callbacks=[Saver(path)] if ckpt_path is None else []).fit(
+            module, loader(16, 2), ckpt_path=ckpt_path
+        )
+        states.append({name: value.clone() for name, value in module.state_dict().items()})
+    return states
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
+def test_a_layer_that_loads_itself_is_resumed_in_a_late_module(tmp_path: Path, strategy: str) -> None:
+    # S-13: its buffers have no values yet, and copying them failed
+    for whole, resumed in on_ranks(_resume_late_normed, 2, strategy, str(tmp_path / "saved")):
+        assert int(resumed["net.1.num_batches_tracked"]) == 8
+        assert_close_states(resumed, whole)
 
 
 @pytest.mark.parametrize(

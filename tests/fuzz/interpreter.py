@@ -289,15 +289,16 @@ class Loop:
             self.samples += sum(map(len, micro))
             if stepped:
                 self.steps += 1
-                self.update_average()
                 if not program.manual:
                     for scheduler, plan in self.schedulers:
                         if plan.interval == "step" and self.steps % plan.frequency == 0:
                             self.step_scheduler(scheduler, plan.kind)
             held = torch.cat([one.detach().flatten().double() for one in self.parameters])
             self.outcome.steps.append((self.steps, held))
+            trained = {name for name, one in self.net.named_parameters() if one.requires_grad}
             self.hook("on_train_batch_end", micro)
             if stepped:
+                self.update_average(trained)
                 self.diary.after_step(self.steps)
             if at == len(window) - 1:
                 self.save_where_asked()
@@ -658,13 +659,16 @@ class Loop:
 
     # Averages
 
-    def update_average(self) -> None:
-        """Update the averages from the weights. A parameter that has not been trained yet is its own average."""
+    def update_average(self, trained: set[str]) -> None:
+        """Update the averages from the weights. A parameter that has not been trained yet is its own average.
+
+        The average is a callback that follows the one with the program's hooks, so it sees what these wrote.
+        """
         plan = self.program.average
         if plan is None or self.steps <= plan.start:
             return
         for name, one in self.net.named_parameters():
-            if not one.requires_grad and name not in self.averages:
+            if name not in trained and name not in self.averages:
                 continue
             wide = torch.promote_types(one.dtype, torch.float32)
             if self.updates == 0:

@@ -184,14 +184,19 @@ def _shell(module: nn.Module, prefix: str, own: Mapping[str, Any]) -> nn.Module:
         for name, value in module._parameters.items()
     }
     copy.__dict__["_buffers"] = {
-        name: None if value is None else value if is_lazy(value) else value.detach().to("cpu", copy=True)
-        for name, value in module._buffers.items()
+        name: value if value is None or is_lazy(value) else _copy_of(value) for name, value in module._buffers.items()
     }
     copy.__dict__["_modules"] = {
         name: None if child is None else _shell(child, f"{prefix}{name}.", own)
         for name, child in module._modules.items()
     }
     return copy
+
+
+def _copy_of(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.is_meta:  # built by configure_model, and not initialised before the weights are loaded
+        return torch.zeros_like(buffer, device="cpu")
+    return buffer.detach().to("cpu", copy=True)
 
 
 def _empty_like(parameter: Any, whole: Any) -> nn.Parameter:
