@@ -380,14 +380,14 @@ def test_later_random_numbers_equal_those_of_ddp() -> None:
 
 
 class Large(Regression):
-    """Eight blocks of 16 MiB."""
+    """Ten blocks of 16 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = None
 
     def configure_model(self) -> None:
-        self.net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+        self.net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(10)))
         for parameter in self.net.parameters():
             nn.init.normal_(parameter, std=0.01)
 
@@ -425,13 +425,13 @@ def _peak(meta: bool) -> tuple[int, int]:
 def test_no_process_ever_holds_the_whole() -> None:
     # D-01, D-03: the shard, and a unit or two; construction with storage needs all of it
     unit = 2048 * 2049 * 4
-    whole = 8 * unit
+    whole = 10 * unit
     for built, trained in on_ranks(_peak, 2, True):
         assert built < whole / 2 + 2.5 * unit
         # Shards of parameters and gradients, a gathered unit, its gradient, and one in transfer.
         assert trained < whole + 4.5 * unit
     for built, _ in on_ranks(_peak, 2, False):
-        assert built > whole - 1.5 * unit  # a unit or so may reuse memory left by earlier runs
+        assert built > whole - 2.5 * unit  # a unit or two may reuse memory left by earlier runs
 
 
 def _own_meta() -> Any:

@@ -16,6 +16,7 @@ from small_runs import FEATURES, Regression, quiet, seeded, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.data import CombinedLoader
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -226,3 +227,61 @@ def test_pairs_with_a_stateful_loader_stay_pairs_on_every_rank(tmp_path: Path) -
         for found in again:
             assert found
             assert found == whole[-len(found) :]
+
+
+class Positioned:
+    """A loader of a rank's own batches, which goes on from the position that is loaded, and starts again at its end."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.start, self.done = batches, 0, 0
+
+    def __iter__(self) -> Any:
+        self.done, self.start = self.start, 0
+        while self.done < self.batches:
+            self.done += 1
+            yield torch.full((1, FEATURES + 1), float(self.done))
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["done"]
+
+
+class SavesInStep(Callback):
+    """Saves in its n-th step, within the step."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.left = path, step
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _resume_shorter_part(path: str, lengths: tuple[int, int], step: int) -> Any:
+    import torch.distributed as dist
+
+    found = []
+    for saving in (True, False):
+        module = Drawing()
+        quiet(
+            strategy="ddp",
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            callbacks=[SavesInStep(path, step)] if saving else [],
+            seed=3,
+        ).fit(module, Positioned(lengths[dist.get_rank()]), ckpt_path=None if saving else path)
+        found.append((module.seen, weights(module)))
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(2, 6), (3, 8), (6, 2)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_rank_whose_part_has_ended_joins_after_a_resume(tmp_path: Path, lengths: Any, step: int) -> None:
+    # S-02: its loader began again, or the resumed run began the next epoch, or a rank failed and the other waited
+    for (whole, trained), (again, resumed) in on_ranks(_resume_shorter_part, 2, str(tmp_path / "saved"), lengths, step):
+        assert again == whole[-len(again) :] or not again
+        torch.testing.assert_close(resumed, trained, atol=0, rtol=0)

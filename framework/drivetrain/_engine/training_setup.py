@@ -40,7 +40,6 @@ from drivetrain._loops.windows import (
 )
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain.data._batch_copies import copy_batch
-from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
@@ -397,10 +396,14 @@ class _EndOfData:
     def __init__(self) -> None:
         self.reached = False
 
+    def reach(self) -> None:
+        """Record that the data has ended."""
+        self.reached = True
+
     def follow(self, batches: Batches) -> Batches:
         """Yield ``batches``, and record when they end."""
         yield from batches
-        self.reached = True
+        self.reach()
 
 
 def _micro_batches(
@@ -426,7 +429,8 @@ def _micro_batches(
         order = 0 if trainer.overfit_batches else epoch
         batches = source.epoch(order, first, origin)
         end.reached = False
-        if source.stateful:  # the source may restart at its end, and its state is then wrong for a checkpoint
+        if source.stateful and not exchanged:
+            # The source may restart at its end, and its state is then wrong for a checkpoint.
             batches = end.follow(batches)
         if not origin.samples:
             batches = count.follow(batches, first)
@@ -453,8 +457,9 @@ def _micro_batches(
                 remaining,
                 ranks,
                 strategy.is_data_leader,
-                last=getattr(source, "last", NO_BATCH),
+                joining_batch=getattr(source, "joining_batch", None) if first else None,
                 read_ahead=not source.stateful,
+                on_end=end.reach if source.stateful else None,
             )
         elif ranks == 1 and size == 1 and weigh is None:
             micro_batches = single_windows(batches)

@@ -139,8 +139,9 @@ def exchanged_windows(
     limit: int | None,
     data_world_size: int | None = None,
     counts: bool = True,
-    last: Any = NO_BATCH,
+    joining_batch: Callable[[], Any] | None = None,
     read_ahead: bool = True,
+    on_end: Callable[[], None] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield windows for data whose weights or length each rank knows only for its own part.
 
@@ -157,11 +158,12 @@ def exchanged_windows(
         limit: micro-batches after which every rank stops; None to stop when the data of all ranks has ended.
         data_world_size: the number of ranks that the data is split over; None for all ranks.
         counts: whether this rank's batches count. Of ranks that read the same data, only one has batches that count.
-        last: the batch before the first of ``batches``; `NO_BATCH` if there was none.
+        joining_batch: returns the batch with which this rank joins if it has none; `NO_BATCH` if there is none.
         read_ahead: whether the next window is read before the current one is trained on.
+        on_end: called before the last window, if that is shorter than the others: the data of all ranks has ended then.
     """
     world_size = data_world_size or control.world_size
-    number = 0
+    number, last = 0, NO_BATCH
 
     def read() -> tuple[list[tuple[Any, BatchShard, float]], Pending]:
         nonlocal last, number
@@ -192,8 +194,12 @@ def exchanged_windows(
         total, *reported = pending.wait().tolist()
         samples, ranks = reported[:size], reported[size:]
         length = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
+        if length < size and on_end is not None:
+            on_end()
         if length == 0:
             return
+        if last is NO_BATCH and joining_batch is not None:
+            last = joining_batch()
         if last is NO_BATCH:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch from its training loader.",

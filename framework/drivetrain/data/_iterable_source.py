@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -57,8 +58,7 @@ class IterableSource:
         self.length: int | None = None
         self.refresh()
         self.length_is_exact = isinstance(loader, list | tuple)
-        self.last: Any = NO_BATCH
-        """The last skipped batch, which a rank without samples uses to join a step if no batch follows it."""
+        self._last_skipped: Any = NO_BATCH
         if isinstance(loader, DataLoader):
             # Without this attribute, torch warns about a wrong length at every batch and on every rank.
             attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
@@ -76,6 +76,7 @@ class IterableSource:
         self.stateful = self._stateful_object is not None
         self._rng_at_epoch_start: Any = None
         self._state_is_loaded = False
+        self._ended = False
 
     def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
         """Return None, because the size of a batch is unknown until the batch is read."""
@@ -102,6 +103,10 @@ class IterableSource:
         if self._seeded is not None:
             self._seeded.set_epoch_number(epoch)
         state_is_loaded, self._state_is_loaded = self._state_is_loaded, False
+        ended, self._ended = self._ended and start > 0, False
+        if ended and state_is_loaded:  # this rank's part of the data is shorter than those of other ranks
+            self._ended = True
+            return iter(())
         if start == 0 or state_is_loaded:
             self._rng_at_epoch_start = generator_states(_CPU) if self.in_process and not self.stateful else None
             return self._iterate(self._batches(), 0, start)
@@ -127,6 +132,7 @@ class IterableSource:
         return {
             "began": self._rng_at_epoch_start,
             "state": None if self._stateful_object is None else self._stateful_object.state_dict(),
+            "ended": self._ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,6 +140,7 @@ class IterableSource:
         if self._stateful_object is not None and state["state"] is not None:
             self._stateful_object.load_state_dict(state["state"])
             self._state_is_loaded = True
+            self._ended = state.get("ended", False)  # absent in checkpoints of earlier versions
 
     def refresh(self) -> bool:
         before, self.length = self.length, len_or_none(self._loader)
@@ -144,6 +151,20 @@ class IterableSource:
     def close(self) -> None:
         if self._clone is not None:
             self._clone.close()
+
+    def joining_batch(self) -> Any:
+        """Return a batch with which a rank joins the steps of others if no batch is left when it resumes an epoch.
+
+        Returns:
+            The last batch that was skipped, or the first of another epoch; `NO_BATCH` if there is none.
+        """
+        if self._last_skipped is not NO_BATCH or self._stateful_object is None:
+            return self._last_skipped
+        state, generators = copy.deepcopy(self._stateful_object.state_dict()), generator_states(_CPU)
+        batch = next(iter(self._batches()), NO_BATCH)
+        self._stateful_object.load_state_dict(state)
+        restore_generators(generators, _CPU)
+        return batch
 
     def _find_stateful_object(self) -> Any:
         candidates = [self._loader if self._clone is None else self._clone.loader]
@@ -172,7 +193,7 @@ class IterableSource:
         position = 0
         for _, batch in zip(range(count), batches, strict=False):
             position += count_samples(batch)
-            self.last = batch
+            self._last_skipped = batch
         return position
 
     def _iterate(self, batches: Iterator[Any], position: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
@@ -186,6 +207,7 @@ class IterableSource:
             samples = count_samples(batch)
             yield batch, BatchShard(samples, samples if self._is_single_rank else None, False, position)
             position += samples
+        self._ended = True
         if not has_batch and start == 0:
             hint = " (an iterator can be read only once: pass an iterable)" if batches is self._loader else ""
             raise no_batches_error(f"{type(self._loader).__name__} yielded no batch{hint}")
