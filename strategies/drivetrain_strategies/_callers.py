@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.")
+_LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.", "torch.distributed.fsdp.")
 
 
 def is_called_by_library() -> bool:
-    """Return whether drivetrain or DeepSpeed called the function that a `TorchFunctionMode` intercepts.
+    """Return whether drivetrain, DeepSpeed or FSDP called the function that a `TorchFunctionMode` intercepts.
 
     Call it in ``__torch_function__``. Frames of torch itself are skipped, so a step of torch's optimizers counts as a
     call of the engine that steps them.
     """
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_LIBRARIES) or not name.startswith("torch."):
+            return bool(name.startswith(_LIBRARIES))
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES)
+    return False

@@ -1,4 +1,4 @@
-"""Errors for updates of frozen weights by user code (an EMA teacher, for example) that would be lost."""
+"""Errors for updates of weights by user code (an EMA teacher, for example) that would be lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from drivetrain.errors import ConfigurationError, listed
 
 GATHERED_UPDATE_REASON_AND_FIX = (
-    "the update changed gathered copies, which are dropped after the forward, but not the shards.",
+    "the update changed gathered copies, which are dropped after the step, but not the shards.",
     "update the weights in on_train_batch_end, where the module holds the shards.",
 )
 PARTITIONED = (
@@ -21,7 +21,7 @@ ROUNDED = (
 
 
 def manual_update_error(names: Sequence[str], strategy: str, lost: tuple[str, str]) -> ConfigurationError:
-    """Return the error for an update of frozen weights by user code that would be lost.
+    """Return the error for an update of weights by user code that would be lost.
 
     Args:
         names: names of the weights.
@@ -29,4 +29,4 @@ def manual_update_error(names: Sequence[str], strategy: str, lost: tuple[str, st
         lost: why the update is lost, and the fix.
     """
     why, fix = lost
-    return ConfigurationError(f"User code updated frozen weights under {strategy}: {listed(list(names))}.", why, fix)
+    return ConfigurationError(f"User code updated weights under {strategy}: {listed(list(names))}.", why, fix)

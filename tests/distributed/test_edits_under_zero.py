@@ -183,6 +183,33 @@ class AssignsData(Regression):
             parameter.data = parameter.data.clamp(-0.2, 0.2)
 
 
+class ClampsInStep(Regression):
+    """Clamps its weights at the beginning of the step, from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            _clamp(self)
+        return super().training_step(batch, batch_idx)
+
+
+class AssignsInStep(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            for parameter in self.parameters():
+                parameter.data = parameter.data.clamp(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class WritesBeforeTheStep(Regression):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        _clamp(self)
+
+
+class ReadsAfterBackward(Regression):
+    def on_after_backward(self) -> None:
+        self.log("norm", self.net[0].weight.detach().norm())
+
+
 class ClampsAtTheEnd(Callback):
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -224,6 +251,23 @@ def test_weights_that_a_hook_writes_are_those_of_the_next_step() -> None:  # S-0
         _assert_same(one, wanted[ClampsData].clamp(-0.1, 0.1), f"clamped at the end, {strategy}")
 
 
+def test_weights_that_a_step_writes_are_those_of_its_optimizer_step() -> None:  # S-09: 0.2 to 0.5 off
+    stages = ["stage 1", "stage 2"]
+    attempts: list[Any] = [
+        (kind, {"stage": int(stage[-1])}, {}) for kind in (ClampsInStep, AssignsInStep) for stage in stages
+    ]
+    module = Regression()
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(global_batches(SAMPLES, BATCH)):
+        if number:
+            _clamp(module)
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+    for attempt, found in zip(attempts, on_ranks(_attempts, 2, attempts)[0], strict=True):
+        _assert_same(found, weights(module), str(attempt))
+
+
 def _saved_and_trained(strategy: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     module = ClampsAndSaves()
     return _attempt(module, strategy, {}), module.saved  # type: ignore[return-value]
@@ -254,6 +298,7 @@ class WritesNothing(Regression):
 def test_a_hook_that_writes_partitioned_weights_is_refused_by_name() -> None:  # S-07, S-09
     attempts: list[Any] = [(edit, SPREAD, {}) for edit in (ClampsData, AssignsData)]
     attempts.append((Regression, SPREAD, {"callbacks": [ClampsAtTheEnd()]}))
+    attempts += [(kind, SPREAD, {}) for kind in (WritesBeforeTheStep, ReadsAfterBackward)]
     for found in on_ranks(_attempts, 2, attempts)[0]:
         assert isinstance(found, str)
         assert "'net.0.weight' is partitioned" in found

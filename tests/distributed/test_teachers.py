@@ -140,8 +140,8 @@ def test_an_update_that_would_be_lost_is_refused_by_name(
 ) -> None:  # L-01: previously it silently kept its initial weights
     for found in on_ranks(_run, 2, strategy, 2, where, precision, process_group=None):
         assert isinstance(found, str)
-        assert "User code updated frozen weights" in found
-        assert "'teacher.0.weight', 'teacher.0.bias'" in found
+        assert "User code updated weights" in found
+        assert "'teacher.0.weight'" in found
         assert said in found
 
 

@@ -117,7 +117,7 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool)
 def in_groups(parameters: list[nn.Parameter], plan: Optimizer, lr: float) -> list[Any]:
     """Return the parameters, or the two groups of them that the plan, or an attribute of a parameter, asks for."""
     slow = [one for one in parameters if getattr(one, "slow", False)]
-    if slow and len(slow) < len(parameters):
+    if slow and not plan.split and len(slow) < len(parameters):
         known = {id(one) for one in slow}
         return [{"params": [one for one in parameters if id(one) not in known]}, {"params": slow, "lr": lr / 2}]
     matrices = [one for one in parameters if one.ndim > 1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 from drivetrain_strategies.deepspeed._state import State, gather
 from drivetrain_strategies.deepspeed._whole_step import WholeStep
 
+_VERSION = attrgetter("_version")
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -45,20 +47,49 @@ class UserHooks:
         self._fragments = list(zero.fragments())
         self._params = [(fragment.flat_index, fragment.parameter) for fragment in self._fragments]
         self._may_have_written = False
+        self._before_step: list[int] | None = None
 
-    def context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        """Return the context in which a hook of the user runs; see `Strategy.hook_context`."""
+    @contextmanager
+    def context(self, name: str, window_is_complete: bool) -> Iterator[None]:
+        """Context manager in which a hook of the user runs; see `Strategy.hook_context`."""
         self._may_have_written = True
-        if name not in _GRADIENT_HOOKS:
-            return self._empty_parameters() if self._zero.stage == 3 else nullcontext()
-        withheld = self._why_withheld(name, window_is_complete)
-        return self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
+        with ExitStack() as contexts:
+            if name in _GRADIENT_HOOKS:
+                withheld = self._why_withheld(name, window_is_complete)
+                contexts.enter_context(
+                    self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
+                )
+            if self._zero.stage == 3:
+                contexts.enter_context(EmptyParameters(self._names, self._whole_step, gathers=False))
+            yield
 
-    def _empty_parameters(self) -> EmptyParameters:
-        return EmptyParameters(self._names, self._whole_step, gathers=False)
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Return what a step of the user's module returns, and note whether it wrote weights."""
+        if self._zero.stage == 3:
+            return step()
+        self._before_step = self._marks()
+        output = step()
+        self._note_writes_in_step()
+        self._before_step = None
+        return output
+
+    def after_optimizer_step(self) -> None:
+        """Accept the weights of an optimizer's step that a step of the user's module made."""
+        if self._before_step is not None:
+            self._before_step = self._marks()
+
+    def _note_writes_in_step(self) -> None:
+        if self._before_step is not None and self._before_step != self._marks():
+            self._may_have_written = True
+
+    def _marks(self) -> list[int]:
+        """Return numbers that change when a weight is written in place, or is given other memory."""
+        parameters = [fragment.parameter for fragment in self._fragments]
+        return [*map(_VERSION, parameters), *map(torch.Tensor.data_ptr, parameters)]
 
     def keep_writes(self) -> None:
         """Copy weights that hooks may have written into the master weights. Does not communicate."""
+        self._note_writes_in_step()
         if self._may_have_written:
             self._may_have_written = False
             self._state.adopt_compute_weights()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -29,9 +30,11 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from drivetrain_strategies._module_checks import refuse_accumulate_hook
 from drivetrain_strategies.fsdp._original_parameters import add_gradient_hooks, copy_attributes, gradient_hooks
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
+from drivetrain_strategies.fsdp._whole_tensors import Whole
 
 REQUIRED_METHODS = (
     (FSDPModule, "_get_fsdp_state"),
+    (FSDPState, "_lazy_init"),
     (FSDPParamGroup, "post_backward"),
     (FSDPParamGroup, "post_forward"),
     (FSDPParamGroup, "_to_sharded"),
@@ -162,9 +165,7 @@ class Sharded:
         self._shards: list[Any] = []
         self._gathered: list[Any] = []
         self._version_at_gather: dict[int, int] = {}
-        self._frozen: list[_WatchedParam] = []
-        self._frozen_gathered: list[Any] = []
-        self._frozen_versions: tuple[int, ...] = ()
+        self._gathered_versions: tuple[int, ...] = ()
         for group in self._groups:
             casts = None if make_weight_casts is None else make_weight_casts(group.modules, group.fsdp_params)
             group.__class__ = _WatchedGroup if casts is None else _CastingGroup
@@ -221,6 +222,10 @@ class Sharded:
         """Prepare for a backward that begins before the root's forward has ended, as in manual optimization."""
         self._root_state._register_pre_backward_hook(loss)
 
+    def prepare_root(self) -> None:
+        """Let the root unit prepare its inner units, which must happen before any of them is called."""
+        self._root_state._lazy_init()
+
     def gather_root(self) -> None:
         """Gather the parameters that the root unit owns again, with their current values."""
         self.root.reshard()
@@ -239,6 +244,8 @@ class Sharded:
             if fsdp_param.unsharded_accumulated_grad is not None or gathered.grad is not None:
                 self._had_gradient.add(id(fsdp_param))
             elif gathered.requires_grad:
+                if fsdp_param.sharded_param.grad is not None:  # of an earlier backward, to which zeros are added
+                    self._had_gradient.add(id(fsdp_param))
                 self._filled_with_zeros[id(fsdp_param)] = fsdp_param
                 gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
 
@@ -249,6 +256,15 @@ class Sharded:
         self._direct_gradients_allowed = True
         for parameter in self.parameters:
             add_gradient_hooks(parameter.sharded_param, [partial(self._on_direct_gradient, parameter)])
+
+    def whole(self, value: DTensor) -> torch.Tensor:
+        """Return the whole tensor, whose gradient is averaged over the ranks and flows to ``value``. Collective."""
+        self.allow_direct_gradients()
+        return cast(torch.Tensor, Whole.apply(value))  # type: ignore[no-untyped-call]
+
+    def shard_meshes(self) -> set[DeviceMesh]:
+        """Return the meshes over which the parameters are sharded."""
+        return {cast(Any, parameter.sharded_param).device_mesh for parameter in self.parameters}
 
     def _on_direct_gradient(self, parameter: _WatchedParam, gradient: torch.Tensor) -> torch.Tensor:
         self._had_gradient.add(id(parameter))
@@ -326,13 +342,14 @@ class Sharded:
         ]
 
     def updated_while_gathered(self) -> list[_WatchedParam]:
-        """Return frozen parameters whose gathered tensor was modified. Resharding would drop the modification."""
-        if tuple(map(_VERSION, self._frozen_gathered)) == self._frozen_versions:
+        """Return parameters whose gathered tensor was modified. Resharding would drop the modification."""
+        if tuple(map(_VERSION, self._gathered)) == self._gathered_versions:
             return []
         return [
             fsdp_param
-            for fsdp_param in self._frozen
-            if fsdp_param._unsharded_param._version != self._version_at_gather[id(fsdp_param)]
+            for fsdp_param in self.parameters
+            if hasattr(fsdp_param, "_unsharded_param")
+            and fsdp_param._unsharded_param._version != self._version_at_gather[id(fsdp_param)]
         ]
 
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
@@ -354,9 +371,7 @@ class Sharded:
         gathered_once = [fsdp_param for fsdp_param in self.parameters if hasattr(fsdp_param, "_unsharded_param")]
         self._shards = [fsdp_param.sharded_param for fsdp_param in gathered_once]
         self._gathered = [fsdp_param._unsharded_param for fsdp_param in gathered_once]
-        self._frozen = [fsdp_param for fsdp_param in gathered_once if not fsdp_param.sharded_param.requires_grad]
-        self._frozen_gathered = [fsdp_param._unsharded_param for fsdp_param in self._frozen]
-        self._frozen_versions = tuple(self._version_at_gather[id(fsdp_param)] for fsdp_param in self._frozen)
+        self._gathered_versions = tuple(self._version_at_gather[id(fsdp_param)] for fsdp_param in gathered_once)
 
     def forget_gradients(self) -> None:
         """Drop gradients that were accumulated but not exchanged."""

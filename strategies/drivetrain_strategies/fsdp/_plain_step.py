@@ -129,9 +129,18 @@ class _StandIn:
         return value.full_tensor() if self._whole else value.to_local()
 
     def swap(self) -> None:
-        """Exchange what the two parameter objects are. Attributes that the user set stay with the parameter."""
-        torch.utils.swap_tensors(self.shard, self._plain)  # type: ignore[no-untyped-call]
-        self.shard.__dict__, self._plain.__dict__ = self._plain.__dict__, self.shard.__dict__
+        """Exchange what the two parameter objects are. Attributes that the user set stay with the parameter.
+
+        `torch.utils.swap_tensors` would make an error of the next backward if the graph of the last one still exists,
+        and refuses parameters with weak references. Here, the exchange is undone before either matters.
+        """
+        first, second = self.shard, self._plain
+        first.__class__, second.__class__ = second.__class__, first.__class__
+        for name in DTensor.__slots__:
+            values = _take_slot(first, name), _take_slot(second, name)
+            _put_slot(second, name, values[0])
+            _put_slot(first, name, values[1])
+        torch._C._swap_tensor_impl(first, second)
 
     def write(self) -> None:
         """Write the values of the plain parameter and of its gradient into the shards."""
@@ -182,6 +191,18 @@ def _copy_local(target: Any, source: torch.Tensor) -> None:
     local = target.to_local()
     if local.data_ptr() != source.data_ptr() or local.numel() == 0:
         local.copy_(source)
+
+
+def _take_slot(tensor: Any, name: str) -> Any:
+    value = getattr(tensor, name, _nothing)
+    if value is not _nothing:
+        delattr(tensor, name)
+    return value
+
+
+def _put_slot(tensor: Any, name: str, value: Any) -> None:
+    if value is not _nothing:
+        setattr(tensor, name, value)
 
 
 def _nothing() -> None:

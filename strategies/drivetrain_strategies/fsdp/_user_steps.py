@@ -1,48 +1,60 @@
-"""Lets steps of the user combine sharded parameters with plain tensors, and assign to them, as under DDP."""
+"""Lets steps of the user combine sharded parameters with plain tensors, and write them, as under DDP."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies._callers import is_called_by_library
+from drivetrain_strategies._manual_updates import GATHERED_UPDATE_REASON_AND_FIX, manual_update_error
 from drivetrain_strategies._module_checks import refuse_gradients_through
-from drivetrain_strategies.fsdp._data_assignment import SET_DATA, assign_data
 from drivetrain_strategies.fsdp._internals import Sharded
+from drivetrain_strategies.fsdp._original_parameters import Original
+from drivetrain_strategies.fsdp._shard_writes import (
+    READ_WHOLE,
+    SET_DATA,
+    ShardWrites,
+    is_in_place,
+    tensors_in,
+)
+from drivetrain_strategies.fsdp._state import in_layout_of
+
+_GET_GRADIENT, _SET_GRADIENT = cast(Any, torch.Tensor.grad).__get__, cast(Any, torch.Tensor.grad).__set__
+_ACCESS = (SET_DATA, _GET_GRADIENT, _SET_GRADIENT)
+_READ_WHOLE = READ_WHOLE | {"flatten", "ravel", "view", "reshape", "_weight_norm", "_weight_norm_interface"}
+"""Names of functions that DTensor supports only for some shapes, or not at all."""
 
 
 class UserSteps:
-    """Runs the steps of a module such that operators may combine sharded parameters with plain tensors.
+    """Runs the steps of a module such that user code may combine sharded parameters with plain tensors.
 
     Outside of its unit's forward, a parameter is a DTensor, which torch's operators do not combine with plain tensors.
     Operators on DTensors alone stay sharded, so a penalty over all parameters is computed in shards, and only its value
-    is combined over the ranks. Intercepting operators takes time, so after a first call of a step that combines nothing
-    later calls of this step are not intercepted.
+    is combined over the ranks. Intercepting operators takes time, so after a first call of a step that uses no sharded
+    parameter in this way, later calls of this step are not intercepted.
 
     Args:
         module: the user's module.
         sharded: the sharded module.
+        originals: the parameters that the shards replace.
     """
 
-    def __init__(self, module: nn.Module, sharded: Sharded) -> None:
-        self._mode = _WholeOperands({id(one): name for name, one in module.named_parameters()}, sharded)
-        self._without: set[str] = set()  # names of the steps that combine nothing
+    def __init__(self, module: nn.Module, sharded: Sharded, originals: Sequence[Original]) -> None:
+        self._mode = _StepAccess({id(one): name for name, one in module.named_parameters()}, sharded, originals)
+        self._without: set[str] = set()  # names of the steps that need no interception
 
     def run(self, call: Callable[..., Any], step: Callable[..., Any], *args: Any) -> Any:
         """Return ``call(step, *args)``. Collective if ``step`` combines sharded parameters with plain tensors."""
         name = getattr(step, "__name__", "")
         if name in self._without or hasattr(step, "_torchdynamo_orig_callable"):  # a compiled step is not intercepted
             return call(step, *args)
-        self._mode.found = False
+        self._mode.begin()
         with self._mode:
             output = tree_map_only(DTensor, self._mode.whole, call(step, *args))
         if not self._mode.found:
@@ -50,95 +62,96 @@ class UserSteps:
         return output
 
 
-class _WholeOperands(TorchFunctionMode):
-    """Makes the DTensors whole that an operator is to combine with plain tensors.
+class _StepAccess(ShardWrites):
+    """What user code gets within a step that reads or writes sharded parameters.
 
     Args:
         names: names of the sharded parameters, by their ``id``.
         sharded: the sharded module.
+        originals: the parameters that the shards replace. User code that kept one of them means the shard.
     """
 
-    def __init__(self, names: Mapping[int, str], sharded: Sharded) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[int, str], sharded: Sharded, originals: Sequence[Original]) -> None:
+        super().__init__(names)
         self._sharded = sharded
+        self._shard_of = {
+            id(original.parameter): original.current
+            for original in originals
+            if original.current is not original.parameter
+        }
         self.found = False
-        """Whether an operator has combined sharded and plain tensors, or a step has assigned to a sharded parameter."""
+        """Whether user code has used a sharded parameter such that later calls are to be intercepted."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == SET_DATA:
-            return self._assign(*args)
-        if func is torch.autograd.grad:
-            refuse_gradients_through(args[0] if args else kwargs["outputs"], self._step_names(), "FSDPStrategy")
-        kinds = {isinstance(one, DTensor) for one in _tensors((*args, *kwargs.values()))}
-        if len(kinds) < 2 or is_called_by_library():  # as in manual optimization
+        if any(id(one) in self._shard_of for one in tensors_in(args)) and not is_called_by_library():
+            self.found = True
+            args = tuple(map(self._current, args))
+        target = args[0] if args else None
+        if func in (torch.autograd.grad, torch.Tensor.backward):
+            self._refuse_second_order(func, args, kwargs)
+        elif (func in _ACCESS or is_in_place(func)) and self._is_sharded(target) and not is_called_by_library():
+            return self._access(func, target, args, kwargs)
+        kinds = {isinstance(one, DTensor) for one in tensors_in((*args, *kwargs.values()))}
+        reads_whole = True in kinds and getattr(func, "__name__", "") in _READ_WHOLE
+        if (len(kinds) < 2 and not reads_whole) or is_called_by_library():  # as in manual optimization
             return func(*args, **kwargs)
-        written = kwargs.get("out", args[0]) if _is_in_place(func) or "out" in kwargs else ()
-        for tensor in _tensors((written,)):
-            if isinstance(tensor, DTensor):
-                self._refuse(self._names.get(id(tensor), "A sharded tensor"))
         return func(*map(self._whole_operand, args), **{key: self._whole_operand(one) for key, one in kwargs.items()})
 
     def whole(self, value: DTensor) -> torch.Tensor:
         """Return the whole tensor, whose gradient flows to ``value``. Collective."""
         self.found = True
-        self._sharded.allow_direct_gradients()
-        return cast(torch.Tensor, _Whole.apply(value))  # type: ignore[no-untyped-call]
+        return self._sharded.whole(value)
 
-    def _step_names(self) -> dict[int, str]:
+    def _is_sharded(self, value: Any) -> bool:
+        return isinstance(value, DTensor) or id(value) in self._sharded.shards_by_gathered_id()
+
+    def _access(self, func: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(target, DTensor):
+            return self._access_gathered(func, target, args, kwargs)
+        if func in (_GET_GRADIENT, _SET_GRADIENT):
+            return func(*args, **kwargs)
+        self.found = True
+        is_result = id(target) not in self.names and torch.is_grad_enabled()
+        if is_result and any(not isinstance(one, DTensor) for one in tensors_in(args[1:])):
+            raise ConfigurationError(
+                "A result of sharded parameters is combined with a plain tensor in place under FSDPStrategy.",
+                "the result is sharded, and the sum of both would not be.",
+                "write total = total + loss instead of total += loss.",
+            )
+        return super().__torch_function__(func, (), args, kwargs)
+
+    def _access_gathered(self, func: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        shard: Any = self._sharded.shards_by_gathered_id()[id(target)]
+        if func == _GET_GRADIENT:
+            self.found = self.found or shard.grad is not None
+            return shard.grad if target.grad is None else target.grad
+        if func == _SET_GRADIENT and shard.grad is not None:
+            self.found = True
+            shard.grad = None if args[1] is None else in_layout_of(args[1], shard)
+            return None
+        if func == SET_DATA or (is_in_place(func) and not torch.is_grad_enabled()):
+            raise manual_update_error([self.names[id(shard)]], "FSDPStrategy", GATHERED_UPDATE_REASON_AND_FIX)
+        return func(*args, **kwargs)
+
+    def _refuse_second_order(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is torch.Tensor.backward and not (kwargs.get("create_graph") or (len(args) > 3 and args[3])):
+            return
         gathered = self._sharded.shards_by_gathered_id()
-        names = {key: self._names[id(shard)] for key, shard in gathered.items() if id(shard) in self._names}
-        return {**self._names, **names}
+        names = {key: self.names[id(shard)] for key, shard in gathered.items() if id(shard) in self.names}
+        outputs = args[0] if args else kwargs["outputs"]
+        refuse_gradients_through(outputs, {**self.names, **names}, "FSDPStrategy")
+
+    def _current(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._current, value))
+        return self._shard_of.get(id(value), value)
 
     def _whole_operand(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(map(self._whole_operand, value))
         return self.whole(value) if isinstance(value, DTensor) else value
-
-    def _assign(self, target: Any, value: Any) -> None:
-        if isinstance(target, DTensor):
-            self.found = True
-            assign_data(target, value)
-            return
-        shard = self._sharded.shards_by_gathered_id().get(id(target))
-        if shard is not None:
-            self._refuse(self._names.get(id(shard), "A sharded parameter"))
-        SET_DATA(target, value)
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise ConfigurationError(
-            f"{name!r} is written within a step under FSDPStrategy.",
-            "within a step, a sharded parameter is a shard or a gathered copy, which is dropped after the step.",
-            "write weights in on_train_batch_end, where all of them are shards (docs/averaging.md has a teacher's "
-            "update), or under torch.no_grad() with parameter.copy_(value).",
-        )
-
-
-def _tensors(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (one for one in value if isinstance(one, torch.Tensor))
-
-
-def _is_in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name == "__set__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-class _Whole(torch.autograd.Function):
-    """Gathers a DTensor. Averages its gradient over the ranks, as all gradients are."""
-
-    @staticmethod
-    def forward(context: Any, value: DTensor) -> torch.Tensor:
-        context.mesh = value.device_mesh
-        return value.full_tensor()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> DTensor:
-        mesh: DeviceMesh = context.mesh
-        average = gradient / mesh.size()
-        for dimension in range(mesh.ndim):
-            dist.all_reduce(average, group=mesh.get_group(dimension))
-        return DTensor.from_local(average, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
@@ -61,6 +62,7 @@ from drivetrain_strategies.fsdp._original_parameters import Original, original_p
 from drivetrain_strategies.fsdp._plain_step import PlainStep, mixes_meshes
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
+from drivetrain_strategies.fsdp._shard_writes import drop_data_assignments, keep_data_assignments
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, refuse_changes_while_gathered
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
@@ -69,6 +71,10 @@ from drivetrain_strategies.fsdp._user_hooks import UserHooks
 from drivetrain_strategies.fsdp._user_steps import UserSteps
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 from drivetrain_strategies.fsdp._whole_scalars import read_local_scalars, read_whole_scalars
+from drivetrain_strategies.fsdp._whole_tensors import (
+    average_gradients_of_full_tensor,
+    keep_local_gradients_of_full_tensor,
+)
 
 logger = logging.getLogger("drivetrain")
 
@@ -234,7 +240,7 @@ class FSDPStrategy(DistributedStrategy):
         return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
     def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._hooks is None else self._hooks.context(name)
+        return nullcontext() if self._hooks is None else self._hooks.context(name, self._within_forward)
 
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
@@ -273,6 +279,8 @@ class FSDPStrategy(DistributedStrategy):
             original.hand_over()
         self._hooks = UserHooks(module, sharded)
         read_whole_scalars()
+        keep_data_assignments()
+        average_gradients_of_full_tensor(sharded.shard_meshes, sharded.whole)
         broadcast_from_rank_0(module.buffers(), self.device)
         for added in sharded.meshes():
             mesh.add_mesh(added)
@@ -374,7 +382,7 @@ class FSDPStrategy(DistributedStrategy):
         sharded = self._sharded
         assert sharded is not None
         assert self.module is not None
-        call = UserSteps(self.module, sharded).run
+        call = UserSteps(self.module, sharded, self._originals).run
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             gather_order = self._gather_order
@@ -424,6 +432,8 @@ class FSDPStrategy(DistributedStrategy):
         sharded = self._sharded
         assert sharded is not None
         refuse_changes_while_gathered(sharded)
+        if isinstance(loss, DTensor):  # of sharded parameters alone
+            loss = sharded.whole(loss)
         if self._within_forward:
             sharded.begin_backward_within_forward(loss)
         self.precision.backward(loss)
@@ -532,6 +542,8 @@ class FSDPStrategy(DistributedStrategy):
         ShardDraws.uninstall()
         self._undo()
         read_local_scalars()
+        keep_local_gradients_of_full_tensor()
+        drop_data_assignments()
         if self.module is not None and self._originals:
             leave_shards(self.module, self._originals, self.gather_limit, warn=self.rank == 0)
         for step in self._plain_steps:
