@@ -253,6 +253,11 @@ class Session:
         self._call_setup_hooks()
         self._check_folders()
         data.seed = checkpoints.open()
+        if strategy.rank == 0 and not core.request.trial:
+            from drivetrain._engine.misnamed_hooks import warn_of_similar_names  # importing Fit does not need it
+
+            for owner in (core.module, core.datamodule, *core.callbacks):
+                warn_of_similar_names(owner)
         if core.stage == "fit":
             checkpoints.check_remaining_training()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
