@@ -115,7 +115,7 @@ class Contrastive(Regression):
         self._gather(batch_idx)
 
 
-def _waits(module: Contrastive, *validation: Any) -> dict[str, Any]:
+def _waits(module: Contrastive, *validation: Any, **settings: Any) -> dict[str, Any]:
     """Train in windows of two batches; return the calls that waited for the other ranks, and what was raised."""
     purposes: list[str] = []
     agree = GroupControl.agree
@@ -127,7 +127,7 @@ def _waits(module: Contrastive, *validation: Any) -> dict[str, Any]:
     GroupControl.agree = noted  # type: ignore[method-assign]
     try:
         with failing() as error:
-            quiet(strategy="ddp", accumulate_grad_batches=2, num_sanity_val_steps=0).fit(
+            quiet(strategy="ddp", accumulate_grad_batches=2, num_sanity_val_steps=0, **settings).fit(
                 module, loader(32, 4), *validation
             )
     finally:
@@ -141,6 +141,7 @@ def _steps() -> dict[str, dict[str, Any]]:
         return {
             "everywhere": _waits(Contrastive(), loader(16, 4)),
             "in the step": _waits(Contrastive(in_hook=False)),
+            "compiled": _waits(Contrastive(in_hook=False), compile={"backend": "eager"}),
             "alone": _waits(Contrastive(alone_at=1)),
         }
     finally:
@@ -150,10 +151,10 @@ def _steps() -> dict[str, dict[str, Any]]:
 def test_calls_in_steps_wait_only_in_the_first_window() -> None:  # A-08
     for found in on_ranks(_steps, 2, process_group=None):
         batches = [f"all_gather (training batch {number}" for number in range(4)]
-        assert found["in the step"]["calls"] == batches[:2]
+        assert found["in the step"]["calls"] == found["compiled"]["calls"] == batches[:2]
         evaluated = [f"all_gather (evaluation batch {number}" for number in range(2)]
         assert found["everywhere"]["calls"] == [*(batches[0:1] * 2), *(batches[1:2] * 2), *batches[2:], *evaluated]
-        for case in ("everywhere", "in the step"):
+        for case in ("everywhere", "in the step", "compiled"):
             assert found[case]["type"] == "nothing was raised", found[case]
         assert found["alone"]["type"] != "nothing was raised"
         assert "is_global_zero" in found["alone"]["text"]

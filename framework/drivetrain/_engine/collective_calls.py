@@ -11,7 +11,6 @@ import torch
 
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.strategies.strategy import Strategy
 
 _ARRIVAL_TIMEOUT = timedelta(minutes=2)
 """How long a call waits for ranks that may be in a collective of torch, whose timeout is longer."""
@@ -21,10 +20,10 @@ _APART = ("evaluation", "prediction")
 
 
 class CollectiveCalls:
-    """Verifies that all ranks make the same collective calls. A call under ``if is_global_zero:`` raises an error.
+    """Makes collective calls of user code, once all ranks have reached the same call.
 
-    A call waits until all ranks have made it. ``training_step`` may make a call in every step, so its calls wait only
-    in the first window in which it makes any.
+    A call under ``if is_global_zero:`` raises an error. ``training_step`` may make a call in every step, so its calls
+    wait only in the first window in which it makes any.
 
     Args:
         core: the parts of the run.
@@ -48,6 +47,16 @@ class CollectiveCalls:
             return
         control.agree(f"{kind} ({self._describe_position()})", timeout=None if loop in _APART else _ARRIVAL_TIMEOUT)
 
+    def all_gather(self, data: Any, sync_grads: bool) -> Any:
+        """Gather every tensor and number of a nested collection. Shape (*S) becomes (W, *S) for world size W."""
+        self.check("all_gather")
+        strategy = self._core.strategy
+
+        def gathered(value: Any) -> Any:
+            return strategy.all_gather(value, sync_grads) if isinstance(value, torch.Tensor) else value
+
+        return map_tensors(_as_tensors(data, strategy.device), gathered)
+
     def _is_in_later_window(self, frame: FrameType | None) -> bool:
         """Return whether ``training_step`` runs in ``frame``, and a window has closed since its first call."""
         step = getattr(self._core.module.training_step, "__code__", None)
@@ -64,15 +73,6 @@ class CollectiveCalls:
         progress, position = self._core.progress, self._core.position
         place = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
         return f"{place}, epoch {progress.epoch}, global step {progress.global_step}"
-
-
-def gather(strategy: Strategy, data: Any, sync_grads: bool) -> Any:
-    """Gather every tensor and number of a nested collection. Shape (*S) becomes (W, *S) for world size W."""
-
-    def gathered(value: Any) -> Any:
-        return strategy.all_gather(value, sync_grads) if isinstance(value, torch.Tensor) else value
-
-    return map_tensors(_as_tensors(data, strategy.device), gathered)
 
 
 def _as_tensors(data: Any, device: torch.device) -> Any:

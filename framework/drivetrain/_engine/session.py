@@ -471,7 +471,7 @@ class Session:
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
-            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics)
+            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics, self.collective_calls)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._engine.collective_calls import gather
 from drivetrain._engine.defaults import with_module_callbacks
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
@@ -553,9 +552,7 @@ class SessionContext(RunContext):
             print(*args, **options)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        session = self._running("all_gather")
-        session.collective_calls.check("all_gather")
-        return gather(self.strategy, data, sync_grads)
+        return self._running("all_gather").collective_calls.all_gather(data, sync_grads)
 
     def pass_over_training_data(self) -> None:
         training = self._running("pass_over_training_data").training
