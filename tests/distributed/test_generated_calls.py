@@ -90,17 +90,18 @@ class Contrastive(Regression):
     """Gathers in each ``training_step`` and after it.
 
     Args:
-        alone_at: the batch at which only rank 0 gathers in ``training_step``; None for no such batch.
+        alone_at: the batch at which only rank 0 gathers or saves in ``training_step``; None for no such batch.
+        saves: whether rank 0 saves a checkpoint at this batch; otherwise it gathers.
         in_hook: whether to gather after each batch too.
     """
 
-    def __init__(self, alone_at: int | None = None, in_hook: bool = True) -> None:
+    def __init__(self, alone_at: int | None = None, saves: bool = False, in_hook: bool = True) -> None:
         super().__init__()
-        self.alone_at, self.in_hook = alone_at, in_hook
+        self.alone_at, self.saves, self.in_hook = alone_at, saves, in_hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == self.alone_at and self.trainer.is_global_zero:
-            self.all_gather(1)
+            self.trainer.save_checkpoint("nowhere") if self.saves else self.all_gather(1)
         self._gather(batch_idx)
         return self.loss(batch)
 
@@ -143,6 +144,7 @@ def _steps() -> dict[str, dict[str, Any]]:
             "in the step": _waits(Contrastive(in_hook=False)),
             "compiled": _waits(Contrastive(in_hook=False), compile={"backend": "eager"}),
             "alone": _waits(Contrastive(alone_at=1)),
+            "alone, saving": _waits(Contrastive(alone_at=2, saves=True)),
         }
     finally:
         collective_calls._ARRIVAL_TIMEOUT = arrive
@@ -156,5 +158,6 @@ def test_calls_in_steps_wait_only_in_the_first_window() -> None:  # A-08
         assert found["everywhere"]["calls"] == [*(batches[0:1] * 2), *(batches[1:2] * 2), *batches[2:], *evaluated]
         for case in ("everywhere", "in the step", "compiled"):
             assert found[case]["type"] == "nothing was raised", found[case]
-        assert found["alone"]["type"] != "nothing was raised"
-        assert "is_global_zero" in found["alone"]["text"]
+        for case in ("alone", "alone, saving"):
+            assert found[case]["type"] != "nothing was raised"
+            assert "is_global_zero" in found[case]["text"]

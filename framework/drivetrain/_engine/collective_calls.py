@@ -22,8 +22,8 @@ _APART = ("evaluation", "prediction")
 class CollectiveCalls:
     """Makes collective calls of user code, once all ranks have reached the same call.
 
-    A call under ``if is_global_zero:`` raises an error. ``training_step`` may make a call in every step, so its calls
-    wait only in the first window in which it makes any.
+    A call under ``if is_global_zero:`` raises an error. ``training_step`` may gather in every step, so it waits to
+    gather only in the first window in which it does.
 
     Args:
         core: the parts of the run.
@@ -42,14 +42,15 @@ class CollectiveCalls:
         Raises:
             DistributedError: ranks did not reach the call in time, or reached another call. The error names them.
         """
-        control, loop = self._core.strategy.control, self._core.position.loop
-        if control.world_size == 1 or (loop == "training" and self._is_in_later_window(sys._getframe(1))):
-            return
-        control.agree(f"{kind} ({self._describe_position()})", timeout=None if loop in _APART else _ARRIVAL_TIMEOUT)
+        control = self._core.strategy.control
+        if control.world_size > 1:
+            timeout = None if self._core.position.loop in _APART else _ARRIVAL_TIMEOUT
+            control.agree(f"{kind} ({self._describe_position()})", timeout=timeout)
 
     def all_gather(self, data: Any, sync_grads: bool) -> Any:
         """Gather every tensor and number of a nested collection. Shape (*S) becomes (W, *S) for world size W."""
-        self.check("all_gather")
+        if not self._is_in_later_window(sys._getframe(1)):
+            self.check("all_gather")
         strategy = self._core.strategy
 
         def gathered(value: Any) -> Any:
@@ -58,7 +59,9 @@ class CollectiveCalls:
         return map_tensors(_as_tensors(data, strategy.device), gathered)
 
     def _is_in_later_window(self, frame: FrameType | None) -> bool:
-        """Return whether ``training_step`` runs in ``frame``, and a window has closed since its first call."""
+        """Return whether ``training_step`` runs in ``frame``, and a window has closed since it first called."""
+        if self._core.position.loop != "training":
+            return False
         step = getattr(self._core.module.training_step, "__code__", None)
         while frame is not None and frame.f_code is not step:
             frame = frame.f_back
