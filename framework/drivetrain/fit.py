@@ -13,7 +13,6 @@ import torch
 
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
-from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
 from drivetrain._engine.resume_compatibility import check_allow
@@ -246,7 +245,6 @@ class Fit(SessionContext):
         self.session = None
         self.searched = set()
         self.built_unseeded = False
-        self._collective_calls = CollectiveCalls()
         self._log_queue = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
         subject: the beginning of the error message, such as "callbacks holds".
 
     Raises:
-        ConfigurationError: an item is not a `Callback`, or has a method that looks like a hook but is not one.
+        ConfigurationError: an item is not a `Callback`, or has a method with the name of a hook that does not exist.
     """
     callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     for callback in callbacks:

@@ -1,16 +1,13 @@
-"""Refuses methods whose names resemble hooks, because the engine would silently never call such a method."""
+"""Refuses methods whose names are those of other hooks, because the engine would silently never call such a method."""
 
 from __future__ import annotations
 
-import dis
 import inspect
-import re
-from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
-from types import CodeType, FunctionType, MethodType
-from typing import Any
+import logging
+from collections.abc import Sequence
+from difflib import get_close_matches
+from types import FunctionType, MethodType
 
-from drivetrain._engine.call_search import is_called_elsewhere
 from drivetrain._engine.stage_loaders import DataArguments, loader_method
 from drivetrain._loops.hooks import HOOKS, is_overridden
 from drivetrain.callback import Callback
@@ -19,22 +16,21 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 
-_HOOK_PATTERN = re.compile(
-    r"on_(fit|train|training|val|valid|validation|validate|eval|evaluation|test|testing|predict|prediction|sanity|epoch|"
-    r"batch|step)(_\w+)?_(start|begin|end|stop|finish|finished|done)"
-)
-_STEP_PATTERN = re.compile(
-    r"(train|training|val|valid|validate|validation|test|testing|predict|prediction)"
-    r"_(steps?|epoch_(start|begin|end)|dataloaders?)"
-)
-_LOADER_PATTERN = re.compile(r"\w+_dataloaders?")
-_SYNONYMS = {"begin": "start", "stop": "end", "finish": "end", "finished": "end", "done": "end"}
-_SYNONYM_PATTERN = re.compile(rf"({'|'.join(_SYNONYMS)})$")
+logger = logging.getLogger("drivetrain")
+
 _MIN_SIMILARITY = 0.88
-"""A name that is at least this similar to a hook's is refused, such as "validation_steps" but not "training_loss"."""
+"""A name that is at least this similar to a hook's is warned about, such as "test_steps" but not "training_loss"."""
+
+_VARIANTS = (
+    *(("_start", "_begin"), ("_end", "_stop"), ("_end", "_finish"), ("_end", "_finished"), ("_end", "_done")),
+    *(("on_train_", "on_training_"), ("on_validation_", "on_val_"), ("on_validation_", "on_valid_")),
+    *(("on_test_", "on_testing_"), ("on_predict_", "on_prediction_"), ("_batch_", "_step_")),
+)
+"""Parts of the names of hooks, and what is written for them by mistake or in other frameworks."""
 
 _EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which gets no outputs"
-_LIGHTNING_FIXES = {
+_FIXES = {
+    **{hook.replace(part, other): f"write {hook}" for hook in HOOKS for part, other in _VARIANTS if part in hook},
     "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
     "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
     "test_epoch_end": _EPOCH_END_FIX.format("on_test_epoch_end"),
@@ -59,9 +55,11 @@ _LIGHTNING_FIXES = {
     "on_keyboard_interrupt": "write on_exception, which gets the KeyboardInterrupt",
     **dict.fromkeys(("on_hpc_save", "hpc_save"), "write on_save_checkpoint"),
     **dict.fromkeys(("on_hpc_load", "hpc_load"), "write on_load_checkpoint"),
-    "tng_dataloader": "write train_dataloader",
+    **dict.fromkeys(("tng_dataloader", "training_dataloader", "train_dataloaders"), "write train_dataloader"),
+    **dict.fromkeys(("valid_dataloader", "validation_dataloader", "val_dataloaders"), "write val_dataloader"),
+    "validation_steps": "write validation_step",
 }
-"""Hooks of past and present Lightning versions that do not exist here, and what to write instead of each."""
+"""Methods that are refused: hooks of Lightning's versions and of other frameworks, and what to write instead."""
 
 _MODULE_HOOKS = (
     *(name for name in vars(ModuleHooks) if not name.startswith("_")),
@@ -85,9 +83,7 @@ _DATA_HOOKS = tuple(
 def check_hooks(
     owner: TrainModule | Callback | DataModule, given: DataArguments | None = None, stage: str | None = None
 ) -> None:
-    """Refuse methods that look like hooks but are not, and hooks that cannot take the engine's arguments.
-
-    A method that the object's class or the user's script calls is a helper, whatever the method's name.
+    """Refuse methods that have the name of another framework's hook, and hooks that cannot take the engine's arguments.
 
     Args:
         owner: the object whose class, with the bases that the user wrote, is checked.
@@ -99,16 +95,9 @@ def check_hooks(
         ConfigurationError: a method is refused. The error names the method and the correct hook.
     """
     base, hooks = _base_and_hooks(owner)
-    base_attributes = set(dir(base))
-    for name in _user_methods(owner, base):
-        if name in base_attributes or name.startswith("_"):
-            continue
-        fix = _suggest_fix(name, base, hooks, given)
-        if (
-            fix is not None
-            and not _is_used_by_own_class(owner, base, name)
-            and not _is_called_in_user_files(owner, base, name)
-        ):
+    for name in _other_methods(owner, base):
+        fix = _suggest_fix(name, base, given)
+        if fix is not None:
             raise ConfigurationError(
                 f"{type(owner).__name__}.{name} looks like a hook but is not one: the engine never calls it.",
                 "its code would not run.",
@@ -119,48 +108,46 @@ def check_hooks(
             _check_arguments(owner, name, base)
 
 
+def warn_of_similar_names(owner: TrainModule | Callback | DataModule | None) -> None:
+    """Warn of methods whose names are similar to those of hooks."""
+    base, hooks = _base_and_hooks(owner)
+    if not isinstance(owner, base):  # there is no data module
+        return
+    similar = {name: get_close_matches(name, hooks, 1, _MIN_SIMILARITY) for name in _other_methods(owner, base)}
+    pairs = [f"{name} (did you mean {match[0]}?)" for name, match in similar.items() if match]
+    if pairs:
+        logger.warning(
+            "%s has methods whose names resemble hooks, and which the engine never calls: %s. If your own code calls "
+            "them, a leading underscore in the name avoids this warning.",
+            type(owner).__name__,
+            ", ".join(pairs),
+        )
+
+
 def _base_and_hooks(owner: object) -> tuple[type, tuple[str, ...]]:
     if isinstance(owner, TrainModule):
         return TrainModule, (*_STEPS, *_MODULE_HOOKS)
     return (Callback, HOOKS) if isinstance(owner, Callback) else (DataModule, _DATA_HOOKS)
 
 
-def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArguments | None) -> str | None:
-    """Return what to write instead of ``name``; None if ``name`` does not resemble a hook."""
-    is_on_hook = name.startswith("on_")
-    if name in _LIGHTNING_FIXES and (is_on_hook or base is TrainModule):
-        return _LIGHTNING_FIXES[name]
-    if is_on_hook:
+def _suggest_fix(name: str, base: type, given: DataArguments | None) -> str | None:
+    """Return what to write instead of ``name``; None if the name is not refused."""
+    fix = _FIXES.get(name)
+    if name.startswith("on_"):
         kinds = (("a module", _MODULE_HOOKS), ("a callback", HOOKS), ("a data module", _DATA_HOOKS))
         owners = [kind for kind, names in kinds if name in names]
-        if owners:
-            return f"write it in {' or in '.join(owners)}, which has a hook of that name"
-    elif base is Callback or (base is DataModule and re.fullmatch(r"\w+_steps?", name)):
-        return None
-    matches_pattern = (_HOOK_PATTERN if is_on_hook else _STEP_PATTERN).fullmatch(name) is not None
-    standard_name = _SYNONYM_PATTERN.sub(lambda match: _SYNONYMS[match[0]], name) if is_on_hook else name
-    hook, similarity = _nearest_hook(standard_name, hooks, compare_all=matches_pattern)
-    if not matches_pattern and similarity < _MIN_SIMILARITY:
+        return f"write it in {' or in '.join(owners)}, which has a hook of that name" if owners else fix
+    is_loader = name.endswith(("_dataloader", "_dataloaders"))
+    if base is Callback or (base is DataModule and not is_loader):
         return None
     # If loaders were passed to the run, the method may be a helper that built them.
-    return None if hook.endswith("_dataloader") and _is_given(hook, given) else f"write {hook}"
+    return None if is_loader and fix is not None and _is_given(fix, given) else fix
 
 
-def _nearest_hook(name: str, hooks: Sequence[str], compare_all: bool) -> tuple[str, float]:
-    """Return the hook with the most similar name, and the similarity. ``compare_all`` compares names of any length."""
-    nearest, best = "", 0.0
-    for hook in hooks:
-        # Comparing lengths and first letters rules out most names at almost no cost.
-        if compare_all or (abs(len(hook) - len(name)) <= 3 and hook[0] == name[0]):
-            similarity = SequenceMatcher(None, name, hook).ratio()
-            nearest, best = (hook, similarity) if similarity > best else (nearest, best)
-    return nearest, best
-
-
-def _is_given(loader_method: str, given: DataArguments | None) -> bool:
+def _is_given(fix: str, given: DataArguments | None) -> bool:
     if given is None:
         return False
-    loaders = given.train if loader_method.startswith("train") else given.evaluate
+    loaders = given.train if "train" in fix else given.evaluate
     return loaders is not None or given.datamodule is not None
 
 
@@ -175,51 +162,14 @@ def _is_unused_loader(name: str, given: DataArguments | None, stage: str | None)
     return loaders is not None
 
 
-def _user_methods(owner: object, base: type) -> list[str]:
-    """Return the names of the methods that the user has written for ``owner``."""
+def _other_methods(owner: object, base: type) -> list[str]:
+    """Return the names of the public methods that the user has written for ``owner``, without those of ``base``."""
     names = [name for name, value in vars(owner).items() if isinstance(value, FunctionType | MethodType)]
-    for kind in _user_classes(owner, base):
-        names += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
-    return names
-
-
-def _user_classes(owner: object, base: type) -> Iterator[type]:
-    for kind in type(owner).__mro__:
-        if kind is base:
-            return
+    kinds = type(owner).__mro__
+    for kind in kinds[: kinds.index(base)]:
         if not kind.__module__.startswith("drivetrain."):
-            yield kind
-
-
-def _is_used_by_own_class(owner: object, base: type, method: str) -> bool:
-    """Whether another method of ``owner`` uses ``self.<method>``."""
-    for kind in _user_classes(owner, base):
-        for name, value in vars(kind).items():
-            value = getattr(value, "fget", getattr(value, "__func__", value))
-            if name != method and isinstance(value, FunctionType) and _uses(value.__code__, method):
-                return True
-    return False
-
-
-def _is_called_in_user_files(owner: object, base: type, method: str) -> bool:
-    """Whether the user's files call ``method``.
-
-    The result is False for loader methods, because a call of such a name may call the method of another object.
-    """
-    if _LOADER_PATTERN.fullmatch(method):
-        return False
-    return is_called_elsewhere(method, {kind.__module__ for kind in _user_classes(owner, base)})
-
-
-def _uses(code: CodeType, method: str) -> bool:
-    if method in code.co_names:
-        previous: Any = None
-        for instruction in dis.get_instructions(code):
-            owner = previous[-1] if isinstance(previous, tuple) and previous else previous
-            if instruction.argval == method and owner == "self" and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                return True
-            previous = instruction.argval
-    return any(_uses(constant, method) for constant in code.co_consts if isinstance(constant, CodeType))
+            names += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
+    return [name for name in dict.fromkeys(names) if not name.startswith("_") and not hasattr(base, name)]
 
 
 def _check_arguments(owner: object, name: str, base: type) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
+from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
@@ -136,6 +137,7 @@ class Session:
         self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
+        self.collective_calls = CollectiveCalls(self.core)
         self._topology = topology
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
@@ -189,12 +191,6 @@ class Session:
         return result
 
     # Methods and properties that implement members of `RunContext`
-
-    def describe_position(self) -> str:
-        """Return the run's position as text that is the same on every rank."""
-        progress, position = self.core.progress, self.core.position
-        place = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
-        return f"{place}, epoch {progress.epoch}, global step {progress.global_step}"
 
     @property
     def estimated_steps(self) -> int | float:
@@ -257,6 +253,11 @@ class Session:
             checkpoints.check_remaining_training()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
+        if strategy.rank == 0 and not core.request.trial:
+            from drivetrain._engine.misnamed_hooks import warn_of_similar_names  # importing Fit does not need it
+
+            for owner in (core.module, core.datamodule, *core.callbacks):
+                warn_of_similar_names(owner)
         reloading = self._load_data()
         stage_data = data.loaded
         profiling.set_loaders(stage_data.loaders or stage_data.evaluated)
@@ -470,7 +471,7 @@ class Session:
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
-            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics)
+            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics, self.collective_calls)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)

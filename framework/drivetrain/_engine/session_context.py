@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import with_module_callbacks
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
@@ -66,9 +65,6 @@ class SessionContext(RunContext):
 
     given_profiler: Profiler | None
     """The profiler of `Fit`; None without one."""
-
-    _collective_calls: CollectiveCalls
-    """Checks that all ranks call the same collective methods."""
 
     _log_queue: LogQueue | None
     """The rows that are not delivered to the loggers yet; None if nothing was logged."""
@@ -496,9 +492,7 @@ class SessionContext(RunContext):
         self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
     ) -> None:
         session = self._running("save_checkpoint")
-        self._collective_calls.check(
-            self.strategy.control, "save_checkpoint", session.describe_position, every_time=True
-        )
+        session.collective_calls.check("save_checkpoint")
         session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
@@ -543,7 +537,7 @@ class SessionContext(RunContext):
         if self.loggers:
             from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
-            self._collective_calls.check(self.strategy.control, "log_histogram", session.describe_position)
+            session.collective_calls.check("log_histogram")
             log_histograms(session.core, name, value, self.global_step if step is None else step, bins)
 
     def finish_logging(self) -> None:
@@ -558,9 +552,7 @@ class SessionContext(RunContext):
             print(*args, **options)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        session = self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather", session.describe_position)
-        return self._collective_calls.gather(self.strategy, data, sync_grads)
+        return self._running("all_gather").collective_calls.all_gather(data, sync_grads)
 
     def pass_over_training_data(self) -> None:
         training = self._running("pass_over_training_data").training

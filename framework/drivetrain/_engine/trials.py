@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
@@ -156,7 +155,6 @@ def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: in
     """Return a copy of a `Fit`, without its session, that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [NullLogger() for _ in trainer.loggers]
-    trial._collective_calls = CollectiveCalls()
     trial.given_profiler = None
     trial.enable_checkpointing, trial.barebones, trial.fast_dev_run = False, True, False
     trial.log_every_n_steps = trial.num_sanity_val_steps = 0

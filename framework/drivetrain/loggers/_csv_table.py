@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Sequence
 
 Row = dict[str, str]
 
-_QUOTE = '"'
-_NEEDS_QUOTES = re.compile(r'[,"\r\n]')
-_MUST_QUOTE = re.compile(r'["\r\n]')
 _SENTINEL = "end\n"
 
 
@@ -41,10 +37,6 @@ def format_rows(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def _format_row(cells: Sequence[str]) -> str:
-    # The csv module does not quote a carriage return, but reads it as the end of a line.
-    line = ",".join(cells)
-    if line.count(",") >= len(cells) or _MUST_QUOTE.search(line):
-        line = ",".join(
-            f'"{cell.replace(_QUOTE, _QUOTE * 2)}"' if _NEEDS_QUOTES.search(cell) else cell for cell in cells
-        )
-    return line + "\n"
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\r\n").writerow(cells)  # quotes cells that contain a character of "\r\n"
+    return f"{stream.getvalue()[:-2]}\n"

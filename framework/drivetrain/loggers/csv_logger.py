@@ -71,9 +71,9 @@ class CSVLogger(DirectoryLogger):
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []  # rows that are not written yet
         self._flushed_step: int | None = None  # the step of the last write, or of the first row
-        # All rows of a file at a URL. An object store cannot append to a file, so each write replaces the whole file.
-        self._written: list[Row] = []
-        self._size_before_append: int | None = None  # the local file's size in bytes before an append that failed
+        # The text of a file at a URL; None until the file has been read. An object store cannot append to a file, so
+        # each write replaces the whole file.
+        self._text: str | None = None
         self._write_failed = False
         # After a rewind: the step of the rewind, the number of rows in the table from before the rewind, and the
         # metrics that were logged again at that step.
@@ -200,7 +200,7 @@ class CSVLogger(DirectoryLogger):
     def _switch_directory(self, path: str) -> None:
         """Reset the state of the table if ``path`` is another directory than before."""
         if self._table_directory not in (None, path):
-            self._columns, self._written, self._size_before_append = None, [], None
+            self._columns = self._text = None
             self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
         self._table_directory = path
 
@@ -211,16 +211,9 @@ class CSVLogger(DirectoryLogger):
         assert self._columns is not None
         columns = list(dict.fromkeys([*self._columns, *(key for row in self._pending for key in row)]))
         rows_before = self._rows_before_rewind
-        if not self._directory.is_local:
-            rows_written, rows_before = self._drop_rewritten(self._written)
-            rows = [*rows_written, *self._pending]
-            self._replace(format_table(columns, rows))
-            self._written = rows
-        elif (
-            self._rewritten_metrics or columns != self._columns or not self._append(format_rows(columns, self._pending))
-        ):
-            rows_written, rows_before = self._drop_rewritten(parse_table(self._read() or "")[1])
-            self._replace(format_table(columns, [*rows_written, *self._pending]))
+        if self._rewritten_metrics or columns != self._columns or not self._append(format_rows(columns, self._pending)):
+            rows, rows_before = self._drop_rewritten(parse_table(self._read() or "")[1])
+            self._replace(format_table(columns, [*rows, *self._pending]))
         self._columns = columns
         self._pending = []
         self._rewritten_metrics, self._rows_before_rewind = set(), rows_before
@@ -251,24 +244,20 @@ class CSVLogger(DirectoryLogger):
 
     def _load_existing(self) -> None:
         text = self._read() or ""
-        columns_read, rows = parse_table(text)
-        columns = list(dict.fromkeys(["step", *columns_read]))
-        if self._directory.is_local:
-            if text and (normalised_text := format_table(columns, rows)) != text:
-                self._replace(normalised_text)  # drops a truncated last line
-        else:
-            self._written = rows
+        columns, rows = parse_table(text)
+        columns = list(dict.fromkeys(["step", *columns]))
+        normalised = format_table(columns, rows)
+        if not self._directory.is_local:
+            self._text = normalised
+        elif text and normalised != text:
+            self._replace(normalised)  # drops a truncated last line
         self._columns = columns
 
     def _drop_rows_after(self, step: int) -> None:
-        text: str | None = None
-        if self._columns is None or self._directory.is_local:
-            text = self._read()
-            if text is None:
-                return
-            columns_read, rows = parse_table(text)
-        else:
-            columns_read, rows = self._columns, self._written
+        text = self._read()
+        if text is None:
+            return
+        columns_read, rows = parse_table(text)
         kept = [row for row in rows if not _is_after(row, step)]
         self._rows_before_rewind = len(kept)
         filled = set().union(*kept)
@@ -277,11 +266,9 @@ class CSVLogger(DirectoryLogger):
             *(column for column in columns_read if column != "step" and (column in filled or len(kept) == len(rows))),
         ]
         # After a failed write, the store may contain more than this object knows.
-        if len(kept) < len(rows) or (text is None and self._write_failed):
+        if len(kept) < len(rows) or (self._text is not None and self._write_failed):
             self._replace(format_table(columns, kept))
             self._columns = columns
-            if not self._directory.is_local:
-                self._written = kept
 
     # Read and write the file
 
@@ -291,14 +278,15 @@ class CSVLogger(DirectoryLogger):
         return str(self._directory.filesystem._strip_protocol(self._directory.file("metrics.csv")))
 
     def _read(self) -> str | None:
-        """Return the file's text; None if there is no file.
+        """Return the file's text, which is known already at a URL that was read or written; None if there is no file.
 
         fsspec's ``exists`` is not used, because that method returns False on an error, and the store's
         rows would then be lost.
         """
+        if self._text is not None:
+            return self._text
         try:
             if self._directory.is_local:
-                self._truncate_partial_append()
                 with open(self._path, "rb") as stream:
                     content = stream.read()
             else:
@@ -315,6 +303,7 @@ class CSVLogger(DirectoryLogger):
         if not self._directory.is_local:
             with open_replacement(self._directory.filesystem, self._path) as stream:
                 stream.write(content)
+            self._text = text
             return
         temporary = f"{self._path}.new"
         try:
@@ -325,12 +314,13 @@ class CSVLogger(DirectoryLogger):
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        self._size_before_append = None
 
     def _append(self, text: str) -> bool:
-        """Append ``text`` to the local file; return False if the file no longer exists."""
+        """Append ``text`` to the file; return False if the local file no longer exists."""
+        if self._text is not None:
+            self._replace(self._text + text)
+            return True
         try:
-            self._truncate_partial_append()
             size = os.path.getsize(self._path)
         except FileNotFoundError:
             return False
@@ -338,18 +328,11 @@ class CSVLogger(DirectoryLogger):
             with open(self._path, "ab") as stream:
                 stream.write(text.encode("utf-8", "surrogateescape"))
         except BaseException:
-            self._size_before_append = size
+            self._columns = None  # the next write reads the file, and drops what remains of a partial row
             with contextlib.suppress(OSError):
-                self._truncate_partial_append()
+                os.truncate(self._path, size)
             raise
         return True
-
-    def _truncate_partial_append(self) -> None:
-        """Remove the partial rows of an append that failed. The next write repeats all rows of that append."""
-        if self._size_before_append is not None:
-            if os.path.getsize(self._path) > self._size_before_append:
-                os.truncate(self._path, self._size_before_append)
-            self._size_before_append = None
 
     def _column(self, metric: str) -> str:
         name = f"{self._prefix}{metric}"
