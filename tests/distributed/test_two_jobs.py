@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -43,7 +42,7 @@ def _rank_of_two_jobs(folder: str, port: int) -> tuple[str, Any, float]:
         del os.environ[name]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    sys.argv = ["train.py", "--job", job]
+    os.environ["TORCHELASTIC_RUN_ID"] = job
     newcomers = [Path(folder, name) for name in ("B0", "B1")]
     if job == "B":
         _until(lambda: _there(port))
@@ -71,7 +70,7 @@ def test_the_second_of_two_jobs_on_one_port_is_refused(tmp_path: Path) -> None: 
     assert (host[0], other[0]) == ("ConfigurationError", "ConfigurationError")
     assert f"127.0.0.1:{port}: port {port} is taken" in host[1]
     assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
-    assert "the other job was started with another command line" in other[1]
+    assert "the other job is 'A', and this job is 'B'" in other[1]
     assert max(host[2], other[2]) < 15  # at the start of the run
 
 
@@ -90,7 +89,7 @@ def _node_of_two(folder: str, port: int) -> tuple[str, str]:
     node = min(number, 1)
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
         del os.environ[name]
-    sys.argv = ["train.py", "--job", "B" if number == 1 else "A"]
+    os.environ["TORCHELASTIC_RUN_ID"] = "B" if number == 1 else "A"
     refused = Path(folder, "refused")
     if number == 2:
         _until(refused.exists)

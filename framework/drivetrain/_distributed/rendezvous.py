@@ -9,16 +9,18 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drivetrain._distributed.job_identity import Job
 from drivetrain.errors import ConfigurationError
 
-_JOB_KEY = "drivetrain/job"  # the key with the identity of the store's job
+NO_NAME = "none"
+"""The name of every job that its launcher gives no name. torchrun's default is the same."""
+
+_JOB_KEY = "drivetrain/job"  # the key with the name of the store's job
 _JOB_KEY_TIMEOUT = timedelta(seconds=60)
 # Error numbers for an address that reaches this machine but is not assigned to this machine.
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None) -> TCPStore:
+def host(address: str, port: int, *, num_nodes: int = 1, job: str | None = None) -> TCPStore:
     """Host the store where the processes of a job meet.
 
     Args:
@@ -28,8 +30,8 @@ def host(address: str, port: int, *, num_nodes: int = 1, job: Job | None = None)
             loopback device on that machine, or if ``address`` is not an address of this machine.
         port: the port; 0 lets the operating system choose.
         num_nodes: the number of machines that the processes run on.
-        job: the job of the store. `admit` refuses processes of other jobs. With None, the first process that calls
-            `admit_first` sets the job.
+        job: the name of the store's job, or `NO_NAME`. `admit` refuses processes of other jobs. With None, the first
+            process that calls `admit_first` sets the job.
 
     Raises:
         ConfigurationError: the port is taken, or nothing can be hosted at the address.
@@ -61,7 +63,7 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
         raise _cannot_host(address, port, error) from error
 
 
-def host_on(listener: socket.socket, address: str, job: Job | None) -> TCPStore:
+def host_on(listener: socket.socket, address: str, job: str | None) -> TCPStore:
     """Host a store on the socket from `listen`, which the store then owns."""
     port = listener.getsockname()[1]
     try:
@@ -69,16 +71,16 @@ def host_on(listener: socket.socket, address: str, job: Job | None) -> TCPStore:
     except RuntimeError as error:
         raise _cannot_host(address, port, error) from error
     if job is not None:
-        store.set(_JOB_KEY, job.encode())
+        store.set(_JOB_KEY, job)
     return store
 
 
-def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None:
+def admit(store: TCPStore, job: str, rank: int, address: str, port: int) -> None:
     """Check that the store belongs to the job of this process, and that no other process has the same rank.
 
     Args:
         store: a connection to the store.
-        job: this process's job.
+        job: the name of this process's job, or `NO_NAME`.
         rank: this process's rank.
         address: the store's address, for errors.
         port: the store's port, for errors.
@@ -94,7 +96,7 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
             "the host of the store has not set the job, so another program seems to use the port",
             "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
         ) from error
-    _refuse_other_job(job, Job.decode(store.get(_JOB_KEY)), rank, address, port)
+    _refuse_other_job(job, store.get(_JOB_KEY).decode(), rank, address, port)
     if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, where another process is already rank {rank}",
@@ -103,7 +105,7 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
         )
 
 
-def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None:
+def admit_first(store: TCPStore, job: str, rank: int, address: str, port: int) -> None:
     """Check the job as `admit` does, for a store whose host does not set a job.
 
     The store belongs to the first job that connects. A rank may connect again, because such a store may outlive the
@@ -112,15 +114,15 @@ def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -
     Raises:
         ConfigurationError: the store belongs to another job.
     """
-    _refuse_other_job(job, Job.decode(store.compare_set(_JOB_KEY, "", job.encode())), rank, address, port)
+    _refuse_other_job(job, store.compare_set(_JOB_KEY, "", job).decode(), rank, address, port)
 
 
-def _refuse_other_job(job: Job, store_job: Job, rank: int, address: str, port: int) -> None:
-    difference = job.describe_difference(store_job)
-    if difference:
+def _refuse_other_job(job: str, store_job: str, rank: int, address: str, port: int) -> None:
+    if job != store_job:
+        other_name, own_name = ("a job without a name" if name == NO_NAME else repr(name) for name in (store_job, job))
         raise ConfigurationError(
             f"rank {rank} connected to {address}:{port}, where the processes of another job meet",
-            f"both jobs use port {port}, and {difference}",
+            f"both jobs use port {port}; the other job is {other_name}, and this job is {own_name}",
             "set MASTER_PORT to another port for all processes of this job; if all processes belong to one job, set "
             "TORCHELASTIC_RUN_ID to the same name for all of them",
         )

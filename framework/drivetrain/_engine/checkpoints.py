@@ -257,14 +257,15 @@ class RunCheckpoints:
 
         state, strategy = checkpoint.state(), self._core.strategy
         saved = state.get("made_of")
-        found = find_differences(saved, current, (state.get("data") or {}).get("samples"))
-        if "optimizers" in current:
-            manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
-            layouts = (manifest.metadata.strategy, manifest.world_size), own
-            flattened = state.get("flattened_optimizer_state") or {}
-            found += immovable_optimizers(flattened, *layouts, strategy.shards_parameters, found)
-        if "optimizer" in self._allow and not any(difference.kind == "optimizer" for difference in found):
-            found += unrecorded_optimizers(saved, current)
+        with reporting_malformed(checkpoint, "the run's state", "made_of"):
+            found = find_differences(saved, current, state["data"].get("samples"))
+            if "optimizers" in current:
+                manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
+                layouts = (manifest.metadata.strategy, manifest.world_size), own
+                flattened = state.get("flattened_optimizer_state") or {}
+                found += immovable_optimizers(flattened, *layouts, strategy.shards_parameters, found)
+            if "optimizer" in self._allow and not any(difference.kind == "optimizer" for difference in found):
+                found += unrecorded_optimizers(saved, current)
         return found
 
     def _report_saved_numbers(self, kept: Sequence[Difference]) -> None:

@@ -75,7 +75,7 @@ class Cursor:
         self.samples = state.get("samples")  # checkpoints of earlier versions do not record it
         same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if same_sharding:
-            self.epoch, self.begins = state["epoch"], ShardingOrigin(*state["begins"])
+            self.epoch, self.begins = state["epoch"], ShardingOrigin(*map(int, state["begins"]))
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
             # The number of micro-batches of the new size that contain the used samples.

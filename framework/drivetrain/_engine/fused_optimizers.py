@@ -46,9 +46,9 @@ def _faster_option(optimizer: Optimizer) -> str | None:
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         chosen = (group.get("fused"), group.get("foreach"), group.get("differentiable") or None)
-        if chosen != (None, None, None) or isinstance(group["lr"], Tensor):
+        if chosen != (None, None, None) or isinstance(group.get("lr"), Tensor):
             return None
-        if kind is SGD and not group["momentum"]:
+        if kind is SGD and not group.get("momentum"):
             return None
         parameters += group["params"]
     devices = {parameter.device.type for parameter in parameters}

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain._engine.saved_state_schema import is_plain
 from drivetrain.errors import listed
 
 IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -67,7 +66,13 @@ def describe_schedulers(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
     """
     found = [getattr(scheduler, "__dict__", {}) for scheduler in schedulers]
     plain = [{name: _plain(value) for name, value in attributes.items() if name not in _RATES} for attributes in found]
-    return [{name: value for name, value in each.items() if is_plain(value)} for each in plain]
+    return [{name: value for name, value in each.items() if _is_plain(value)} for each in plain]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is of a type that a description contains."""
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
 
 
 def compare_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any], scheduler: str) -> list[SettingsDifference]:
@@ -85,7 +90,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name not in _MEMBERS and name not in IMPLEMENTATION_OPTIONS
     }
-    return {name: value for name, value in plain.items() if is_plain(value)}
+    return {name: value for name, value in plain.items() if _is_plain(value)}
 
 
 def _plain(value: Any) -> Any:

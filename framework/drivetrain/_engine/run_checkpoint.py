@@ -20,7 +20,7 @@ from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, lo
 from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.resume_compatibility import StartsAnew
 from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
-from drivetrain._engine.saved_state_schema import check_optimizer_groups, check_rank_state, reporting_malformed
+from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
@@ -331,7 +331,8 @@ class RunCheckpoint:
                 groups are then restored too.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or does not fit; nothing was changed.
+            CheckpointError: the checkpoint is damaged or does not fit; nothing was changed. Malformed values whose
+                checksums match may raise it later.
         """
         core, strategy, optimization = self._core, self._strategy, self._optimization
         optimizers = {
@@ -357,12 +358,11 @@ class RunCheckpoint:
             for index, saved in states.items():
                 saved["weight_dtypes"] = dtypes
                 keep_implementation(optimizers[index], saved)
-                check_optimizer_groups(checkpoint, index, optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
-            for index, saved in states.items():
-                if state.get("flattened_optimizer_state", {}).get(str(index), {}).get("per_rank"):
-                    with reporting_malformed(checkpoint, "the ranks' documents", "optimizer_shards"):
+            with reporting_malformed(checkpoint, "the ranks' documents", "optimizer_shards"):
+                for index, saved in states.items():
+                    if (state.get("flattened_optimizer_state") or {}).get(str(index), {}).get("per_rank"):
                         own = ranks[0]["optimizer_shards"][str(index)]
                         add_own_shards(checkpoint.path, saved, own, strategy.optimizer_regions(index))
             with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
@@ -426,7 +426,10 @@ class RunCheckpoint:
         self._strategy.load_model_state(weights)
 
     def _restore_position(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Restore the position in the data and the random generators, exactly only if the data is split as before."""
+        """Restore the position in the data and the random generators, exactly only if the data is split as before.
+
+        The caller reports built-in errors as those of a malformed state.
+        """
         data, progress, saved = self._data, self._core.progress, state["data"]
         if data.reload is not None:
             data.reload(progress.epoch)
@@ -435,8 +438,10 @@ class RunCheckpoint:
         same_split = data.cursor.load_state_dict(saved, source, progress, data.reload is not None and before == 0)
         if state["loop"] and self._loop is not None:
             validation = state["loop"]["validation"]
-            if validation is not None and not same_split:
-                validation = renumber_validation(validation, before, progress.batch_idx)
+            if validation is not None:
+                validation = {name: int(validation[name]) for name in ("ran_at", "next_at")}
+                if not same_split:
+                    validation = renumber_validation(validation, before, progress.batch_idx)
             self._loop.load_state_dict({**state["loop"], "validation": validation})
         if same_split:
             (own,) = ranks
@@ -468,9 +473,10 @@ class RunCheckpoint:
             if saved is not None:
                 with reporting_malformed(checkpoint, "the run's state", f"callbacks/{key}"):
                     callback.load_state_dict(saved["state"])
+                    extra = saved["extra"]
                 if key in tensors:
                     callback.load_tensors(trainer, self._module, tensors[key])
-                callback.on_load_checkpoint(trainer, self._module, saved["extra"])
+                callback.on_load_checkpoint(trainer, self._module, extra)
 
     def _check_base(self, checkpoint: Checkpoint) -> None:
         """Refuse a ``trainable_only`` checkpoint whose base weights differ from the module's. Collective."""
@@ -521,10 +527,7 @@ class RunCheckpoint:
         else:
             ranks_per_part = saved // parts  # ranks that read the same part of the data
             ranks = [part * ranks_per_part for part in range(strategy.data_rank, parts, strategy.data_world_size)]
-        states = [checkpoint.rank_state(rank) for rank in ranks]
-        for rank, state in zip(ranks, states, strict=True):
-            check_rank_state(checkpoint, rank, state)
-        return states
+        return [checkpoint.rank_state(rank) for rank in ranks]
 
     def _read_collectively(self, checkpoint: Checkpoint, read: Any) -> Any:
         return run_collectively(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)

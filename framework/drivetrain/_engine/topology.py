@@ -14,8 +14,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.nn import Module
 
 from drivetrain._distributed.failure import RankFailedError, first_cause
-from drivetrain._distributed.job_identity import Job
-from drivetrain._distributed.rendezvous import admit, admit_first, host
+from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Environment, Placement, environment_by_name
 from drivetrain.errors import ConfigurationError, DistributedError
@@ -200,8 +199,7 @@ def _open_store(environment: Environment, placement: Placement) -> Store:
 
 
 def _connect(address: str, port: int, placement: Placement, name: str | None, agent_hosts: bool) -> TCPStore:
-    ranks = (placement.rank, placement.local_rank, placement.node_rank)
-    job = Job.of_this_process(name or ("none" if agent_hosts else None), ranks)
+    job = name or NO_NAME
     if placement.rank == 0 and not agent_hosts:
         return host(address, port, num_nodes=placement.num_nodes, job=job)
     try:

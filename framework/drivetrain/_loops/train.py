@@ -252,13 +252,13 @@ class TrainLoop:
         resumed, self._resumed = self._resumed, None
         # Older checkpoints have neither "flushed_at" nor "plateaus".
         self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
-        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus", {}))
+        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus") or {})
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
         while not self._is_finished() or (resumed is not None and resumed.get("left_after_last_step")):
             self._begin_epoch(resumed, reset_metrics)
-            data_is_over = resumed is not None and resumed["data_is_over"]
+            data_is_over = resumed is not None and bool(resumed.get("data_is_over"))
             reset_metrics, resumed = True, None
             snapshot = self._checkpointing.snapshot
             if snapshot is not None and not snapshot.begin_epoch():
@@ -534,7 +534,7 @@ class TrainLoop:
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
-        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus", {}))
+        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus") or {})
         return resumed
 
     def _warn_of_no_step(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from drivetrain._metrics.values import copy_as_tensor
 from drivetrain._runtime.transfer import move_to
 from drivetrain.errors import ConfigurationError
 
@@ -254,20 +255,14 @@ class Entry:
         Raises:
             KeyError, TypeError, ValueError: ``state`` is not a result of `state_dict`.
         """
-        texts, flags = (state["attribute"], state["operation"], state["loader"]), (state["on_step"], state["on_epoch"])
-        if not all(text is None or isinstance(text, str) for text in texts) or not all(
-            type(flag) is bool for flag in flags
-        ):
-            raise ValueError(f"the entry of {name!r} has options of the wrong types: {texts} and {flags}")
-        forced = state["forced"]
-        if not isinstance(forced, list) or len(forced) != 2 or not all(flag in (None, True, False) for flag in forced):
-            raise ValueError(f"the entry of {name!r} has invalid values of on_step and on_epoch: {forced!r}")
-        check_value(name, state["weight"])
+        option_values = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
+        if not all(isinstance(state[key], str | None) for key in ("attribute", "operation", "loader")):
+            raise TypeError(f"the entry of {name!r} has an option that is not a str")
         for key in ("last", "result", "total"):
             if state[key] is not None:
-                check_value(name, state[key])
-        option_values = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
-        entry = cls(name, (*state["forced"], *option_values.values()), **{key: state[key] for key in _OPTION_FIELDS})
+                copy_as_tensor(state[key])  # raises an error if the value is no number
+        on_step, on_epoch = state["forced"]
+        entry = cls(name, (on_step, on_epoch, *option_values.values()), **{key: state[key] for key in _OPTION_FIELDS})
         for key in _VALUE_FIELDS:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
@@ -308,16 +303,6 @@ class Entry:
             return False
         self.options, self.resumed = options, False
         return True
-
-
-def check_value(name: str, value: Any) -> None:
-    """Check a logged value from a checkpoint.
-
-    Raises:
-        ValueError: ``value`` is not a number.
-    """
-    if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)):
-        raise ValueError(f"{name!r} has a value of type {type(value).__name__}")
 
 
 def operation_of(reduce_fx: Any) -> str | None:

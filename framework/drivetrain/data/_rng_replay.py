@@ -83,8 +83,18 @@ class RngReplay:
         self._final_state = generator_states(self.device)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned. The generators are restored when the epoch is read next."""
+        """Load what `state` returned. The generators are restored when the epoch is read next.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: the state is malformed.
+        """
         self._to_replay = deque([*state["ahead"], state["now"]])
+        with preserved_generators(self.device):  # a malformed state is found now, and not when it is needed
+            try:
+                for states in self._to_replay:
+                    restore_generators(states, self.device)
+            except RuntimeError as error:
+                raise ValueError(f"torch rejects a generator's state: {error}") from error
 
     def settle(self) -> None:
         """Restore the generators' state at the save without reading batches again, unless it was restored already."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from drivetrain._distributed.rendezvous import NO_NAME
 from drivetrain.environments import Placement
 
-DEFAULT_RUN_ID = "drivetrain"
-"""The run id of jobs without a name. All such jobs have the same run id."""
 
-
-def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = DEFAULT_RUN_ID) -> dict[str, str]:
+def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = NO_NAME) -> dict[str, str]:
     """Return the variables that torchrun would set for the process at ``placement``.
 
     Args:

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
-from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import host, host_on, listen
 from drivetrain._runtime.working_directory import working_directory
 from drivetrain.environments import Placement
@@ -24,9 +23,9 @@ from drivetrain.launchers._elastic import Processes, polls
 from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers._parent_watchdog import die_with_parent
 from drivetrain.launchers._signal_forwarding import SignalForwarding
-from drivetrain.launchers._torchrun_variables import DEFAULT_RUN_ID, suggested_threads, torchrun_variables
+from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
-from drivetrain.launchers.world import World, current_world, identify_new_job, set_current_world
+from drivetrain.launchers.world import World, current_world, name_new_job, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
@@ -113,7 +112,7 @@ class FunctionLauncher(Launcher):
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
         hosts_store, forks = placement.rank == 0, self.start_method == "fork"
-        job, nodes = identify_new_job(placement), placement.num_nodes
+        job, nodes = name_new_job(placement), placement.num_nodes
         listener = listen(address, port, nodes) if hosts_store and forks else None
         store = host(address, port, num_nodes=nodes, job=job) if hosts_store and not forks else None
         if listener is not None:
@@ -219,7 +218,7 @@ class _RankSetup:
     placement: Placement
     address: str
     port: int
-    job: Job
+    job: str
     variables: dict[str, str]
     folder: str | None
     child_start_method: str | None
@@ -256,7 +255,7 @@ def _restore_process_settings(setup: _RankSetup) -> None:
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
     os.environ.update(setup.variables)
-    os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job.name or DEFAULT_RUN_ID))
+    os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     if setup.folder is not None:
         os.chdir(setup.folder)

@@ -10,7 +10,6 @@ import threading
 from dataclasses import replace
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
-from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
@@ -19,13 +18,12 @@ from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
 from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.world import (
-    JOB_VARIABLE,
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
     THREAD_VARIABLE,
     World,
     current_world,
-    identify_new_job,
+    name_new_job,
     set_current_world,
 )
 
@@ -81,7 +79,7 @@ class SubprocessLauncher(Launcher):
                 "pass the placement of the first process",
             )
         command = self.command()
-        job = identify_new_job(placement)
+        job = name_new_job(placement)
         store = host(address, port, num_nodes=placement.num_nodes, job=job) if placement.rank == 0 else None
         port = port if store is None else store.port
         processes = self._start(command, placement, address, port, job) if placement.local_world_size > 1 else None
@@ -91,19 +89,18 @@ class SubprocessLauncher(Launcher):
             atexit.register(self._finish, world, processes)
         return world
 
-    def _start(self, command: list[str], placement: Placement, address: str, port: int, job: Job) -> Processes:
+    def _start(self, command: list[str], placement: Placement, address: str, port: int, job: str) -> Processes:
         variables = [
             {
                 **torchrun_variables(
                     replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
                     address,
                     port,
-                    job.name or "drivetrain",
+                    job,
                 ),
                 **thread_variables(placement.local_world_size, os.environ),
                 LAUNCHER_VARIABLE: self.kind,
                 PARENT_VARIABLE: str(os.getpid()),
-                JOB_VARIABLE: job.encode(),
                 **({} if threading.current_thread() is threading.main_thread() else {THREAD_VARIABLE: "1"}),
             }
             for local_rank in range(1, placement.local_world_size)

@@ -12,8 +12,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, failure_file, first_cause
-from drivetrain._distributed.job_identity import Job
-from drivetrain._distributed.rendezvous import admit
+from drivetrain._distributed.rendezvous import NO_NAME, admit
 from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
 from drivetrain.environments._utilities_rank import set_utilities_rank
 from drivetrain.errors import ConfigurationError, DistributedError
@@ -25,7 +24,6 @@ from drivetrain.launchers._parent_watchdog import die_with_parent
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
-JOB_VARIABLE = "_DRIVETRAIN_JOB"
 
 _MEET_PAUSE = 0.02  # seconds between two checks of whether all ranks have arrived
 _CONNECT_LIMIT = timedelta(seconds=300)
@@ -52,7 +50,7 @@ class World:
         *,
         store: Store | None = None,
         processes: Processes | None = None,
-        job: Job | None = None,
+        job: str | None = None,
     ) -> None:
         self.kind = kind
         self.placement = placement
@@ -60,7 +58,7 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
-        self._job = job  # None if the store does not hold the identity of its job
+        self._job = job  # None if the store does not hold the name of its job
         self._connection_error: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
@@ -166,15 +164,15 @@ class World:
         return self._pid == os.getpid()
 
 
-def identify_new_job(placement: Placement) -> Job:
-    """Return the identity of the job whose processes this process is about to start.
+def name_new_job(placement: Placement) -> str:
+    """Return the name of the job whose processes this process is about to start.
 
-    On one node the identity is new. On several nodes the identity consists of properties that all nodes share, because
+    On one node the name is new. On several nodes it is the name that the user has given the job, or `NO_NAME`, because
     each node starts processes before the nodes can agree on a name.
     """
     if placement.num_nodes == 1:
-        return Job.new()
-    return Job.of_this_process(PlainEnvironment().job, (placement.rank, placement.node_rank))
+        return os.urandom(8).hex()
+    return PlainEnvironment().job or NO_NAME
 
 
 _world: World | None = None
@@ -213,13 +211,12 @@ def _join() -> World | None:
             "read the last output of that process, then run the script again",
         )
     environment = TorchrunEnvironment()
-    job = os.environ.get(JOB_VARIABLE)
     world = World(
         "subprocess",
         environment.placement(),
         environment.main_address,
         environment.main_port,
-        job=None if job is None else Job.decode(job),
+        job=environment.job or NO_NAME,
     )
     set_current_world(world)
     die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)

@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from drivetrain.launchers._torchrun_variables import DEFAULT_RUN_ID
-
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -94,7 +92,7 @@ class Job:
             step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or ""
             jobs.append(cls("slurm", slurm, _number(variables.get("SLURM_RESTART_COUNT")), step))
         elastic = variables.get("TORCHELASTIC_RUN_ID")
-        if elastic not in (None, "", "none", DEFAULT_RUN_ID):  # torchrun's default is "none"
+        if elastic not in (None, "", "none"):  # torchrun's default is "none"
             jobs.append(cls("elastic", elastic, _number(variables.get("TORCHELASTIC_RESTART_COUNT"))))
         return jobs
 

@@ -33,7 +33,7 @@ def test_what_was_left_out_is_shown_by_name(tmp_path: Path) -> None:
     assert "without api_token, auth.password" in show(path)
 
 
-@pytest.mark.parametrize("wrong", ["text", [3], {"a": 1}, None])
+@pytest.mark.parametrize("wrong", [[3], 3, None])
 def test_a_manifest_whose_list_of_them_is_none_is_damaged(tmp_path: Path, wrong: Any) -> None:  # J-10
     path = written(tmp_path / "c")
     resealed(tmp_path / "c", lambda document: document.update(left_out=wrong))

@@ -386,14 +386,14 @@ def test_allow_starts_the_optimizer_of_a_checkpoint_without_the_record_anew(
 
 @pytest.mark.parametrize(
     "malformed",
-    [7, [7], [[7]], [[{"params": 7}]], [[{"params": [7]}]], [[{"params": [], "lr": {"a": 1}}]], [[{"lr": 0.1}]]],
+    [7, [7], [[7]], [[{"params": 7}]], [[{"params": [7]}]], [[{"lr": 0.1}]]],
     ids=str,
 )
 def test_a_malformed_record_is_a_checkpoint_error(malformed: Any, tmp_path: Path) -> None:
     #
     saved = save(tmp_path / "saved", adam())
     rewrite_state(saved, lambda state: state["made_of"].update(optimizer_groups=malformed))
-    with pytest.raises(CheckpointError, match="made_of/optimizer_groups"):
+    with pytest.raises(CheckpointError, match="names no parameters"):
         fit(Model(adam()), ckpt_path=saved)
 
 
@@ -410,17 +410,13 @@ def test_labels_and_numbers_that_are_equal_are_no_difference(tmp_path: Path, cap
     assert "goes on" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("scheduler_settings", [{}, {}]), ("scheduler_settings", [7]), ("flattened_optimizer_state", {"99": {}})],
-    ids=str,
-)
-def test_a_malformed_record_of_schedulers_or_state_is_a_checkpoint_error(key: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [[{}, {}], [7]], ids=str)
+def test_a_malformed_record_of_schedulers_is_a_checkpoint_error(settings: Any, tmp_path: Path) -> None:
     #
     saved = save(tmp_path / "saved", scheduled(adam(), halving))
-    rewrite_state(saved, lambda state: (state if key in state else state["made_of"]).update({key: value}))
-    with pytest.raises(CheckpointError, match=key):
-        fit(Model(scheduled(adam(), halving)), ckpt_path=saved, allow="optimizer")
+    rewrite_state(saved, lambda state: state["made_of"].update(scheduler_settings=settings))
+    with pytest.raises(CheckpointError, match="'made_of' in the run's state"):
+        fit(Model(scheduled(adam(), halving)), ckpt_path=saved)
 
 
 def decaying(gamma: float) -> Callable[[Any], Any]:

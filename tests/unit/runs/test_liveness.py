@@ -78,7 +78,7 @@ def test_jobs_of_slurm_and_torchrun() -> None:
     jobs = Job.of(variables)
     assert jobs == [Job("slurm", "7", 2, "0"), Job("elastic", "mine", 0)]
     assert Job.from_json([one.as_json() for one in jobs]) == jobs
-    for unnamed in ({}, {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "drivetrain"}):
+    for unnamed in ({}, {"TORCHELASTIC_RUN_ID": "none"}):
         assert Job.of(unnamed) == []
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
 from drivetrain.checkpoint._format.parallel_io import map_in_threads
-from drivetrain.checkpoint._format.read_memory import check_memory
 from drivetrain.checkpoint._format.tensor_reader import CastSource, CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.errors import CheckpointError, listed
 
@@ -137,15 +134,14 @@ class Checkpoint:
         """
         part = self.manifest.optimizers[index]
         document: dict[str, Any] = {} if part.document is None else self._decode_with_sources(part, self._sources(part))
-        problem = _optimizer_state_problem(document)
-        if problem is not None:
-            raise damage_error(
-                self.path, f"{part.document or f'optimizer {index}'} is not an optimizer's state: {problem}"
-            )
-        if document:
-            document["state"] = dict(zip(self.renamed(document["state"]), document["state"].values(), strict=True))
+        try:
+            values = map(dict, document["state"].values())
+            document["state"] = dict(zip(self.renamed(document["state"]), values, strict=True))
             for group in document["param_groups"]:
                 group["params"] = self.renamed(group["params"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            name, problem = part.document or f"optimizer {index}", f"{type(error).__name__}: {error}"
+            raise damage_error(self.path, f"{name} is not an optimizer's state: {problem}") from error
         return document
 
     def renamed(self, names: Iterable[str]) -> list[str]:
@@ -162,17 +158,20 @@ class Checkpoint:
         """Return the run's state, which rank 0 saved; None if no state was saved."""
         part = self.manifest.state
         state = None if part is None or part.document is None else self._read_document(part, self._sources(part))
-        return self._with_renames(state) if isinstance(state, dict) else state
+        try:
+            return self._with_renames(state) if isinstance(state, dict) else state
+        except (TypeError, KeyError, AttributeError) as error:
+            raise damage_error(
+                self.path, f"the run's state names no parameters: {type(error).__name__}: {error}"
+            ) from error
 
     def _with_renames(self, state: dict[str, Any]) -> dict[str, Any]:
-        # The state was not checked yet, so that a malformed one must stay as it is.
         for key in ("frozen", "trained"):
-            if isinstance(names := state.get(key), list) and all(isinstance(name, str) for name in names):
-                state[key] = self.renamed(names)
-        with suppress(TypeError, KeyError, AttributeError):
-            for groups in state["made_of"]["optimizer_groups"]:
-                for group in groups:
-                    group["params"] = self.renamed(group["params"])
+            if state.get(key) is not None:
+                state[key] = self.renamed(state[key])
+        for groups in (state.get("made_of") or {}).get("optimizer_groups") or ():
+            for group in groups:
+                group["params"] = self.renamed(group["params"])
         return state
 
     def rank_state(self, rank: int) -> Any:
@@ -235,7 +234,7 @@ class Checkpoint:
             return decode(document, tensor)
         except KeyError as error:
             raise damage_error(self.path, f"{part.document} names the tensor {error}, which does not exist") from error
-        except (ValueError, RecursionError) as error:
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
             raise damage_error(self.path, f"{part.document} cannot be read: {error}") from error
 
     def _document_tensor_names(self, part: Part) -> set[str]:
@@ -301,7 +300,7 @@ class Weights(Mapping[str, Any]):
                 other tensor is returned whole.
 
         Raises:
-            CheckpointError: the stored bytes are damaged, or do not fit into memory.
+            CheckpointError: the stored bytes are damaged.
         """
         wanted_regions = {} if regions is None else dict(regions)
 
@@ -311,8 +310,6 @@ class Weights(Mapping[str, Any]):
                 return value
             return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
 
-        sources = ((source, wanted_regions.get(name)) for name, source in self._values.items())
-        _check_memory("the tensors", sources)
         stored = list(self._values)
         loaded = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
         return {**loaded, **{tied: loaded[first] for tied, first in self._aliases.items()}}
@@ -348,7 +345,6 @@ def _read_tensors(value: Any, wanted_regions: Mapping[int, Region], readers: int
     """
     sources: dict[int, TensorSource] = {}
     _collect_sources(value, sources)
-    _check_memory("the tensors of a document", ((source, wanted_regions.get(key)) for key, source in sources.items()))
 
     def read(source: TensorSource) -> torch.Tensor | ParameterShard:
         region = wanted_regions.get(id(source))
@@ -357,31 +353,6 @@ def _read_tensors(value: Any, wanted_regions: Mapping[int, Region], readers: int
 
     values = map_in_threads(read, sources.values(), readers)
     return _replace_sources(value, dict(zip(sources, values, strict=True)))
-
-
-def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
-    check_memory(sum(source.nbytes(region) for source, region in sources if isinstance(source, TensorSource)), what)
-
-
-def _optimizer_state_problem(document: Any) -> str | None:
-    """Return what is wrong with the structure of an optimizer's document; None if nothing is wrong."""
-    if not isinstance(document, dict):
-        return f"it is a {type(document).__name__}"
-    state, groups = document.get("state"), document.get("param_groups")
-    if not isinstance(state, dict) or not isinstance(groups, list):
-        return "'state' is not a dict" if not isinstance(state, dict) else "'param_groups' is not a list"
-    for name, values in state.items():
-        if not isinstance(name, str) or not isinstance(values, dict):
-            return f"'state' has no dict for {reprlib.repr(name)}"
-    names: list[str] = []
-    for number, group in enumerate(groups):
-        params = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
-            return f"group {number} has no list of names as 'params'"
-        names += params
-    if len(set(names)) != len(names):
-        return "a parameter occurs twice"
-    return None
 
 
 def _collect_sources(value: Any, sources: dict[int, TensorSource], within_subclasses: bool = True) -> None:

@@ -31,11 +31,9 @@ class Source(Protocol):
         """Fill ``memory`` with the bytes starting at ``begin``.
 
         Raises:
-            OSError: the file has fewer bytes, or the storage failed.
+            EOFError: the file has fewer bytes.
+            OSError: the storage failed.
         """
-
-    def is_hole(self, begin: int, end: int) -> bool:
-        """Return whether the bytes from ``begin`` up to ``end`` are known to be zeros without reading them."""
 
 
 class Folder(Protocol):
@@ -186,9 +184,6 @@ class _RemoteFile:
     def fill(self, begin: int, memory: memoryview) -> None:
         with as_os_errors():
             memory[:] = _read_range(self._filesystem, self._path, begin, begin + len(memory))
-
-    def is_hole(self, begin: int, end: int) -> bool:
-        return False
 
 
 def _read_range(filesystem: Any, path: str, begin: int, end: int) -> bytes:

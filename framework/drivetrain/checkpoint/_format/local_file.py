@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
 from pathlib import Path
 
 _MAX_OPEN = 64
@@ -17,15 +14,9 @@ _MAX_OPEN = 64
 A checkpoint may have thousands of files, but many systems allow 1,024 descriptors per process.
 """
 
-_SEEK_DATA = getattr(os, "SEEK_DATA", None)  # available on Linux and macOS
-
-
-class ChangedFileError(OSError):
-    """The file was replaced or truncated while the checkpoint was open."""
-
 
 class NoFileError(OSError):
-    """The path is a directory, a pipe, a device or a broken link instead of a regular file."""
+    """The path is a directory, a link, a pipe or a device instead of a regular file."""
 
 
 class OpenFiles:
@@ -33,19 +24,16 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._descriptors: OrderedDict[LocalFile, int] = OrderedDict()
-        self._use_counts: Counter[int] = Counter()
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close all files that are not being read. A later read reopens a closed file."""
+        """Close all files. A later read reopens a closed file."""
         with self._lock:
-            for file in [
-                candidate for candidate, descriptor in self._descriptors.items() if not self._use_counts[descriptor]
-            ]:
-                os.close(self._descriptors.pop(file))
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
 
     def open(self, path: Path) -> LocalFile:
         """Open a file.
@@ -54,64 +42,31 @@ class OpenFiles:
             NoFileError: the path is not a regular file.
             OSError: the file does not exist, or cannot be read.
         """
-        descriptor, stat_result = _open_regular(path)
-        file = LocalFile(self, path, stat_result)
         with self._lock:
-            self._keep_open(file, descriptor)
-        return file
+            return LocalFile(self, path, os.fstat(self._descriptor(path)).st_size)
 
-    def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
-        """Fill ``memory`` from offset ``begin``, up to the end of the file; return the number of bytes read."""
-        with self._in_use_descriptor(file) as descriptor:
-            bytes_read = 0
-            while bytes_read < len(memory):
-                count = os.preadv(descriptor, [memory[bytes_read:]], begin + bytes_read)
+    def fill(self, path: Path, begin: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of a file from offset ``begin``.
+
+        Raises:
+            EOFError: the file ends before.
+            OSError: the file cannot be read.
+        """
+        with self._lock:
+            descriptor = self._descriptor(path)
+            while memory:
+                count = os.preadv(descriptor, [memory], begin)
                 if not count:
-                    break
-                bytes_read += count
-        return bytes_read
+                    raise EOFError(f"it ends at byte {begin}")
+                memory, begin = memory[count:], begin + count
 
-    def is_hole(self, file: LocalFile, begin: int, end: int) -> bool:
-        """Return whether ``begin`` up to ``end`` is a hole of a sparse file, which reads as zeros."""
-        if _SEEK_DATA is None:
-            return False
-        with self._in_use_descriptor(file) as descriptor:
-            try:
-                return os.lseek(descriptor, begin, _SEEK_DATA) >= end
-            except OSError as error:  # ENXIO means that there is no data after `begin`
-                return error.errno == errno.ENXIO and os.fstat(descriptor).st_size >= end
-
-    @contextmanager
-    def _in_use_descriptor(self, file: LocalFile) -> Iterator[int]:
-        with self._lock:
-            descriptor = self._descriptor(file)
-            self._use_counts[descriptor] += 1
-        try:
-            yield descriptor
-        finally:
-            with self._lock:
-                self._use_counts[descriptor] -= 1
-
-    def _descriptor(self, file: LocalFile) -> int:
-        if file in self._descriptors:
-            self._descriptors.move_to_end(file)
-            return self._descriptors[file]
-        descriptor, stat_result = _open_regular(file.path)
-        if not os.path.samestat(stat_result, file.stat_result):
-            os.close(descriptor)
-            raise ChangedFileError(f"{file.path.name} was replaced while the checkpoint was read")
-        self._keep_open(file, descriptor)
-        return descriptor
-
-    def _keep_open(self, file: LocalFile, descriptor: int) -> None:
-        self._descriptors[file] = descriptor
-        idle = [
-            candidate
-            for candidate in self._descriptors
-            if candidate is not file and not self._use_counts[self._descriptors[candidate]]
-        ]
-        for candidate in idle[: len(self._descriptors) - _MAX_OPEN] if len(self._descriptors) > _MAX_OPEN else ():
-            os.close(self._descriptors.pop(candidate))
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            if len(self._descriptors) >= _MAX_OPEN:
+                os.close(self._descriptors.popitem(last=False)[1])
+            self._descriptors[path] = _open_regular(path)
+        self._descriptors.move_to_end(path)
+        return self._descriptors[path]
 
 
 class LocalFile:
@@ -120,28 +75,22 @@ class LocalFile:
     Args:
         files: the `OpenFiles` that the file belongs to.
         path: path of the file.
-        stat_result: status of the file when it was opened.
+        size: size of the file in bytes.
     """
 
-    def __init__(self, files: OpenFiles, path: Path, stat_result: os.stat_result) -> None:
+    def __init__(self, files: OpenFiles, path: Path, size: int) -> None:
         self._files = files
-        self.path = path
-        self.stat_result = stat_result
-        self.size = stat_result.st_size
+        self._path = path
+        self.size = size
 
     def fill(self, begin: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes starting at ``begin``.
 
         Raises:
-            OSError: the disk failed, or the file has become shorter.
+            EOFError: the file ends before.
+            OSError: the file cannot be read.
         """
-        count = self._files.read(self, begin, memory)
-        if count < len(memory):
-            raise ChangedFileError(f"it had {self.size} bytes and is shorter now")
-
-    def is_hole(self, begin: int, end: int) -> bool:
-        """Return whether the bytes from ``begin`` up to ``end`` are a hole of a sparse file."""
-        return self._files.is_hole(self, begin, end)
+        self._files.fill(self._path, begin, memory)
 
 
 def read_whole(path: Path, limit: int) -> bytes:
@@ -151,31 +100,14 @@ def read_whole(path: Path, limit: int) -> bytes:
         NoFileError: the path is not a regular file.
         OSError: the file does not exist, or cannot be read.
     """
-    descriptor, _ = _open_regular(path)
-    with open(descriptor, "rb") as stream:
+    with open(_open_regular(path), "rb") as stream:
         return stream.read(limit)
 
 
-def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file. Other files are rejected: a pipe would block, and a device may have side effects."""
-    try:
-        _check_regular(path, os.stat(path))
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise NoFileError(f"{path.name} is a link to itself") from error
-        raise
-    try:
-        stat_result = os.fstat(descriptor)
-        _check_regular(path, stat_result)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, stat_result
-
-
-def _check_regular(path: Path, stat_result: os.stat_result) -> None:
-    if not stat.S_ISREG(stat_result.st_mode):
-        raise NoFileError(
-            f"{path.name} is a {'directory' if stat.S_ISDIR(stat_result.st_mode) else 'device or a pipe'}"
-        )
+def _open_regular(path: Path) -> int:
+    """Open a regular file. A link may lead anywhere, a pipe would block, and a device may have side effects."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "directory" if stat.S_ISDIR(mode) else "link" if stat.S_ISLNK(mode) else "device or a pipe"
+        raise NoFileError(f"{path.name} is a {kind}")
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

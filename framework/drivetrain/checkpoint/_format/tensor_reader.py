@@ -6,19 +6,18 @@ process (SIGBUS).
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from drivetrain._distributed.shards import Region, Span
 from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
 from drivetrain.checkpoint._format.folder import Folder, Source, StorageError
-from drivetrain.checkpoint._format.local_file import ChangedFileError, NoFileError
+from drivetrain.checkpoint._format.local_file import NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
 from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_tensor
@@ -36,29 +35,10 @@ class CheckResult(NamedTuple):
     Attributes:
         bad_blocks: indices of the blocks that cannot be read or whose checksum differs.
         digest_differs: whether the digest differs although all checksums match.
-        digest_skipped: whether the digest was not computed, because the file has too many sparse zeros.
     """
 
     bad_blocks: list[int]
     digest_differs: bool
-    digest_skipped: bool
-
-
-class ZeroBudget:
-    """Limits how many bytes of sparse zeros are hashed, because hashing a huge sparse file takes a long time."""
-
-    def __init__(self, remaining: int) -> None:
-        self._remaining = remaining
-        self._lock = threading.Lock()
-
-    def add_zeros(self, digest: Any, size: int) -> Any:
-        """Return the digest after ``size`` more zeros, or None if the budget is used up."""
-        with self._lock:
-            self._remaining -= size
-            if self._remaining < 0:
-                return None
-        digest.update(bytes(size))
-        return digest
 
 
 class CheckedFile:
@@ -116,32 +96,21 @@ class CheckedFile:
             else:
                 self._read_shared(number, low - start, part)
 
-    def check(self, zeros: ZeroBudget) -> CheckResult:
-        """Read the whole file and compare it with its checksums, and with its digest if it has one.
-
-        Args:
-            zeros: budget for hashing sparse zeros.
-        """
+    def check(self) -> CheckResult:
+        """Read the whole file and compare it with its checksums, and with its digest if it has one."""
         bad_blocks = []
         digest = DIGESTS["sha256"]() if self._record.sha256 else None
-        digest_skipped = False
         memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
-                if self._source.is_hole(begin, end):  # a hole is not stored, so it need not be read
-                    self._compare(number, _checksum_of_zeros(end - begin))
-                    if digest is not None:
-                        digest = zeros.add_zeros(digest, end - begin)
-                        digest_skipped = digest is None
-                else:
-                    self._read(number, memory[: end - begin])
-                    if digest is not None:
-                        digest.update(memory[: end - begin])
+                self._read(number, memory[: end - begin])
+                if digest is not None:
+                    digest.update(memory[: end - begin])
             except Exception:
                 bad_blocks.append(number)
                 digest = None
-        return CheckResult(bad_blocks, digest is not None and digest.hexdigest() != self._record.sha256, digest_skipped)
+        return CheckResult(bad_blocks, digest is not None and digest.hexdigest() != self._record.sha256)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)
@@ -170,22 +139,14 @@ class CheckedFile:
     def _read(self, number: int, memory: memoryview) -> None:
         try:
             self._source.fill(number * self._block, memory)
-        except (FileNotFoundError, ChangedFileError) as error:
+        except (FileNotFoundError, NoFileError, EOFError) as error:
             raise damage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         except Exception as error:  # the error's class depends on the storage's library
             raise _storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
-        self._compare(number, crc32(memory))
-
-    def _compare(self, number: int, checksum: int) -> None:
         expected = self._record.crc32[8 * number : 8 * number + 8]
-        if f"{checksum:08x}" != expected:
+        if f"{crc32(memory):08x}" != expected:
             begin, end = self._bounds(number)
             raise damage_error(self._path, f"{self.name} was altered between bytes {begin} and {end}")
-
-
-@functools.cache
-def _checksum_of_zeros(size: int) -> int:
-    return crc32(bytes(size))
 
 
 def _open_source(folder: Folder, name: str) -> Source:

@@ -12,10 +12,8 @@ from drivetrain.checkpoint._format.documents import loads
 from drivetrain.checkpoint._format.manifest import Part
 from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.tensor_file import misaligned
-from drivetrain.checkpoint._format.tensor_reader import ZeroBudget, damage_error, tensors_in
+from drivetrain.checkpoint._format.tensor_reader import damage_error, tensors_in
 from drivetrain.errors import CheckpointError
-
-_MAX_ZEROS = 2**34  # maximum number of sparse zero bytes to hash, which takes about ten seconds with SHA-256
 
 
 def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]:
@@ -38,28 +36,25 @@ def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]
         return [error.what]
     if digest is not None and not all(record.sha256 for record in checkpoint.manifest.files.values()):
         return [f"its files have no {digest}: it was written without digests"]
-    zeros = ZeroBudget(_MAX_ZEROS)
     lines = map_in_threads(
-        lambda name: _describe_problem(checkpoint, name, zeros), checkpoint.manifest.files, checkpoint.readers
+        lambda name: _describe_problem(checkpoint, name), checkpoint.manifest.files, checkpoint.readers
     )
     problems = [line for line in lines if line is not None]
     return problems or _find_contradictions(checkpoint)
 
 
-def _describe_problem(checkpoint: Checkpoint, name: str, zeros: ZeroBudget) -> str | None:
+def _describe_problem(checkpoint: Checkpoint, name: str) -> str | None:
     try:
         file = checkpoint.file(name)
     except CheckpointError as error:
         # Remove the part of the message that names the checkpoint.
         return error.what.removeprefix(damage_error(checkpoint.path, "").what.removesuffix(".")).removesuffix(".")
-    result, block = file.check(zeros), checkpoint.manifest.block_size
+    result, block = file.check(), checkpoint.manifest.block_size
     if result.bad_blocks:
         blocks = f"{len(result.bad_blocks)} of {block_count(file.size, block)} blocks"
         return f"{name} was altered: {blocks}, the first at byte {result.bad_blocks[0] * block}"
     if result.digest_differs:
         return f"{name} was altered: its checksums match, but its SHA-256 differs"
-    if result.digest_skipped:
-        return f"{name} has too many sparse zeros, so its SHA-256 was not computed"
     return None
 
 
